@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from vllm_hwplugin.gates import CATALOGUE_PREFIX, GATES, Alias, Gate, show
-from vllm_hwplugin.gates.replaced import REPLACED
+from vllm_hwplugin.gates import CATALOGUE_PREFIX, GATES, REPLACED, Alias, Gate, show
 from vllm_hwplugin.patching import load_catalogue
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "gates.md"
@@ -20,7 +19,7 @@ def markdown() -> str:
     lines = [
         "# Environment variables",
         "",
-        "Written by `python -m tests.gates_page` from `vllm_hwplugin/gates/table.py` and from each feature's",
+        "Written by `python -m tests.gates_page` from `vllm_hwplugin/gates.py` and from each feature's",
         "`patch.toml`; a test compares them. A variable that is set but empty counts as not set.",
         "`vllm-hwplugin doctor -v` shows the values in force and where each came from.",
         "",

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hwplugin import gates
-from vllm_hwplugin.gates.table import WORDS_FALSE, WORDS_TRUE
+from vllm_hwplugin.gates import WORDS_FALSE, WORDS_TRUE
 from vllm_hwplugin.patching import load_catalogue
 
 from . import gates_page
@@ -69,7 +69,7 @@ def test_every_environment_is_read_as_the_page_says(own: dict[str, str], outside
             assert gates.read(gate, environ).value == expected[gate.name]
     if bad:
         with pytest.raises(gates.GateError) as error:
-            gates.read_all(environ, [*WORDED, *OUTSIDE])
+            gates.read_each(environ, [*WORDED, *OUTSIDE])
         assert len(str(error.value).splitlines()) == len(bad)
     demanded = [name for name in sorted(UNKNOWN) if environ.get(name, "").strip().lower() in WORDS_TRUE]
     assert list(gates.unclaimed(environ, OUTSIDE)) == demanded

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_hwplugin import gates
-from vllm_hwplugin.gates.replaced import REPLACED
-from vllm_hwplugin.gates.table import CATALOGUE_PREFIX
+from vllm_hwplugin.gates import CATALOGUE_PREFIX, REPLACED
 from vllm_hwplugin.patching import load_catalogue
 
 ROOT = Path(__file__).parents[1]

@@ -26,7 +26,7 @@ def fingerprints(source: Source) -> dict[str, str]:
     catalogue = load_catalogue()
     paths = {file.path for feature in catalogue.features for file in feature.files}
     read = Memory({path: text for path in paths if (text := source.read(path)) is not None}, source.version)
-    every = gates.read_all({}, (*gates.GATES, *catalogue.gates))
+    every = gates.read_each({}, (*gates.GATES, *catalogue.gates))
     default = {name: value.choice for name, value in every.items() if value.gate.switches}
     asked = {"": default}
     for feature in catalogue.features:

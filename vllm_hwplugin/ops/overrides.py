@@ -94,7 +94,7 @@ def install(environ: Mapping[str, str] | None = None) -> None:
     """
     environ = os.environ if environ is None else environ
     try:
-        values = gates.read_all(environ)
+        values = gates.read_each(environ)
     except gates.GateError:
         if _asked_for(environ):
             raise

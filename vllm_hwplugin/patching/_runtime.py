@@ -191,7 +191,7 @@ def deactivate() -> None:
 def _install(environ: Mapping[str, str], catalogue: Catalogue | None) -> _State:
     state = _State(journal.new(__version__))
     try:
-        values = gates.read_all(environ)
+        values = gates.read_each(environ)
         if not values["VLLM_HWPLUGIN"].flag:
             logger.info("vllm-hwplugin %s is switched off (VLLM_HWPLUGIN); vLLM runs stock", __version__)
             journal.begin(state.journal, None)
@@ -250,7 +250,7 @@ def _activate(
     if catalogue is None:
         catalogue = load_catalogue()
     state.gates = catalogue.gates
-    declared = gates.read_all(environ, state.gates)
+    declared = gates.read_each(environ, state.gates)
     choices |= {name: value.choice for name, value in declared.items()}
     found = outside.find_outside(environ, catalogue)
     state.gates = (*state.gates, *found.gates)
