@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from .patching.madeup import EDITS, GATES, Project
+from .patching.madeup import EDITS, GATES, OTHER_EDITS, Project
 
 MADE_UP, OTHER, THIRD = GATES
 ACME, FOLDERS = "VLLM_HWPLUGIN_PATCH_ACME_FIX", "VLLM_HWPLUGIN_PATCHES"
@@ -49,7 +49,7 @@ def attempt():
 
 def made_up(project: Project) -> None:
     project.feature("made-up", EDITS)
-    project.feature("other", {"vllm/v1/beta.py": [("double(double(value))", "double(value)")]}, gate=OTHER)
+    project.feature("other", OTHER_EDITS, gate=OTHER)
 
 
 def made_up_with(*changes: Callable[[Project], None]) -> Callable[[Project], None]:
@@ -59,14 +59,6 @@ def made_up_with(*changes: Callable[[Project], None]) -> Callable[[Project], Non
             one(project)
 
     return change
-
-
-def _drift(project: Project) -> None:
-    project.write("vllm/v1/alpha.py", project.read("vllm/v1/alpha.py").replace("value * 2", "value*2"))
-
-
-def _tear(project: Project) -> None:
-    (project.site / "vllm/v1/alpha.py").write_bytes(b"# \xe9\n")
 
 
 def _make_pipe(project: Project) -> None:
@@ -106,21 +98,8 @@ def _apply(project: Project) -> None:
         project.write(path, text)
 
 
-def _age(project: Project) -> None:
-    project.write("vllm/_version.py", "__version__ = version = '0.99.0'\n")
-
-
-def _forget_version(project: Project) -> None:
-    (project.site / "vllm/_version.py").unlink()
-
-
 def _second_tree(project: Project) -> None:
     shutil.copytree(project.site, project.folder / "second")
-
-
-def block_cache(project: Project) -> None:
-    project.cache.write_text("in the way")
-    (project.folder / "tmp").mkdir()
 
 
 def _state(*more: str) -> Callable[[Project], None]:
@@ -129,7 +108,7 @@ def _state(*more: str) -> Callable[[Project], None]:
     def change(project: Project) -> None:
         edits = {"vllm/v1/alpha.py": LIMIT, **{path: EDITS[path] for path in more}}
         project.feature("dflash-made-up", edits)
-        project.feature("other", {"vllm/v1/beta.py": [("double(double(value))", "double(value)")]}, gate=OTHER)
+        project.feature("other", OTHER_EDITS, gate=OTHER)
 
     return change
 
@@ -228,11 +207,11 @@ def attempt():
 """
 
 PATCHES: dict[str, list[Scenario]] = {
-    "a diff does not fit": [Scenario(INSTALL, made_up_with(_drift))],
+    "a diff does not fit": [Scenario(INSTALL, made_up_with(Project.drift))],
     "two features change the same lines": [
         Scenario(INSTALL + 'attempt = lambda: states(install(), "rival")', made_up_with(_rival), THIRD)
     ],
-    "a file of vLLM": [Scenario(INSTALL, made_up_with(change)) for change in (_tear, _make_pipe)],
+    "a file of vLLM": [Scenario(INSTALL, made_up_with(change)) for change in (Project.tear, _make_pipe)],
     "imported before the plugin": [
         Scenario(INSTALL + IMPORTED, _state()),
         Scenario(INSTALL + IMPORTED.replace("import vllm.v1.alpha", 'sys.modules["vllm.v1.alpha"] = None'), _state()),
@@ -263,7 +242,7 @@ def attempt():
     del others["made-up"]
     return concerned, others
 """,
-            made_up_with(_needs, _drift),
+            made_up_with(_needs, Project.drift),
             THIRD,
         )
     ],
@@ -276,11 +255,11 @@ def attempt():
         )
     ],
     "has the change already": [Scenario(INSTALL, made_up_with(_apply))],
-    "not one that the plugin knows": [Scenario(INSTALL, made_up_with(_age))],
+    "not one that the plugin knows": [Scenario(INSTALL, made_up_with(Project.age))],
     "nothing can be decided": [
-        Scenario(INSTALL, made_up_with(_forget_version)),
+        Scenario(INSTALL, made_up_with(Project.forget_version)),
         Scenario(INSTALL + "_runtime.make_plan = None", made_up),
-        Scenario(INSTALL + "import tempfile; tempfile.tempdir = '/proc/nowhere'", made_up_with(block_cache)),
+        Scenario(INSTALL + "import tempfile; tempfile.tempdir = '/proc/nowhere'", made_up_with(Project.block_cache)),
     ],
     "a variable of the plugin has a value": [Scenario(INSTALL, made_up, variables={"VLLM_HWPLUGIN_SLP": "perhaps"})],
     "the gate of a feature of your own": [

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from .failure_scenarios import INSTALL, Scenario, block_cache, made_up, made_up_with
-from .patching.madeup import GATES
+from .failure_scenarios import INSTALL, Scenario, made_up, made_up_with
+from .patching.madeup import GATES, Project
 
 ATTENTION, OPS = "VLLM_HWPLUGIN_ATTENTION", "VLLM_HWPLUGIN_OPS"
 
@@ -97,7 +97,7 @@ def attempt():
 
 OTHERS: dict[str, list[Scenario]] = {
     "no variable of this release": [Scenario(INSTALL, made_up, variables={"VLLM_HWPLUGIN_STRIKT": "1"})],
-    "the next one can": [Scenario(INSTALL, made_up_with(block_cache), variables={"TMPDIR": "tmp"})],
+    "the next one can": [Scenario(INSTALL, made_up_with(Project.block_cache), variables={"TMPDIR": "tmp"})],
     "has other arguments": [
         Scenario(
             OPERATIONS

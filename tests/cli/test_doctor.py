@@ -129,15 +129,6 @@ def test_a_bad_value_is_a_problem_and_nothing_is_called_live(diagnose: Diagnose)
     assert found.problems == (row.error,)
 
 
-def test_where_each_value_came_from(diagnose: Diagnose) -> None:
-    found = diagnose(VLLM_MUSA_DRAFT_FULL_WRAP="0", VLLM_HWPLUGIN_STRICT="1")
-    rows = {row.name: row for row in found.gates}
-    assert (rows["VLLM_HWPLUGIN_STRICT"].value, rows["VLLM_HWPLUGIN_STRICT"].source) == ("1", "environment")
-    graph = rows[GATE]
-    assert (graph.value, graph.source) == ("off", "alias VLLM_MUSA_DRAFT_FULL_WRAP")
-    assert rows["VLLM_HWPLUGIN"].source == "default"
-
-
 @pytest.mark.parametrize(
     ("environ", "name"),
     [
@@ -386,16 +377,6 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def _platform_row(found: _diagnosis.Diagnosis) -> str:
     (row,) = [value for name, value in _doctor.sections(found)[0].rows if name == "platform class"]
     return row
-
-
-def test_the_absence_of_a_platform_class_is_shown_with_its_reason(
-    diagnose: Diagnose, accelerator: Callable[[str], None]
-) -> None:
-    # A CPU build of vLLM on a host with a GPU.
-    accelerator("cuda")
-    found = diagnose()
-    assert found.platform_class["class"] is None
-    assert found.platform_class["reason"] in _platform_row(found)
 
 
 def test_the_platform_class_of_an_nvidia_host_is_shown(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ..patching.madeup import EDITS, GATES, Project, make_project
+from ..patching.madeup import EDITS, GATES, OTHER_EDITS, Project, make_project
 
 BASE, NEEDS, OTHER = "base", "needs", "other"
 GATE, NEEDS_GATE, OTHER_GATE = GATES
@@ -62,21 +62,9 @@ BOTH = """
 """
 
 
-def _drift(project: Project) -> None:
-    project.write("vllm/v1/alpha.py", project.read("vllm/v1/alpha.py").replace("value * 2", "value*2"))
-
-
-def _tear(project: Project) -> None:
-    (project.site / "vllm/v1/alpha.py").write_bytes(b"# \xe9\n")
-
-
 def _age(project: Project) -> None:
-    project.write("vllm/_version.py", "__version__ = version = '0.99.0'\n")
+    project.age()
     project.write("vllm/v1/beta.py", "# newer\n" + project.read("vllm/v1/beta.py"))
-
-
-def _forget_version(project: Project) -> None:
-    (project.site / "vllm/_version.py").write_bytes(b"# \xe9\n")
 
 
 def _spoil(project: Project) -> None:
@@ -84,12 +72,12 @@ def _spoil(project: Project) -> None:
     diff.write_text(diff.read_text().replace("+    return mul(", "+    return mul(("))
 
 
-@pytest.mark.parametrize("change", [None, _drift, _tear, _age, _forget_version, _spoil])
+@pytest.mark.parametrize("change", [None, Project.drift, Project.tear, _age, Project.forget_version, _spoil])
 def test_doctor_says_what_install_does(tmp_path: Path, change: Callable[[Project], None] | None) -> None:
     project = make_project(tmp_path)
     project.feature(BASE, EDITS, gate=GATE)
     project.feature(NEEDS, {"vllm/v1/pack/inner.py": [("'inner'", "'x'")]}, gate=NEEDS_GATE, requires=[BASE])
-    project.feature(OTHER, {"vllm/v1/beta.py": [("double(double(value))", "double(value)")]}, gate=OTHER_GATE)
+    project.feature(OTHER, OTHER_EDITS, gate=OTHER_GATE)
     if change is not None:
         change(project)
     answers = project.outcomes(f"PATCHES = {str(project.patches)!r}\n" + textwrap.dedent(BOTH), ENVIRONMENTS)

@@ -80,6 +80,8 @@ EDITS = {
     "vllm/v1/pack/__init__.py": [('"stock pack"', '"patched pack"')],
 }
 
+# Of another feature, which most that is wrong leaves alone.
+OTHER_EDITS = {"vllm/v1/beta.py": [("double(double(value))", "double(value)")]}
 
 # Runs outcome() in a fork for each set of variables: an environment costs no start of an interpreter.
 FORKS = """
@@ -185,6 +187,26 @@ class Project:
         self.write(f"{metadata}/RECORD", "".join(f"{path},,\n" for path in files))
         if entry_points:
             self.write(f"{metadata}/entry_points.txt", entry_points)
+
+    def drift(self) -> None:
+        """A line that `EDITS` change is another one."""
+        self.write("vllm/v1/alpha.py", self.read("vllm/v1/alpha.py").replace("value * 2", "value*2"))
+
+    def tear(self) -> None:
+        """One of the files is no text."""
+        (self.site / "vllm/v1/alpha.py").write_bytes(b"# \xe9\n")
+
+    def age(self) -> None:
+        """It is of a version that nobody knows."""
+        self.write("vllm/_version.py", "__version__ = version = '0.99.0'\n")
+
+    def forget_version(self) -> None:
+        (self.site / "vllm/_version.py").unlink()
+
+    def block_cache(self) -> None:
+        """The first place of the cache cannot be had."""
+        self.cache.write_text("in the way")
+        (self.folder / "tmp").mkdir()
 
     def environ(self, **variables: str) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM", "PYTHON"))}

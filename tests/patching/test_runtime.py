@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from .madeup import EDITS, GATES, Project
+from .madeup import EDITS, GATES, OTHER_EDITS, Project
 
 CHECK = """
     import inspect, linecache
@@ -136,7 +136,7 @@ def test_a_feature_whose_module_cannot_be_swapped_is_refused_whole(project: Proj
             "vllm/v1/pack/__init__.py": EDITS["vllm/v1/pack/__init__.py"],
         },
     )
-    project.feature("other", {"vllm/v1/beta.py": [("double(double(value))", "double(value)")]}, gate=GATES[1])
+    project.feature("other", OTHER_EDITS, gate=GATES[1])
     project.feature("needs", {"vllm/v1/pack/inner.py": [("'inner'", "'x'")]}, gate=GATES[2], requires=["state"])
     code = """
         import vllm.v1.beta
@@ -180,12 +180,11 @@ def test_what_another_finder_served_is_found_and_patched_in_place(patched: Proje
 
 
 STATE = {"vllm/v1/alpha.py": [("LIMIT = 3", "LIMIT = 4")]}
-BODY = {"vllm/v1/beta.py": [("double(double(value))", "double(value)")]}
 
 
 def test_a_whole_feature_that_cannot_be_patched_in_place_is_given_up_alone(project: Project) -> None:
     project.feature("state", STATE)
-    project.feature("other", BODY, gate=GATES[1])
+    project.feature("other", OTHER_EDITS, gate=GATES[1])
     project.feature(
         "needs", {"vllm/v1/pack/__init__.py": EDITS["vllm/v1/pack/__init__.py"]}, gate=GATES[2], requires=["state"]
     )
@@ -244,42 +243,30 @@ def test_gates_are_registered_when_vllm_comes_later(patched: Project) -> None:
     assert patched.run(code) == "True\n"
 
 
-def _age(project: Project) -> None:
-    project.write("vllm/_version.py", "__version__ = version = '0.99.0'\n")
-
-
-def _drift(project: Project) -> None:
-    project.write("vllm/v1/alpha.py", project.read("vllm/v1/alpha.py").replace("value * 2", "value*2"))
-
-
-def _age_and_drift(project: Project) -> None:
-    _age(project)
-    _drift(project)
-
-
 def _spoil(project: Project) -> None:
     (project.patches / "made-up" / "patch.toml").write_text("id = ")
-
-
-def _block_cache(project: Project) -> None:
-    project.cache.write_text("in the way")
-    (project.folder / "tmp").mkdir()
 
 
 TRIED = {"VLLM_HWPLUGIN_TRY_UNLISTED": "1"}
 NO_VLLM = "sys.path[:] = [entry for entry in sys.path if not Path(entry, 'vllm', '__init__.py').exists()]"
 NO_PLACE = "import tempfile; tempfile.tempdir = '/proc/nowhere'"
-LINES: dict[str, tuple[Callable[[Project], None], str, dict[str, str], list[str], str]] = {
+LINES: dict[str, tuple[Callable[[Project], object], str, dict[str, str], list[str], str]] = {
     "live": (lambda project: None, "", {}, ["INFO"], "live"),
-    "unlisted": (_age, "", {}, ["WARNING", "INFO"], "refused"),
-    "unlisted, tried": (_age, "", TRIED, ["WARNING", "INFO"], "live"),
-    "unlisted, drifted, tried": (_age_and_drift, "", TRIED, ["WARNING", "WARNING", "INFO"], "refused"),
-    "drifted": (_drift, "", {}, ["WARNING", "INFO"], "refused"),
+    "unlisted": (Project.age, "", {}, ["WARNING", "INFO"], "refused"),
+    "unlisted, tried": (Project.age, "", TRIED, ["WARNING", "INFO"], "live"),
+    "unlisted, drifted, tried": (
+        lambda project: (project.age(), project.drift()),
+        "",
+        TRIED,
+        ["WARNING", "WARNING", "INFO"],
+        "refused",
+    ),
+    "drifted": (Project.drift, "", {}, ["WARNING", "INFO"], "refused"),
     "bad catalogue": (_spoil, "", {}, ["ERROR"], "error"),
     "no vLLM": (lambda project: None, NO_VLLM, {}, ["ERROR"], "error"),
     "a fault": (lambda project: None, "_runtime.make_plan = None", {}, ["ERROR"], "error"),
-    "second place": (_block_cache, "", {"TMPDIR": "tmp"}, ["WARNING", "INFO"], "live"),
-    "no place": (_block_cache, NO_PLACE, {}, ["ERROR"], "error"),
+    "second place": (Project.block_cache, "", {"TMPDIR": "tmp"}, ["WARNING", "INFO"], "live"),
+    "no place": (Project.block_cache, NO_PLACE, {}, ["ERROR"], "error"),
     "misspelt": (lambda project: None, "", {"VLLM_HWPLUGIN_STRIKT": "1"}, ["WARNING", "INFO"], "live"),
 }
 SAID = """
@@ -342,7 +329,7 @@ def test_a_child_says_only_what_is_otherwise_than_in_the_first_process(patched: 
     ],
 )
 def test_a_bad_gate_value_is_one_clear_line(patched: Project, variables: dict[str, str], raises: bool) -> None:
-    patched.feature("other", {"vllm/v1/beta.py": [("double(double(value))", "double(value)")]}, gate=GATES[1])
+    patched.feature("other", OTHER_EDITS, gate=GATES[1])
     done = patched.start("print(install().error)", CHECK, **variables)
     assert (done.returncode != 0) == raises
     assert "GateError" in done.stderr if raises else next(iter(variables)) in done.stderr

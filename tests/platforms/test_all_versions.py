@@ -17,7 +17,7 @@ import pytest
 from vllm_hwplugin import plugin
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.platforms import _offer
-from vllm_hwplugin.platforms._detect import CLASSES
+from vllm_hwplugin.platforms._offer import CLASSES
 
 from ..conftest import versions
 from . import standins

@@ -12,7 +12,7 @@ import pytest
 
 from vllm_hwplugin import musa
 from vllm_hwplugin.musa.host import MUSA_MODULES, Musa
-from vllm_hwplugin.platforms._detect import CLASSES, Decision, ask_vllm, decide, probe_musa, settle
+from vllm_hwplugin.platforms._offer import CLASSES, Decision, ask_vllm, decide, probe_musa, settle
 
 from . import standins
 from .realvllm import own

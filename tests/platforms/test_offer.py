@@ -13,7 +13,7 @@ import pytest
 
 from vllm_hwplugin import journal, plugin
 from vllm_hwplugin.platforms import _offer
-from vllm_hwplugin.platforms._detect import CLASSES
+from vllm_hwplugin.platforms._offer import CLASSES
 
 from .realvllm import entry_points, point
 

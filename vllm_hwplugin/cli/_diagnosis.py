@@ -30,6 +30,7 @@ from ..ops.operations import SKIP, unknown_names
 from ..patching import (
     FOLDER,
     Catalogue,
+    Feature,
     Installed,
     NotInstalled,
     NotPython,
@@ -43,7 +44,7 @@ from ..patching import (
     make_plan,
     trouble_in,
 )
-from ..patching.outside import FOLDERS, Found, Trouble, find_outside, find_targets
+from ..patching.outside import FOLDERS, Found, find_outside, find_targets
 from . import _host
 from ._engines import Engine, find_engines, fingerprints_differ
 from ._kernels import KernelRow, kernel_rows
@@ -52,9 +53,6 @@ from .text import printable, shortened
 
 #: Raised when a key of the JSON changes its meaning or goes away; new keys do not raise it.
 FORMAT = 1
-
-_Value = gates.GateValue | gates.GateError
-_Values = Mapping[str, _Value]
 
 ENTRY_POINT = "hwplugin"
 _GROUP = "vllm.general_plugins"
@@ -117,9 +115,46 @@ class Diagnosis:
 
 
 @dataclass(slots=True)
-class _Findings:
+class _Look:
+    """What was found so far.
+
+    Attributes:
+        environ: where the gates are read.
+        values: by gate, of those that are known; or what is wrong with the value.
+        problems, warnings: see :class:`Diagnosis`.
+    """
+
+    environ: Mapping[str, str]
+    values: dict[str, gates.GateValue | gates.GateError] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
+
+    def read(self, of: Iterable[gates.Gate], *, say: bool = True) -> None:
+        for gate in of:
+            value: gates.GateValue | gates.GateError
+            try:
+                value = gates.read(gate, self.environ)
+                self.warnings += [value.conflict] if value.conflict and say else []
+            except gates.GateError as error:
+                value = error
+                self.problems += [str(error)] if say else []
+            self.values[gate.name] = value
+
+    def good(self, name: str) -> gates.GateValue | None:
+        """None where the value is bad."""
+        value = self.values[name]
+        return value if isinstance(value, gates.GateValue) else None
+
+    @property
+    def switched_off(self) -> bool:
+        return (value := self.good("VLLM_HWPLUGIN")) is not None and not value.flag
+
+    @property
+    def strict(self) -> bool:
+        return (value := self.good(gates.STRICT)) is not None and value.flag
+
+    def lines(self, problem: bool) -> list[str]:
+        return self.problems if problem else self.warnings
 
 
 def diagnose(
@@ -135,147 +170,99 @@ def diagnose(
     Raises:
         NoSuchEngine: no journal of that process can be read.
     """
-    environ = os.environ if environ is None else environ
-    found = _Findings()
-    values = _read_gates(environ, found)
-    installed = _find_vllm(values, found)
-    _check_entry_point(environ, values, found)
-    own = _own_catalogue(catalogue, found)
+    look = _Look(os.environ if environ is None else environ)
+    look.read(gates.GATES)
+    _check_skip_list(look)
+    installed = _find_vllm(look)
+    _check_entry_points(look)
+    own = _own_catalogue(catalogue, look)
     of_features = own.gates if own is not None else ()
-    _read_into(values, of_features, environ, found)
-    outside = _find_outside(environ, own, values, found)
-    cache = _cache(environ, found)
-    features, fingerprint = _decide(values, installed, own, outside, environ, found, cache)
+    look.read(of_features)
+    outside = _find_outside(own, look)
+    cache = _cache(look)
+    features, fingerprint = _decide(installed, own, outside, cache, look)
     # As the journals of processes have them.
-    features = (*(_left_out(item) for item in outside.troubles), *features)
+    left_out = (FeatureRow(item.where, "a catalogue", "", "", "refused", item.reason) for item in outside.troubles)
+    features = (*left_out, *features)
     states = {row.state for row in features}
-    if not found.problems and not _is_switched_off(values) and "refused" in states and "live" not in states:
-        found.problems.append("the plugin would do nothing: no feature is live")
-    engines, processes = find_engines(_journals(cache, found), engine)
-    found.warnings += fingerprints_differ(processes)
+    if not look.problems and not look.switched_off and "refused" in states and "live" not in states:
+        look.problems.append("the plugin would do nothing: no feature is live")
+    engines, processes = find_engines(_journals(cache, look), engine)
+    look.warnings += fingerprints_differ(processes)
     platform = _host.find_platform()
-    tools = _host.find_tools(environ=environ)
-    libraries = built.read_all(cache.trusted, found.warnings)
-    found.problems += operation_problems(platform.kind, values)
-    platform_class = _platform_class(values, installed, platform, environ, found)
+    tools = _host.find_tools(environ=look.environ)
+    libraries = built.read_all(cache.trusted, look.warnings)
+    look.problems += operation_problems(platform.kind, look.values)
+    platform_class = _platform_class(installed, platform, look)
+    extension = installed is not None and any((installed.root / "vllm").glob("_C*.so"))
     return Diagnosis(
         host=_host.this_host(),
         platform=platform,
         platform_class=platform_class,
-        musa=_musa(platform.kind, installed, platform_class["class"], found),
+        musa=_musa(platform.kind, installed, platform_class["class"], look),
         toolchains=tools,
         kernels=kernel_rows(platform.kind, libraries, tools),
-        operations=operation_rows(
-            platform.kind,
-            values,
-            tools,
-            libraries,
-            extension=installed is not None and any((installed.root / "vllm").glob("_C*.so")),
-        ),
+        operations=operation_rows(platform.kind, look.values, tools, libraries, extension=extension),
         plugin={"version": vllm_hwplugin.__version__, "path": str(Path(vllm_hwplugin.__file__).parent)},
         vllm=_describe(installed),
         packages={
             name: musa_versions.installed(name) for name in ("torch", "triton", "torch_musa", "torchada", "mate")
         },
         cache={str(place): state for place, state in cache.states.items()},
-        gates=tuple(_row(gate, values[gate.name]) for gate in (*gates.GATES, *of_features, *outside.gates)),
+        gates=tuple(_row(gate, look.values[gate.name]) for gate in (*gates.GATES, *of_features, *outside.gates)),
         features=features,
         fingerprint=fingerprint,
         engines=engines,
         last_engine=processes,
-        problems=tuple(found.problems),
-        warnings=tuple(found.warnings),
+        problems=tuple(look.problems),
+        warnings=tuple(look.warnings),
     )
 
 
-def _read_gates(environ: Mapping[str, str], found: _Findings) -> dict[str, _Value]:
-    values: dict[str, _Value] = {}
-    _read_into(values, gates.GATES, environ, found)
-    skip, ops = values[SKIP], values[OPS]
-    if isinstance(skip, gates.GateValue) and isinstance(ops, gates.GateValue) and (wrong := unknown_names(skip.names)):
-        stops = ops.text == "on" or (ops.text != "off" and _is_strict(values))
-        said = found.problems if stops else found.warnings
+def _check_skip_list(look: _Look) -> None:
+    skip, ops = look.good(SKIP), look.good(OPS)
+    if skip is not None and ops is not None and (wrong := unknown_names(skip.names)):
         names = shortened(printable(", ".join(wrong), keep=""))
+        said = look.lines(ops.text == "on" or (ops.text != "off" and look.strict))
         said.append(f"{SKIP} names {names}, which no kernel is for")
-    return values
 
 
-def _read_into(
-    values: dict[str, _Value],
-    of: Iterable[gates.Gate],
-    environ: Mapping[str, str],
-    found: _Findings,
-) -> None:
-    for gate in of:
-        try:
-            value = values[gate.name] = gates.read(gate, environ)
-        except gates.GateError as error:
-            values[gate.name] = error
-            found.problems.append(str(error))
-            continue
-        if value.conflict:
-            found.warnings.append(value.conflict)
-
-
-def _left_out(trouble: Trouble) -> FeatureRow:
-    return FeatureRow(trouble.where, "a catalogue", "", "", "refused", trouble.reason)
-
-
-def _own_catalogue(catalogue: Catalogue | None, found: _Findings) -> Catalogue | None:
+def _own_catalogue(catalogue: Catalogue | None, look: _Look) -> Catalogue | None:
     try:
         return load_catalogue() if catalogue is None else catalogue
     except PatchingError as error:
-        found.problems.append(str(error))
+        look.problems.append(str(error))
         return None
 
 
-def _find_outside(
-    environ: Mapping[str, str],
-    own: Catalogue | None,
-    values: dict[str, _Value],
-    found: _Findings,
-) -> Found:
-    """The catalogues from outside; their gates come into `values`, and what is wrong with them into `found`."""
-    folders, switched_off = values[FOLDERS], _is_switched_off(values)
+def _find_outside(own: Catalogue | None, look: _Look) -> Found:
+    """The catalogues from outside, with their gates and what is wrong with them."""
     outside = Found()
-    if own is not None and isinstance(folders, gates.GateValue):
-        outside = find_outside(environ, own)
+    if own is not None and look.good(FOLDERS) is not None:
+        outside = find_outside(look.environ, own)
         # One that is bad costs its own features alone, which is said of these.
-        _read_into(values, outside.gates, environ, _Findings())
-    found.warnings += gates.unknown(environ, (*own.gates, *outside.gates) if own is not None else ())
-    said = found.problems if _is_strict(values) and not switched_off else found.warnings
-    said += [f"{item.where} is not live, vLLM runs stock there: {item.reason}" for item in outside.troubles]
-    said = found.warnings if switched_off else found.problems
-    said += [
-        f"{name}=on, but no catalogue of patches has this gate" for name in gates.unclaimed(environ, outside.gates)
-    ]
+        look.read(outside.gates, say=False)
+    look.warnings += gates.unknown(look.environ, (*own.gates, *outside.gates) if own is not None else ())
+    look.lines(look.strict and not look.switched_off).extend(
+        f"{item.where} is not live, vLLM runs stock there: {item.reason}" for item in outside.troubles
+    )
+    look.lines(not look.switched_off).extend(
+        f"{name}=on, but no catalogue of patches has this gate" for name in gates.unclaimed(look.environ, outside.gates)
+    )
     return outside
 
 
-def _is_switched_off(values: _Values) -> bool:
-    value = values["VLLM_HWPLUGIN"]
-    return isinstance(value, gates.GateValue) and not value.flag
-
-
-def _is_strict(values: _Values) -> bool:
-    value = values[gates.STRICT]
-    return isinstance(value, gates.GateValue) and value.flag
-
-
-def _row(gate: gates.Gate, value: _Value) -> GateRow:
+def _row(gate: gates.Gate, value: gates.GateValue | gates.GateError) -> GateRow:
     if isinstance(value, gates.GateError):
         return GateRow(gate.name, gate.kind, "", value.source, error=str(value))
     return GateRow(gate.name, gate.kind, gates.show(value.value, gate.kind), value.source, value.raw, value.conflict)
 
 
-def _find_vllm(values: _Values, found: _Findings) -> Installed | None:
+def _find_vllm(look: _Look) -> Installed | None:
     try:
         return find_installed()
-    except VersionUnknown as error:
-        (found.warnings if _is_switched_off(values) else found.problems).append(str(error))
-        return None
     except NotInstalled as error:
-        found.warnings.append(str(error))
+        look.lines(isinstance(error, VersionUnknown) and not look.switched_off).append(str(error))
         return None
 
 
@@ -290,30 +277,24 @@ def _describe(installed: Installed | None) -> dict[str, Any] | None:
     }
 
 
-def _check_entry_point(environ: Mapping[str, str], values: _Values, found: _Findings) -> None:
-    """vLLM must find the plugin by its entry point, and must be allowed to load it."""
-    said = found.warnings if _is_switched_off(values) else found.problems
+def _check_entry_points(look: _Look) -> None:
+    """vLLM must find the plugin by its entry points, and must be allowed to load it."""
+    said = look.lines(not look.switched_off)
     for group, what in ((_GROUP, "the plugin"), (platforms.GROUP, "its platform class")):
         if ENTRY_POINT not in {point.name for point in importlib.metadata.entry_points(group=group)}:
             said.append(
                 f"vLLM will not load {what}: no installed distribution offers {ENTRY_POINT} in the entry-point group "
                 f"{group}; install vllm-hwplugin with pip, a path on PYTHONPATH is not enough"
             )
-    allowed = environ.get("VLLM_PLUGINS")
+    allowed = look.environ.get("VLLM_PLUGINS")
     if allowed is not None and ENTRY_POINT not in allowed.split(","):
         said.append(f"vLLM will not load the plugin: VLLM_PLUGINS={allowed!r} does not name it; add {ENTRY_POINT}")
 
 
 def _decide(
-    values: _Values,
-    installed: Installed | None,
-    own: Catalogue | None,
-    outside: Found,
-    environ: Mapping[str, str],
-    found: _Findings,
-    cache: _Cache,
+    installed: Installed | None, own: Catalogue | None, outside: Found, cache: _Cache, look: _Look
 ) -> tuple[tuple[FeatureRow, ...], str]:
-    """The states that a process of vLLM would come to with these gates.
+    """The states that a process of vLLM would come to with these gates, and its fingerprint.
 
     What would stop that process is a problem, and so is what leaves it without any patch; what it would warn of is a
     warning.
@@ -321,31 +302,29 @@ def _decide(
     if own is None:
         return (), "none"
     catalogue = outside.behind(own)
-    good = {name: value for name, value in values.items() if isinstance(value, gates.GateValue)}
-    more, mistaken = outside.choices(environ)
+    good = {name: value for name, value in look.values.items() if isinstance(value, gates.GateValue)}
+    more, mistaken = outside.choices(look.environ)
     choices = {name: value.choice for name, value in good.items() if value.gate.switches} | more
-    strict = _is_strict(values)
+
+    def row(feature: Feature, state: str, reason: str) -> FeatureRow:
+        return FeatureRow(feature.id, feature.title, feature.gate, choices.get(feature.gate, ""), state, reason)
 
     def all_of(state: str, reason: str, said: list[str]) -> tuple[tuple[FeatureRow, ...], str]:
-        rows = []
-        for item in catalogue.features:
-            choice = choices.get(item.gate, "")
-            rows.append(FeatureRow(item.id, item.title, item.gate, choice, state, reason))
-            if choice == "on":
-                said.append(f"{item.gate}=on, but {item.id} cannot be live: {reason}")
-        return tuple(rows), "none"
+        rows = tuple(row(feature, state, reason) for feature in catalogue.features)
+        said += [f"{one.gate}=on, but {one.id} cannot be live: {reason}" for one in rows if one.choice == "on"]
+        return rows, "none"
 
     if any(gate.name not in good for gate in (*gates.GATES, *own.gates)):
         reason = "a variable has a bad value, and the plugin does nothing until it is right"
-        return all_of("refused", reason, found.problems)
-    if not good["VLLM_HWPLUGIN"].flag:
+        return all_of("refused", reason, look.problems)
+    if look.switched_off:
         # Stock vLLM is what was asked for, whatever else is set.
-        return all_of("off", "VLLM_HWPLUGIN=0 switches the plugin off", found.warnings)
+        return all_of("off", "VLLM_HWPLUGIN=0 switches the plugin off", look.warnings)
     if installed is None:
-        return all_of("refused", "no vLLM is installed, or none that states its version", found.problems)
+        return all_of("refused", "no vLLM is installed, or none that states its version", look.problems)
     if cache.trouble is not None and not cache.read_only:
-        found.problems.append(cache.trouble)
-        return all_of("refused", cache.trouble, found.problems)
+        look.problems.append(cache.trouble)
+        return all_of("refused", cache.trouble, look.problems)
     others, missing = find_targets(catalogue.features)
 
     def check(file: PatchedFile) -> None:
@@ -359,57 +338,46 @@ def _decide(
         installed,
         choices,
         try_unlisted=good["VLLM_HWPLUGIN_TRY_UNLISTED"].flag,
-        strict=strict,
+        strict=look.strict,
         refused=missing | mistaken,
         others=others,
         check=check,
     )
-    found.problems += plan.errors
+    look.problems += plan.errors
     refusals: dict[str, list[str]] = {}
     for name, item in plan.features.items():
-        if item.state == "refused" and not strict and choices[item.feature.gate] != "on":
+        if item.state == "refused" and not look.strict and choices[item.feature.gate] != "on":
             refusals.setdefault(item.reason, []).append(name)
-    found.warnings += [
+    look.warnings += [
         f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not live, vLLM runs stock there: {reason}"
         for reason, names in refusals.items()
     ]
-    rows = tuple(
-        FeatureRow(item.id, item.title, item.gate, choices[item.gate], state.state, state.reason)
-        for item in catalogue.features
-        for state in (plan.features[item.id],)
-    )
-    return rows, plan.fingerprint
+    return tuple(row(item.feature, item.state, item.reason) for item in plan.features.values()), plan.fingerprint
 
 
-def _platform_class(
-    values: _Values,
-    installed: Installed | None,
-    platform: _host.Platform,
-    environ: Mapping[str, str],
-    found: _Findings,
-) -> dict[str, str | None]:
+def _platform_class(installed: Installed | None, platform: _host.Platform, look: _Look) -> dict[str, str | None]:
     """The platform class that a process of vLLM would be offered.
 
     A process asks vLLM's own detection and the other plugins; here their answers are foreseen from the driver and from
     what is installed, because asking them would import vLLM.
     """
-    master, choice = values["VLLM_HWPLUGIN"], values[platforms.GATE]
-    if not isinstance(master, gates.GateValue) or not isinstance(choice, gates.GateValue):
+    choice = look.good(platforms.GATE)
+    if choice is None or look.good("VLLM_HWPLUGIN") is None:
         return {"class": None, "reason": "a variable has a bad value"}
-    if not master.flag:
+    if look.switched_off:
         return {"class": None, "reason": "VLLM_HWPLUGIN=0"}
     if installed is None:
         return {"class": None, "reason": "no vLLM is installed"}
     builtins: tuple[str, ...] = ("cuda",) if platform.kind == "cuda" else ()
     if "cpu" in f"{installed.dist} {installed.version}":
         builtins = ("cpu",)
-    decision, rivals = platforms.foresee(choice.text, builtins, environ)
+    decision, rivals = platforms.foresee(choice.text, builtins, look.environ)
     if decision.level >= logging.ERROR:
-        (found.problems if _is_strict(values) else found.warnings).append(decision.reason)
+        look.lines(look.strict).append(decision.reason)
     if rivals:
         names = " and ".join(f"{point.name} ({point.value})" for point in rivals)
         then = "this one steps aside" if choice.text == "auto" else "vLLM stops, because it takes one plugin's only"
-        found.warnings.append(
+        look.warnings.append(
             f"another platform plugin is installed: {names}; where it offers a class, too, {then}: name the plugins "
             "that are to be loaded in VLLM_PLUGINS"
         )
@@ -417,7 +385,7 @@ def _platform_class(
 
 
 def _musa(
-    kind: str, installed: Installed | None, offered: str | None, found: _Findings
+    kind: str, installed: Installed | None, offered: str | None, look: _Look
 ) -> tuple[musa_versions.Finding, ...]:
     """The packages that have to go together on a Moore Threads host, or wherever torch_musa is installed."""
     if kind != "musa" and musa_versions.installed("torch_musa") is None:
@@ -426,8 +394,7 @@ def _musa(
     findings = musa_versions.check(host, MIN_TORCH)
     for item in findings:
         if item.trouble:
-            stops = item.stops and offered == platforms.CLASSES["musa"]
-            (found.problems if stops else found.warnings).append(item.trouble)
+            look.lines(item.stops and offered == platforms.CLASSES["musa"]).append(item.trouble)
     return findings
 
 
@@ -448,13 +415,13 @@ class _Cache:
     trouble: str | None = None
 
 
-def _cache(environ: Mapping[str, str], found: _Findings) -> _Cache:
+def _cache(look: _Look) -> _Cache:
     notes: list[str] = []
     try:
-        places = cachedir.places(environ, notes)
+        places = cachedir.places(look.environ, notes)
     except gates.GateError:
         return _Cache({})
-    found.warnings += notes
+    look.warnings += notes
     states: dict[Path, str] = {}
     read_only, trusted = [], []
     usable = False
@@ -471,11 +438,11 @@ def _cache(environ: Mapping[str, str], found: _Findings) -> _Cache:
                 read_only.append(cachedir.trusted_folder(place / FOLDER).parent)
                 states[place] = "read only"
                 continue
-            found.warnings.append(f"the cache is not used: {error}")
+            look.warnings.append(f"the cache is not used: {error}")
     trouble = f"no folder for patched copies: {'; '.join(notes)}: set VLLM_HWPLUGIN_CACHE_DIR to one of your own"
     return _Cache(states, tuple(read_only), tuple(trusted), None if usable else trouble)
 
 
-def _journals(cache: _Cache, found: _Findings) -> list[Journal]:
-    written = [item for place in cache.trusted for item in journals.read_all(place, found.warnings)]
+def _journals(cache: _Cache, look: _Look) -> list[Journal]:
+    written = [item for place in cache.trusted for item in journals.read_all(place, look.warnings)]
     return sorted(written, key=lambda item: item.started)

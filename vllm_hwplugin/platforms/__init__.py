@@ -6,8 +6,7 @@ vLLM asks for the class while it is being imported itself. So what decides is im
 nor torch nor the patch engine. The classes do; vLLM imports one by name once it has chosen it.
 """
 
-from ._detect import CLASSES, GATE, Decision
-from ._offer import GROUP, KEY, PlatformError, foresee, must_hold, note_used, offer
+from ._offer import CLASSES, GATE, GROUP, KEY, Decision, PlatformError, foresee, must_hold, note_used, offer
 
 __all__ = [
     "CLASSES",

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer to vLLM's question for a platform class: decided once a process, logged once, and kept for ``doctor``."""
+"""Which platform class vLLM is offered: decided once a process, logged once, and kept for ``doctor``.
+
+Small probes gather evidence, and pure rules decide. For NVIDIA vLLM's own detection decides. A plugin's class wins over
+vLLM's own. So offering the CUDA class where vLLM would have chosen another platform (a CPU build on a GPU host, for
+one) would break a working set-up.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +14,47 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from .. import gates, journal
 from ..errors import HwpluginError
-from . import _detect
-from ._detect import GATE, Decision
+
+if TYPE_CHECKING:
+    from ..musa.host import Musa
 
 logger = logging.getLogger("vllm.hwplugin")
 
 #: Under this key the decision stands among a process's decisions (:func:`vllm_hwplugin.journal.note`).
 KEY = "platform"
+
+GATE: Final = "VLLM_HWPLUGIN_PLATFORM"
+GROUP: Final = "vllm.platform_plugins"
+OWN: Final = "vllm_hwplugin.plugin:platform"
+
+Kind = Literal["cuda", "musa"]
+
+CLASSES: Final[Mapping[Kind, str]] = {
+    "cuda": "vllm_hwplugin.platforms.cuda.CudaPlatform",
+    "musa": "vllm_hwplugin.musa.platform.MusaPlatform",
+}
+
+
+class Decision(NamedTuple):
+    """``kind`` is None where no class is offered; ``level`` is the level of :mod:`logging` to say it at."""
+
+    kind: Kind | None
+    reason: str
+    level: int = logging.DEBUG
+
+    @property
+    def qualname(self) -> str | None:
+        return None if self.kind is None else CLASSES[self.kind]
+
+    def __str__(self) -> str:
+        return f"{self.qualname or 'no platform class'}: {self.reason}"
+
 
 _asking = threading.local()
 
@@ -63,12 +95,14 @@ def _decide() -> Decision:
     if not gates.read("VLLM_HWPLUGIN").flag:
         return _SWITCHED_OFF
     choice = gates.read(GATE).text
-    found, rivals = foresee(choice, _detect.ask_vllm(sys.modules.get("vllm.platforms")), os.environ)
+    found, rivals = foresee(choice, ask_vllm(sys.modules.get("vllm.platforms")), os.environ)
     if found.kind is None:
         return found
-    with _asking_rivals():
-        offering = active(rivals)
-    return _detect.settle(choice, found, offering)
+    _asking.rivals = True
+    try:
+        return settle(choice, found, active(rivals))
+    finally:
+        _asking.rivals = False
 
 
 def foresee(
@@ -84,7 +118,7 @@ def foresee(
     Returns:
         The decision, and the other plugins that a process would ask; none where no class is offered anyway.
     """
-    found = _detect.decide(choice, builtins, _detect.probe_musa)
+    found = decide(choice, builtins, probe_musa)
     return found, tuple(others(environ)) if found.kind is not None else ()
 
 
@@ -118,20 +152,7 @@ def note_used() -> None:
     journal.note(KEY, f"{offered}; vLLM runs on {type(used).__module__}.{type(used).__qualname__}")
 
 
-@contextmanager
-def _asking_rivals() -> Iterator[None]:
-    _asking.rivals = True
-    try:
-        yield
-    finally:
-        _asking.rivals = False
-
-
-GROUP: Final = "vllm.platform_plugins"
-OWN: Final = "vllm_hwplugin.plugin:platform"
-
-
-def others(environ: Mapping[str, str]) -> tuple[importlib.metadata.EntryPoint, ...]:
+def others(environ: Mapping[str, str]) -> tuple[EntryPoint, ...]:
     """The entry points of the group that vLLM would load beside this plugin's: ``VLLM_PLUGINS`` filters by name."""
     allowed = environ.get("VLLM_PLUGINS")
     names = None if allowed is None else allowed.split(",")
@@ -143,17 +164,117 @@ def others(environ: Mapping[str, str]) -> tuple[importlib.metadata.EntryPoint, .
     )
 
 
-def active(points: Iterable[importlib.metadata.EntryPoint]) -> tuple[str, ...]:
+def active(points: Iterable[EntryPoint]) -> tuple[str, ...]:
     """The names of those whose function offers a platform class on this host.
 
     This calls the function, as vLLM does as well. One that fails offers nothing: vLLM ignores it.
     """
-    return tuple(dict.fromkeys(point.name for point in points if _offers(point)))
+
+    def offers(point: EntryPoint) -> bool:
+        return _answers(f"the platform plugin {point.name} ({point.value})", lambda: point.load()())
+
+    return tuple(dict.fromkeys(point.name for point in points if offers(point)))
 
 
-def _offers(point: importlib.metadata.EntryPoint) -> bool:
+# -- the rules, and what they are asked with --------------------------------------------------------------------------
+
+
+def decide(choice: str, builtins: tuple[str, ...] | None, musa: Callable[[], Musa]) -> Decision:
+    """Choose a platform class.
+
+    Args:
+        choice: the value of ``VLLM_HWPLUGIN_PLATFORM``.
+        builtins: names of vLLM's own platforms that are present on this host, as vLLM's detection answers; None where
+            vLLM was not there to be asked.
+        musa: probes for Moore Threads GPUs; called only where the answer matters.
+    """
+    if choice == "off":
+        return Decision(None, f"{GATE}=off")
+    if builtins is None:
+        return Decision(None, "vLLM's own platform detection is not loaded, so there is nothing to agree with")
+    own = " and ".join(builtins)
+    if choice == "cuda":
+        if builtins == ("cuda",):
+            return Decision("cuda", f"{GATE}=cuda, and vLLM's own detection chooses CUDA", logging.INFO)
+        found = f"it finds {own}" if builtins else "it finds none of its platforms"
+        return Decision(
+            None,
+            f"{GATE}=cuda, but vLLM's own detection does not choose CUDA on this host: {found}; vLLM runs as if the "
+            "plugin offered none. Use auto, or a CUDA build of vLLM on a host whose NVIDIA driver answers",
+            logging.ERROR,
+        )
+    if choice == "musa":
+        return _musa(musa(), asked=True)
+    if builtins == ("cuda",):
+        return Decision("cuda", "vLLM's own detection chooses CUDA", logging.INFO)
+    if builtins:
+        return Decision(None, f"vLLM's own detection finds {own}, not CUDA alone")
+    return _musa(musa(), asked=False)
+
+
+def _musa(found: Musa, *, asked: bool) -> Decision:
+    level = logging.ERROR if asked else logging.DEBUG
+    head = f"{GATE}=musa, but" if asked else "vLLM's own detection finds nothing, and"
+    if found.missing:
+        return Decision(None, f"{head} not installed for Moore Threads: {', '.join(found.missing)}", level)
+    if not found.devices:
+        trouble = found.trouble or "the driver counts none"
+        return Decision(None, f"{head} no Moore Threads GPU answers: {trouble}", level)
+    gpus = "1 Moore Threads GPU" if found.devices == 1 else f"{found.devices} Moore Threads GPUs"
+    return Decision("musa", f"{gpus}, torch_musa and torchada", logging.INFO)
+
+
+def settle(choice: str, decision: Decision, rivals: tuple[str, ...]) -> Decision:
+    """Take other platform plugins into account: vLLM refuses to start when two of them offer a class.
+
+    Args:
+        rivals: names of the other entry points of the group whose function offers a class on this host.
+    """
+    if decision.kind is None or not rivals:
+        return decision
+    names = " and ".join(rivals)
+    if choice == "auto":
+        return Decision(
+            None,
+            f"the platform plugin {names} offers a class here, and vLLM takes one plugin's only; the patches stay in "
+            f"force without it. To use vllm-hwplugin's class instead, uninstall that plugin or leave it out of "
+            f"VLLM_PLUGINS (VLLM_PLUGINS=hwplugin loads this one alone); {GATE}=off silences this",
+            logging.WARNING,
+        )
+    return decision._replace(
+        reason=f"{decision.reason}; but the platform plugin {names} offers a class, too, and vLLM will stop with 'Only "
+        f"one platform plugin can be activated': leave {names} out of VLLM_PLUGINS (VLLM_PLUGINS=hwplugin loads this "
+        f"one alone), or set {GATE}=off",
+        level=logging.ERROR,
+    )
+
+
+def ask_vllm(platforms: Any) -> tuple[str, ...] | None:
+    """The names of vLLM's own platforms that are present on this host.
+
+    It calls vLLM's probes once more; vLLM has called them just before it asks a plugin. They use NVML and the installed
+    version, and start no device.
+
+    Args:
+        platforms: the module ``vllm.platforms``, or None where it is not imported.
+    """
+    probes: Mapping[str, Callable[[], str | None]] | None = getattr(platforms, "builtin_platform_plugins", None)
+    if probes is None:
+        return None
+    return tuple(name for name, probe in probes.items() if _answers(f"vLLM's probe for {name}", probe))
+
+
+def _answers(name: str, ask: Callable[[], Any]) -> bool:
     try:
-        return point.load()() is not None
+        return ask() is not None
     except Exception:
-        logger.debug("the platform plugin %s (%s) failed", point.name, point.value, exc_info=True)
+        # vLLM's resolver, too, takes an error for "not here".
+        logger.debug("%s could not be asked for a platform class", name, exc_info=True)
         return False
+
+
+def probe_musa() -> Musa:
+    """Look for Moore Threads GPUs; what that imports is imported where it is asked."""
+    from ..musa import host
+
+    return host.probe()
