@@ -7,12 +7,13 @@ This reads the project's own; `outside` reads those of others, by the same rules
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from ..gates import BY_NAME, Gate, GateError, feature_gate
+from ..gates import BY_NAME, CATALOGUE_PREFIX, Gate, GateError, feature_gate
 from ..versions import SUPPORTED, Versions
 from ._diff import parse_diff
 from ._errors import CatalogueError, DiffError
@@ -33,10 +34,9 @@ _OWN_KEYS = FEATURE_KEYS | {"since", "aliases"}
 _NOT_NEEDED_KEYS = frozenset({"versions", "reason"})
 #: What files of a feature's folder are its diffs.
 DIFFS = ".diff"
-
-
-def _own(raw: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
-    return raw
+#: What the project's own features are called in the requirements of others: `vllm-hwplugin/draft-full-graph`.
+OWN: Final = "vllm-hwplugin"
+_NAME: Final = re.compile("[a-z0-9]+(-[a-z0-9]+)*")
 
 
 class Terms(NamedTuple):
@@ -44,15 +44,12 @@ class Terms(NamedTuple):
 
     Attributes:
         catalogue: the name that its id begins with; empty for the project's own catalogue.
-        keys: which keys its `patch.toml` may have.
-        complete: takes the values of a `patch.toml` and its path, and gives back the values with those that may be left
-            out. CatalogueError where one is not as it has to be.
+        distribution: whose files a feature of another catalogue changes that does not say.
         read: the bytes of a file. OSError where it is not there.
     """
 
     catalogue: str = ""
-    keys: frozenset[str] = _OWN_KEYS
-    complete: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] = _own
+    distribution: str = VLLM
     read: Callable[[Path], bytes] = Path.read_bytes
 
 
@@ -107,12 +104,14 @@ def load_feature(folder: Path, terms: Terms) -> Feature:
     """One feature; see `load_catalogue`."""
     file = folder / PATCH
     raw = read_toml(file, terms.read, "each folder of patches needs one")
-    refuse_unknown(raw, terms.keys, "", file)
+    refuse_unknown(raw, FEATURE_KEYS | {"distribution"} if terms.catalogue else _OWN_KEYS, "", file)
     if "id" in raw and raw["id"] != folder.name:
         raise CatalogueError(f"{file}: id is {raw['id']!r}, expected the folder's name {folder.name!r}")
-    raw = dict(terms.complete(raw, file))
+    if terms.catalogue:
+        gate = gate_name(terms.catalogue, plain_name(folder.name, file))
+        raw = {"gate": gate, "distribution": terms.distribution} | raw
     texts = {key: text_of(raw, key, file) for key in _TEXTS}
-    distribution = text_of({"distribution": VLLM} | raw, "distribution", file)
+    distribution = distribution_of(raw, file) if terms.catalogue else VLLM
     requires = raw.get("requires", [])
     if not isinstance(requires, list) or not all(isinstance(item, str) for item in requires):
         raise CatalogueError(f"{file}: requires is {requires!r}, expected a list of feature ids")
@@ -126,7 +125,7 @@ def load_feature(folder: Path, terms: Terms) -> Feature:
         )
     return Feature(
         **(texts | {"id": _joined(terms.catalogue, folder.name)}),
-        requires=tuple(requires),
+        requires=tuple(_required(terms.catalogue, item) for item in requires),
         versions=versions,
         not_needed=tuple(not_needed),
         files=_diffs(folder, terms, distribution),
@@ -156,6 +155,32 @@ def _switch(raw: Mapping[str, Any], texts: Mapping[str, str], terms: Terms, file
         )
     except GateError as error:
         raise CatalogueError(f"{file}: {error}") from error
+
+
+def gate_name(catalogue: str, feature: str) -> str:
+    """The gate of a feature whose `patch.toml` names none."""
+    return CATALOGUE_PREFIX + f"{catalogue}_{feature}".replace("-", "_").upper()
+
+
+def plain_name(name: str, file: Path) -> str:
+    """The name of a catalogue or of a feature of one; CatalogueError where it is none."""
+    if not _NAME.fullmatch(name):
+        raise CatalogueError(f"{file}: the name {name!r} has more than lower case, digits and single dashes; rename it")
+    return name
+
+
+def distribution_of(raw: Mapping[str, Any], file: Path) -> str:
+    """The distribution that a file names; CatalogueError where it can be none."""
+    # As PEP 503 has it: the index, the metadata and the people who write names differ in case and dashes.
+    name = re.sub(r"[-_.]+", "-", text_of(raw, "distribution", file)).lower()
+    if name == OWN or not _NAME.fullmatch(name):
+        raise CatalogueError(f"{file}: distribution is {name!r}, expected that of a package other than the plugin")
+    return name
+
+
+def _required(catalogue: str, name: str) -> str:
+    """A requirement as the id of a feature."""
+    return name.removeprefix(f"{OWN}/") if "/" in name else _joined(catalogue, name)
 
 
 def _diffs(folder: Path, terms: Terms, distribution: str) -> tuple[FileDiff, ...]:

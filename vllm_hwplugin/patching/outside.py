@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from .. import cachedir, gates
 from ..errors import HwpluginError
-from ._catalogue import FEATURE_KEYS, Terms, feature_folders, in_order, load_feature, read_toml, refuse_unknown, text_of
+from ._catalogue import (
+    OWN,
+    Terms,
+    distribution_of,
+    feature_folders,
+    gate_name,
+    in_order,
+    load_feature,
+    plain_name,
+    read_toml,
+    refuse_unknown,
+    text_of,
+)
 from ._errors import CatalogueError
 from ._installed import find_distribution, find_targets, importable
 from ._model import VLLM, Catalogue, Feature
@@ -49,11 +60,7 @@ GROUP: Final = "vllm_hwplugin.patches"
 #: The gate that names folders of catalogues.
 FOLDERS: Final = "VLLM_HWPLUGIN_PATCHES"
 
-#: What the project's own features are called in the requirements of others: `vllm-hwplugin/draft-full-graph`.
-OWN: Final = "vllm-hwplugin"
-
 _KEYS: Final = frozenset({"name", "distribution"})
-_NAME: Final = re.compile("[a-z0-9]+(-[a-z0-9]+)*")
 _WAY_OUT: Final = "name a folder with a catalogue.toml (docs/your-own-patches.md)"
 
 
@@ -93,15 +100,10 @@ def read_manifest(folder: Path, *, read: Callable[[Path], bytes] = Path.read_byt
     file = folder / MANIFEST
     raw = read_toml(file, read, "a folder of patches has one with its `name`")
     refuse_unknown(raw, _KEYS, "", file)
-    name = _named(text_of(raw, "name", file), file)
+    name = plain_name(text_of(raw, "name", file), file)
     if name == OWN:
         raise CatalogueError(f"{file}: name is {name!r}, which is the plugin's own; choose another")
-    return Manifest(folder, name, _distribution({"distribution": VLLM} | raw, file))
-
-
-def gate_name(catalogue: str, feature: str) -> str:
-    """The gate of a feature whose `patch.toml` names none."""
-    return gates.CATALOGUE_PREFIX + f"{catalogue}_{feature}".replace("-", "_").upper()
+    return Manifest(folder, name, distribution_of({"distribution": VLLM} | raw, file))
 
 
 def load_outside(folder: Path, *, read: Callable[[Path], bytes] = Path.read_bytes) -> Outside:
@@ -118,7 +120,7 @@ def load_outside(folder: Path, *, read: Callable[[Path], bytes] = Path.read_byte
         DiffError: a diff is malformed.
     """
     manifest = read_manifest(folder, read=read)
-    terms = Terms(manifest.name, FEATURE_KEYS | {"distribution"}, _completing(manifest), read)
+    terms = Terms(manifest.name, manifest.distribution, read)
     features = [load_feature(item, terms) for item in feature_folders(folder, _WAY_OUT)]
     if not features:
         raise CatalogueError(
@@ -128,40 +130,6 @@ def load_outside(folder: Path, *, read: Callable[[Path], bytes] = Path.read_byte
     prefix = f"{manifest.name}/"
     required = frozenset(name for item in features for name in item.requires if not name.startswith(prefix))
     return Outside(manifest, in_order(features, folder, required), required, _gates(features, manifest))
-
-
-def _completing(manifest: Manifest) -> Callable[[Mapping[str, Any], Path], Mapping[str, Any]]:
-    def complete(raw: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
-        gate = gate_name(manifest.name, _named(file.parent.name, file))
-        made: dict[str, Any] = {"gate": gate, "distribution": manifest.distribution}
-        made |= raw
-        made["distribution"] = _distribution(made, file)
-        if isinstance(requires := raw.get("requires"), list):
-            made["requires"] = [_full(manifest.name, item) for item in requires]
-        return made
-
-    return complete
-
-
-def _full(catalogue: str, required: object) -> object:
-    """A requirement as the id of a feature; what is no text is for others to refuse."""
-    if not isinstance(required, str):
-        return required
-    return required.removeprefix(f"{OWN}/") if "/" in required else f"{catalogue}/{required}"
-
-
-def _distribution(raw: Mapping[str, Any], file: Path) -> str:
-    # As PEP 503 has it: the index, the metadata and the people who write names differ in case and dashes.
-    name = re.sub(r"[-_.]+", "-", text_of(raw, "distribution", file)).lower()
-    if name == OWN or not _NAME.fullmatch(name):
-        raise CatalogueError(f"{file}: distribution is {name!r}, expected that of a package other than the plugin")
-    return name
-
-
-def _named(name: str, file: Path) -> str:
-    if not _NAME.fullmatch(name):
-        raise CatalogueError(f"{file}: the name {name!r} has more than lower case, digits and single dashes; rename it")
-    return name
 
 
 def _gates(features: list[Feature], manifest: Manifest) -> tuple[gates.Gate, ...]:
