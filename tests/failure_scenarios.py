@@ -194,7 +194,9 @@ import multiprocessing
 
 def attempt():
     install()
-    _runtime.deactivate()
+    # Nothing was imported by the patches yet.
+    _runtime._state.withdraw()
+    _runtime._state = None
     diff = Path(CACHE).parent / "acme" / "fix" / "edit.diff"
     text = diff.read_text()
     diff.write_text(text.replace("'fixed'", "'fixed otherwise'"))

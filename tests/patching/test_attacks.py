@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from vllm_hwplugin.patching._finder import CopyFinder
-from vllm_hwplugin.patching._overlay import Copy, open_overlay
+from vllm_hwplugin.patching._overlay import Copy, Overlay
 from vllm_hwplugin.patching._plan import patched_file
 
 from .madeup import Project
@@ -90,7 +90,7 @@ def swap_with_byte_code(copy: Copy) -> None:
 def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copy]:
     monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    yield open_overlay().place(patched_file(f"{NAME}.py", NAME, TEXT))
+    yield Overlay().place(patched_file(f"{NAME}.py", NAME, TEXT))
     sys.modules.pop(NAME, None)
 
 

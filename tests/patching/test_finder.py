@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 from vllm_hwplugin.patching._finder import CopyFinder, serves
-from vllm_hwplugin.patching._overlay import Overlay, open_overlay
+from vllm_hwplugin.patching._overlay import Overlay
 from vllm_hwplugin.patching._plan import patched_file
 
 PACKAGE = "finder_sample"
@@ -64,7 +64,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def overlay(site: Path) -> Overlay:
-    return open_overlay()
+    return Overlay()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 
 from vllm_hwplugin import cachedir
 from vllm_hwplugin.patching._finder import CopyFinder
-from vllm_hwplugin.patching._overlay import Copy, Overlay, OverlayError, has_copy, keep_sealed, open_overlay
+from vllm_hwplugin.patching._overlay import Copy, Overlay, OverlayError, has_copy, keep_sealed
 from vllm_hwplugin.patching._plan import patched_file
 
 TEXT = "def answer():\n    return 42\n"
@@ -34,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def overlay(cache: Path) -> Overlay:
-    return open_overlay()
+    return Overlay()
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_a_folder_that_is_not_private_is_refused(overlay: Overlay, copy: Copy, w
     folder = copy.path.parent if where != "overlay" else copy.path.parent.parent
     folder.chmod(mode)
     if where == "overlay":
-        again = open_overlay()
+        again = Overlay()
         assert again.base != overlay.base
         assert "chmod 700" in again.notes[0]
     else:
@@ -161,13 +161,13 @@ def test_a_linked_folder_is_refused(copy: Copy, tmp_path: Path) -> None:
 
 def test_an_unwritable_host_gets_one_folder_a_user_elsewhere(cache: Path, tmp_path: Path) -> None:
     cache.write_text("in the way")
-    opened = open_overlay()
+    opened = Overlay()
     assert opened.base == tmp_path / "tmp" / f"vllm-hwplugin-{os.geteuid()}"
-    assert open_overlay().base == opened.base
+    assert Overlay().base == opened.base
     assert load(opened.place(patched_file("m.py", "m", TEXT))) == 42
     (opened.base / "overlay").chmod(0o777)
     with pytest.raises(OverlayError, match="set VLLM_HWPLUGIN_CACHE_DIR"):
-        open_overlay()
+        Overlay()
 
 
 @pytest.fixture
@@ -195,15 +195,15 @@ def read_only(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None
 
 def test_a_read_only_cache_serves_the_copies_that_it_has(cache: Path, read_only: Callable[[], None]) -> None:
     kept, other = (patched_file("m.py", "m", text) for text in (TEXT, TEXT.replace("42", "43")))
-    open_overlay().place(kept)
+    Overlay().place(kept)
     assert [has_copy(file, cache) for file in (kept, other)] == [True, False]
     read_only()
-    opened = open_overlay()
+    opened = Overlay()
     assert load(opened.place(kept)) == 42
     assert (opened.base, opened.notes) == (cache, [])
     # Journals are new in each process.
     assert opened.writable_base() == cache.with_name("tmp") / f"vllm-hwplugin-{os.geteuid()}"
-    opened = open_overlay()
+    opened = Overlay()
     assert load(opened.place(other)) == 43
     assert opened.base == cache.with_name("tmp") / f"vllm-hwplugin-{os.geteuid()}"
     assert len(opened.notes) == 1
@@ -212,7 +212,7 @@ def test_a_read_only_cache_serves_the_copies_that_it_has(cache: Path, read_only:
 def test_a_read_only_cache_without_copies_is_passed_over(cache: Path, read_only: Callable[[], None]) -> None:
     cache.mkdir(mode=0o700)
     read_only()
-    opened = open_overlay()
+    opened = Overlay()
     assert opened.base != cache
     assert len(opened.notes) == 1
 
@@ -272,7 +272,7 @@ def test_byte_code_that_moved_with_its_folder_does_not_name_the_old_place(
     load(copy)
     cache.rename(cache.with_name("moved"))
     monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(cache.with_name("moved")))
-    moved = open_overlay().place(patched_file("vllm/v1/alpha.py", copy.module, TEXT))
+    moved = Overlay().place(patched_file("vllm/v1/alpha.py", copy.module, TEXT))
     assert pyc(moved).exists()
     assert moved.code().co_filename == str(moved.path) != str(copy.path)
 

@@ -207,16 +207,6 @@ def test_a_whole_feature_that_cannot_be_patched_in_place_is_given_up_alone(proje
     assert written["features"]["state"]["state"] == "refused"
 
 
-def test_taking_it_back(patched: Project) -> None:
-    code = """
-        import vllm.v1.alpha as alpha
-        install()
-        _runtime.deactivate()
-        assert _runtime.current_plan() is None
-        """
-    assert patched.run(code, CHECK).strip() == STOCK
-
-
 def test_gates_and_fingerprint_are_in_the_compile_key(patched: Project) -> None:
     code = """
         import vllm.envs as envs

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.patching._overlay import Copy, Overlay, open_overlay
+from vllm_hwplugin.patching._overlay import Copy, Overlay
 from vllm_hwplugin.patching._plan import patched_file
 from vllm_hwplugin.patching._swap import ReapplyRefused, importers_of, plan_swap
 
@@ -147,7 +147,7 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
     path.write_text(TEXT)
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module(NAME)
-    yield Live(module, path, open_overlay())
+    yield Live(module, path, Overlay())
     sys.modules.pop(NAME, None)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.patching._overlay import Overlay, open_overlay
+from vllm_hwplugin.patching._overlay import Overlay
 from vllm_hwplugin.patching._plan import patched_file
 from vllm_hwplugin.patching._swap import ReapplyRefused, plan_swap
 
@@ -120,7 +120,7 @@ NAME = "law"
 
 @pytest.fixture(scope="module")
 def overlay(tmp_path_factory: pytest.TempPathFactory) -> Overlay:
-    return open_overlay({"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))})
+    return Overlay({"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))})
 
 
 def imported(text: str, folder: Path) -> ModuleType:

@@ -159,15 +159,11 @@ def _seal(path: Path, body: bytes | memoryview) -> bytes:
 
 
 class Overlay:
-    """The folder for copies.
-
-    Args:
-        bases: cache folders that can be trusted, best first; they are looked for when they are needed.
-        notes: gets a line for each better place that was passed over, and why.
+    """The best place for copies that can be trusted: one that can be written to, or has been and may hold them.
 
     Attributes:
-        base: the one in use.
-        notes: see above.
+        base: the cache folder in use.
+        notes: a line for each better place that was passed over, and why.
 
     Raises:
         OverlayError: there is none.
@@ -175,9 +171,9 @@ class Overlay:
 
     base: Path
 
-    def __init__(self, bases: Iterator[Path], notes: list[str]) -> None:
-        self.notes = notes
-        self._bases = bases
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        self.notes: list[str] = []
+        self._bases = _usable(environ, self.notes)
         self._take_next()
 
     def place(self, file: PatchedFile) -> Copy:
@@ -218,16 +214,6 @@ def _copy(file: PatchedFile, base: Path) -> Copy:
 def has_copy(file: PatchedFile, base: Path) -> bool:
     """Whether a cache folder that can be trusted holds the whole copy of a patched file."""
     return read_private(_copy(file, base).path) == file.data
-
-
-def open_overlay(environ: Mapping[str, str] | None = None) -> Overlay:
-    """The best place for copies that can be trusted: one that can be written to, or has been and may hold them.
-
-    Raises:
-        OverlayError: there is none.
-    """
-    notes: list[str] = []
-    return Overlay(_usable(environ, notes), notes)
 
 
 def _usable(environ: Mapping[str, str] | None, notes: list[str]) -> Iterator[Path]:

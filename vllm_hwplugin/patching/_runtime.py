@@ -22,7 +22,7 @@ from ._errors import InstallError, PatchingError
 from ._finder import CopyFinder, serves
 from ._installed import Installed, find_installed
 from ._model import VLLM, Catalogue, ModuleCheck, PatchedFile, Plan
-from ._overlay import Copy, Overlay, open_overlay
+from ._overlay import Copy, Overlay
 from ._plan import make_plan
 
 if TYPE_CHECKING:
@@ -174,20 +174,6 @@ def force(features: Collection[str]) -> None:
             journal.save()
 
 
-def deactivate() -> None:
-    """Take the finder and re-applied code back. For tests: modules that were served from copies stay as they are."""
-    global _state
-    with _lock:
-        if _state is None:
-            return
-        _state.withdraw()
-        envs = sys.modules.get("vllm.envs")
-        if envs is not None:
-            envs.environment_variables.pop(gates.FINGERPRINT, None)
-        _state = None
-        journal.forget()
-
-
 def _install(environ: Mapping[str, str], catalogue: Catalogue | None) -> _State:
     state = _State(journal.new(__version__))
     try:
@@ -244,7 +230,7 @@ def _activate(
     installed = find_installed()
     entry = state.journal
     entry.vllm_dist, entry.vllm_version, entry.vllm_root = installed.dist, installed.version, str(installed.root)
-    overlay = open_overlay(environ)
+    overlay = Overlay(environ)
     try_unlisted, strict = values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag, values[gates.STRICT].flag
     choices = {name: value.choice for name, value in values.items() if value.gate.switches}
     if catalogue is None:
