@@ -59,14 +59,6 @@ def test_saying_the_same_again_writes_nothing(tmp_path: Path) -> None:
     assert path.stat().st_ino != before
 
 
-def test_without_a_folder_it_stays_in_memory(tmp_path: Path) -> None:
-    journal.begin(journal.new("1"), None)
-    journal.note("key", "text")
-    entry = journal.current()
-    assert entry is not None
-    assert entry.decisions == {"key": "text"}
-
-
 def test_an_unwritable_folder_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "records").write_text("in the way")
     journal.begin(journal.new("1"), tmp_path)
@@ -182,10 +174,6 @@ def test_all_places_are_read_by_default(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_the_role_is_told_by_name_and_command_line(name: str, argv: list[str], expected: str) -> None:
     assert journal.role(name, argv) == expected
-
-
-def test_this_process_is_a_parent() -> None:
-    assert journal.role() == "parent"
 
 
 def use(used: bool, reason: str = "") -> journal.Use:

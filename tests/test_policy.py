@@ -56,16 +56,6 @@ def test_missing_need(
     assert (done.returncode == 0) == (not ci)
 
 
-def test_engines_are_slow_but_for_those_that_say_they_are_not(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    marked = {"quick": (), "engine": ("engine",), "device": ("musa_sim",), "few": ("engine", "smoke")}
-    tests = "import pytest\n" + "".join(
-        "".join(f"@pytest.mark.{mark}\n" for mark in marks) + f"def test_{name}():\n    pass\n"
-        for name, marks in marked.items()
-    )
-    done = run(tmp_path, pytestconfig, "", tests, "-m", "not slow", "--collect-only", "-q")
-    assert [name for name in marked if f"::test_{name}\n" in done.stdout] == ["quick", "few"]
-
-
 def test_versions_whose_files_are_the_same_are_tested_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read, other = "vllm/v1/worker/a.py", "vllm/b.py"
     few = ["0.20.0", "0.20.1", "0.21.0", "0.22.0", "0.26.0", "0.33.0"]
