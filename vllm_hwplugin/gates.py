@@ -246,6 +246,15 @@ GATES: Final[tuple[Gate, ...]] = (
         since="0.2.0",
     ),
     Gate(
+        "VLLM_HWPLUGIN_TRTLLM_GRAPHS",
+        "bool",
+        False,
+        "Graphs of inputs and drafts over FlashInfer's TRTLLM kernels, vLLM's default on Blackwell (Model Runner V2). "
+        "Not run on Blackwell.",
+        affects=("graphs",),
+        since="0.2.0",
+    ),
+    Gate(
         "VLLM_HWPLUGIN_NWOR_MODE",
         "choice",
         "off",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from enum import Enum
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +17,7 @@ from vllm.v1.attention.backends.flex_attention import FlexAttentionMetadataBuild
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 
 import vllm_hwplugin
-from vllm_hwplugin.spec_decode.builders import BUILDERS, refusing, why_not_in_graph
+from vllm_hwplugin.spec_decode.builders import BUILDERS, host_work, refusing, why_not_in_graph
 from vllm_hwplugin.versions import Versions
 
 from ..conftest import versions
@@ -26,6 +27,7 @@ VERSIONS = Versions("").supported()
 FILES = ("vllm/v1/attention/", "vllm/model_executor/layers/attention/")
 ROOT = Path(vllm_hwplugin.__file__).parents[1]
 REQS, BLOCKS, LONGEST = 4, 8, 4096
+FLASHINFER = "vllm.v1.attention.backends.flashinfer.FlashInferMetadataBuilder"
 DEVICE = torch.device("meta")
 Metadata = TypeVar("Metadata")
 
@@ -86,8 +88,11 @@ def names_of(tree: Any, path: str) -> dict[str, Any]:
         "_get_sliding_window_configs": lambda config: {(-1, -1)},
         "_maybe_symmetrize_window": lambda window, causal: window,
         "QueryLenSupport": types.SimpleNamespace(VARLEN="varlen", SINGLE_ONLY="single", UNIFORM="uniform"),
+        "use_trtllm_attention": lambda *_, **__: True,
     }
     for name in ("FlashAttentionMetadata", "TritonAttentionMetadata", "MLACommonDecodeMetadata", "MLACommonMetadata"):
+        given[name] = Made
+    for name in ("FlashInferMetadata", "FlashInferTrtllmAPIDecode"):
         given[name] = Made
     for kind in ("FlashAttnMLA", "FlashMLA", "FlashInferMLA"):
         given |= {f"{kind}DecodeMetadata": Made, f"{kind}Metadata": Made}
@@ -105,7 +110,14 @@ def builder_of(tree: Any, path: str, name: str, cache_dtype: str) -> Any:
     text = tree.read(path)
     if text is None or f"class {name}(" not in text:
         return None
-    methods = ("build", "_build_decode", "_schedule_decode", "_get_scheduler_metadata", "_store_scheduler_metadata")
+    methods = (
+        "build",
+        "_build_decode",
+        "_schedule_decode",
+        "_get_scheduler_metadata",
+        "_store_scheduler_metadata",
+        "_compute_decode_query_lens",
+    )
     cls = take(text, name, methods, given=names_of(tree, path))
     builder = cls()
     full = types.SimpleNamespace(has_full_cudagraphs=lambda: True)
@@ -134,6 +146,12 @@ def builder_of(tree: Any, path: str, name: str, cache_dtype: str) -> Any:
         cg_buf_num_splits=torch.zeros(65, dtype=torch.int32, device=DEVICE),
         seq_threshold_3D=8, num_par_softmax_segments=16, max_seqs_64_segments=0,
         softmax_segm_output=None, softmax_segm_max=None, softmax_segm_expsum=None,
+        flashinfer_trtllm_api_decode_kernel=types.SimpleNamespace(name="TRTLLM_GEN"),
+        use_trtllm_decode_attention=True, use_xqa=False, use_dedicated_xqa=False, use_trtllm_gen_varlen_decode=True,
+        use_dcp=False,
+        attention_config=types.SimpleNamespace(use_trtllm_attention=None), num_qo_heads=2, num_kv_heads=1,
+        cache_dtype=cache_dtype, q_data_type=torch.bfloat16, q_data_type_prefill=torch.bfloat16,
+        q_data_type_decode=torch.bfloat16, has_sinks=True, kv_cache_layout="HND", _num_speculative_tokens=3,
     )  # fmt: skip
     return builder
 
@@ -160,7 +178,7 @@ OWN = [
     for path, builder in BUILDERS.items()
     for query_len, allowed in ((1, builder.one_token), (4, builder.decode))
     if allowed and path.startswith("vllm.")
-]
+] + [(FLASHINFER, query_len) for query_len in (1, 4)]
 
 
 @pytest.mark.parametrize(("path", "query_len"), OWN)
@@ -169,9 +187,10 @@ def test_a_step_is_built_without_the_host(vllm_tree, version: str, path: str, qu
     """vLLM's own `build`, of every version, for what is said to be the device's work alone."""
     module, _, name = path.rpartition(".")
     for cache_dtype in ("auto", "fp8"):
-        builder = builder_of(vllm_tree(version), f"{module.replace('.', '/')}.py", name, cache_dtype)
-        if builder is None:
-            pytest.skip(f"vLLM {version} has no {name}")
+        file = f"{module.replace('.', '/')}.py"
+        builder = builder_of(vllm_tree(version), file, name, cache_dtype)
+        if builder is None or (path == FLASHINFER and "trtllm_api_decode_kernel" not in vllm_tree(version).read(file)):
+            pytest.skip(f"vLLM {version} has no {name}, or none that asks for it what kernels there are")
         with Border():
             one, other = builder.build(0, step(query_len)), builder.build(0, step(query_len))
         # What a graph holds of the host is the same in each step.
@@ -206,6 +225,13 @@ def groups(*builders: type, dcp: int = 1) -> list[list[Any]]:
     return [[group(cls)] for cls in builders]
 
 
+class Kernel(Enum):
+    """vLLM's `FlashInferDecodeKernel`."""
+
+    XQA = "xqa"
+    TRTLLM_GEN = "trtllm-gen"
+
+
 class OwnBuild(FlashAttentionMetadataBuilder):
     def build(self, *args: Any, **kwargs: Any) -> Any:
         return super().build(*args, **kwargs)
@@ -237,6 +263,23 @@ def test_a_drafters_passes_take_a_class_at_its_word(monkeypatch: pytest.MonkeyPa
     assert refusing([type("Declared", (OwnBuild,), {"same_metadata_as_base": True})], "passes") is not None
     monkeypatch.setattr(OwnBuild, "same_metadata_as_base", True, raising=False)
     assert refusing([OwnBuild], "chain") is None
+
+
+def test_flashinfers_trtllm_kernels_have_graphs_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = groups(type("FlashInferMetadataBuilder", (), {"flashinfer_trtllm_api_decode_kernel": Kernel.TRTLLM_GEN}))
+    (((group,),),) = (made,)
+    refused = why_not_in_graph(made)
+    assert refused is not None
+    assert "VLLM_HWPLUGIN_TRTLLM_GRAPHS=1" in refused
+    assert host_work(group.get_metadata_builder(0)) is not None
+    monkeypatch.setenv("VLLM_HWPLUGIN_TRTLLM_GRAPHS", "1")
+    assert why_not_in_graph(made) is None
+    assert host_work(group.get_metadata_builder(0)) is None
+    # They know no queries that see later ones, and a draft model's first pass is no decode to them.
+    assert why_not_in_graph(made, causal=False) is not None
+    assert why_not_in_graph(made, "chain") is not None
+    group.get_metadata_builder(0).flashinfer_trtllm_api_decode_kernel = Kernel.XQA
+    assert why_not_in_graph(made) is not None
 
 
 def test_context_parallelism_is_refused() -> None:

@@ -381,6 +381,17 @@ def test_watermarks_are_not_served() -> None:
     assert refused(made, runner_v2, "watermarked") == TAIL
 
 
+@pytest.mark.parametrize("non_causal", [False, True])
+def test_trtllm_kernels_serve_a_draft_whose_queries_see_no_later_ones(
+    non_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_HWPLUGIN_TRTLLM_GRAPHS", "1")
+    kernel = SimpleNamespace(name="TRTLLM_GEN")
+    made = runner_v2(draft=type("FlashInferBuilder", (), {"flashinfer_trtllm_api_decode_kernel": kernel}))
+    made.speculator.requires_non_causal = non_causal
+    assert refused(made, runner_v2) == (Part.V2_DRAFTING if non_causal else Part(0))
+
+
 @pytest.mark.parametrize(
     ("path", "hindered"),
     [

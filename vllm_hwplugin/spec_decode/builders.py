@@ -27,6 +27,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from vllm_hwplugin import gates
+
 #: What a builder class says of itself where a drafter's passes may take it for its base class: it overrides methods
 #: that make metadata, but lets its base class make it.
 SAME_AS_BASE: Final = "same_metadata_as_base"
@@ -93,6 +95,13 @@ BUILDERS: Final[Mapping[str, Builder]] = {
 }
 
 
+#: FlashInfer's on TRTLLM kernels, by the gate of these: a decode batch's names the batch's tensors (from 0.26 on).
+_TRTLLM: Final = {
+    True: Builder(one_token=True, decode=True),
+    False: Builder(why="graphs over its TRTLLM kernels were never run; VLLM_HWPLUGIN_TRTLLM_GRAPHS=1 asks for them"),
+}
+
+
 def known(builder_class: type, *, by_its_word: bool = False) -> Builder:
     """What graphs may have of a builder class, by its own entry or by that of the base class that makes its metadata.
 
@@ -115,7 +124,17 @@ def refusing(builder_classes: Iterable[type], what: str) -> str | None:
     return _joined({name: builder.why for name, builder in found.items() if not getattr(builder, what)})
 
 
-def why_not_in_graph(attn_groups: Sequence[Sequence[Any]], what: str = "one_token") -> str | None:
+def _of(builder: Any, causal: bool) -> Builder:
+    """What graphs of Model Runner V2 may have of a builder. FlashInfer plans on the host only for its other kernels."""
+    kernel = getattr(builder, "flashinfer_trtllm_api_decode_kernel", None)
+    if causal and getattr(kernel, "name", "") == "TRTLLM_GEN":
+        return _TRTLLM[gates.read("VLLM_HWPLUGIN_TRTLLM_GRAPHS").flag]
+    return known(type(builder))
+
+
+def why_not_in_graph(
+    attn_groups: Sequence[Sequence[Any]], what: str = "one_token", *, causal: bool = True
+) -> str | None:
     """Why the metadata of a draft's passes cannot be made inside a CUDA graph, or None where it can.
 
     Context parallelism is left out: it splits lengths over ranks, and nothing advances these between draft steps.
@@ -124,10 +143,11 @@ def why_not_in_graph(attn_groups: Sequence[Sequence[Any]], what: str = "one_toke
         attn_groups: a speculator's, for each KV cache group its `AttentionGroup`s, whose builders exist.
         what: `one_token`, or `chain` where a pass has more tokens a request than a decode, too: such metadata names
             the batch's tensors alone, however many these are.
+        causal: whether no query of the draft sees later ones.
     """
     refused: dict[str, str] = {}
     for builder in (group.get_metadata_builder(0) for groups in attn_groups for group in groups):
-        found = known(type(builder))
+        found = _of(builder, causal)
         if not getattr(found, what):
             refused[type(builder).__name__] = found.why
         elif getattr(builder, "dcp_world_size", 1) > 1:
@@ -139,7 +159,7 @@ def why_not_in_graph(attn_groups: Sequence[Sequence[Any]], what: str = "one_toke
 
 def host_work(builder: Any) -> str | None:
     """Why a graph cannot make the metadata of a decode batch in place of this builder; None where it can."""
-    if not known(type(builder)).decode or getattr(builder, "makes_schedules", False):
+    if not _of(builder, causal=True).decode or getattr(builder, "makes_schedules", False):
         return f"{type(builder).__name__} may make metadata on the host"
     return None
 

@@ -184,7 +184,8 @@ def _draft_groups(runner: Any) -> Any:
 def _not_in_graph(runner: Any) -> str | None:
     """The first pass of a draft model of its own has more tokens a request than some builders take for a decode."""
     standalone = type(runner.speculator).__name__ in _STANDALONE
-    return why_not_in_graph(_draft_groups(runner), "chain" if standalone else "one_token")
+    causal = not getattr(runner.speculator, "requires_non_causal", False)
+    return why_not_in_graph(_draft_groups(runner), "chain" if standalone else "one_token", causal=causal)
 
 
 def _plans_by_window(runner: Any) -> bool:
