@@ -153,7 +153,7 @@ CASES: Final[Mapping[str, Case]] = {
             "v1-draft-phase": "metadata has to be built in each step",
             "v1-step-inputs": "",
         },
-        {"v2-tail-graph": "", "v2-step-inputs": "FlashAttnMLAMetadataBuilder may make metadata on the host"},
+        _ALL_OF_V2,
         options={"attention_config": {"backend": "FLASH_ATTN_MLA"}},
     ),
     "MLA, planned by its kernel": Case(
@@ -165,8 +165,7 @@ CASES: Final[Mapping[str, Case]] = {
             "v1-draft-phase": "metadata has to be built in each step",
             "v1-step-inputs": "",
         },
-        # A graph samples.
-        {"v2-tail-graph": "", "v2-step-inputs": "vLLM drafts"},
+        {"v2-tail-graph": "", "v2-step-inputs": "FlashMLAMetadataBuilder may make metadata on the host"},
         options={"attention_config": {"backend": "FLASHMLA"}},
     ),
 }
