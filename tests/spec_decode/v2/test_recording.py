@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 from vllm.sampling_params import SamplingParams
 
-from vllm_hwplugin.spec_decode.v2.recording import SamplerParts, mask_block, recorded_with, sampling_as
+from vllm_hwplugin.spec_decode.v2.recording import WALKS, SamplerParts, mask_block, recorded_with, sampling_as
 from vllm_hwplugin.spec_decode.v2.tail_buffers import Padding
+from vllm_hwplugin.versions import SUPPORTED
 
 from .samplers import sampler
 
@@ -46,10 +49,17 @@ def test_padding_has_no_candidates_to_keep(folder: str, kept: list[int]) -> None
         sample_idx_mapping=torch.tensor([5, 5, 9, 9]),
         input_buffers=SimpleNamespace(query_start_loc=torch.zeros(3), seq_lens=torch.ones(2)),
         block_tables=SimpleNamespace(slot_mappings=torch.zeros(1, tokens, dtype=torch.int64)),
-        **({"top_k": 4} if folder == "dflash2" else {}),
+        **({WALKS[-1]: object()} if folder == "dflash2" else {}),
     )
     alive, starts = torch.tensor([1, 0]), torch.tensor([0, 3, 3])
     dead = torch.arange(tokens) >= 3
     with recorded_with(Padding(alive, starts, starts, dead)):
         mask_block(speculator, torch.zeros(1, tokens, dtype=torch.int64))
     assert speculator.sample_idx_mapping.tolist() == kept
+
+
+@pytest.mark.parametrize("version", [version for version in SUPPORTED if Version(version) >= Version("0.28.0")])
+def test_a_draft_that_walks_through_candidates_is_known_by_what_it_has(vllm_tree: Any, version: str) -> None:
+    folder = "vllm/v1/worker/gpu/spec_decode"
+    plain, walks = (vllm_tree(version).read(f"{folder}/{name}/speculator.py") for name in ("dflash", "dflash2"))
+    assert [sum(f"self.{name} = " in text for name in WALKS) for text in (plain, walks)] == [0, 1]

@@ -134,6 +134,10 @@ def _mask(speculator: Any, padding: Padding, query_start_loc: torch.Tensor) -> N
     buffers.seq_lens[:num_reqs].mul_(padding.alive)
 
 
+#: What a DFlash speculator has that walks through candidates: up to 0.30, and from 0.31 on.
+WALKS: Final = ("selector_top_k", "candidate_sampler")
+
+
 def mask_block(speculator: Any, context_slots: torch.Tensor) -> None:
     """Keep padding out of the KV cache in the one pass of a DFlash drafter whose `propose` is being recorded.
 
@@ -148,7 +152,7 @@ def mask_block(speculator: Any, context_slots: torch.Tensor) -> None:
     _mask(speculator, padding, padding.block_start_loc)
     context_slots[..., :num_tokens].masked_fill_(padding.dead_tokens, _NO_SLOT)
     speculator.block_tables.slot_mappings[:, :num_tokens].masked_fill_(padding.dead_tokens, _NO_SLOT)
-    if hasattr(speculator, "top_k"):
+    if any(hasattr(speculator, name) for name in WALKS):
         # Candidates of a draft that walks through some (DFlash2, LiLiCorr) are kept at the request's row, to be taken
         # out of its probabilities by the next. All of padding has one row, so they would not be those that were put in.
         # Such a draft passes over rows below 0.
