@@ -224,7 +224,7 @@ class TailGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         if runner.lora_config is not None:
             self._adapts_logits = any(isinstance(one, LogitsProcessorWithLoRA) for one in runner.model.modules())
-            # Of the target's graphs, the last was for adapters. Without any, vLLM launches no kernel for them.
+            # The target's last graph may have been for adapters. Without any, vLLM launches no kernel for them.
             none = (0,) * shapes[0].num_tokens
             runner._set_active_loras(none, none, set())
         for shape in shapes:
@@ -232,11 +232,11 @@ class TailGraphs:
         self._scratch = shared_scratch()
         draft = getattr(runner.speculator, "model", None)
         # What comes before and behind the graphs that vLLM has of its own: it has none of a draft model of its own.
-        method = runner.speculative_config.method
+        method = runner.speculative_config.method if Part.V2_DRAFTING not in self._vllms else None
         outer = [getattr(one, "lm_head", None) for one in (runner.model, draft)]
         outer.append(draft if method == "draft_model" else getattr(getattr(draft, "model", None), "fc", None))
         self._parameters = Parameters(*outer)
-        if Part.V2_DRAFTING not in self._vllms and method == "dflash":
+        if method == "dflash":
             self._fused = FusedWeights(draft)
 
     def _capture_shape(self, shape: GraphShape, pool: Any) -> _Graphs:
