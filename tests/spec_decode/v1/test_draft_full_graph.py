@@ -13,7 +13,9 @@ from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.forward_context import BatchDescriptor, get_forward_context  # noqa: E402
 
 from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
+from vllm_hwplugin.spec_decode import capture_sizes  # noqa: E402
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.draft_decision import plan_before_capture  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_full_graph import capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, descriptor_of  # noqa: E402
 
@@ -86,6 +88,19 @@ def test_a_pass_that_cannot_be_recorded_leaves_the_drafter_to_vllm(make, fail, u
     assert uses["draft-loop-graph"] == (False, "it needs draft-full-graph's graphs, and recording these failed")
     compare_over_many(runner, 3, functools.partial(compare, stock, graphed))
     assert not any(graphs.replayed for graphs in RecordedGraphs.instances)
+
+
+def test_larger_decode_batches_of_the_target_bring_no_passes(make):
+    """Each shape of them would have memory of its own, for batches whose GPU has work enough."""
+    proposer = make("passes", EAGLE, 2)
+    compilation = proposer.vllm_config.compilation_config
+    own = sorted(compilation.cudagraph_capture_sizes)
+    compilation.cudagraph_capture_sizes = [*own, 2 * own[-1]]
+    vars(compilation)[capture_sizes._OWN] = own[-1]
+    proposer.vllm_config.scheduler_config.max_num_seqs *= 2
+    keys = plan_before_capture(proposer, DECODE_ONLY).keys
+    assert keys is not None
+    assert max(shape.num_tokens for shape in keys.all()) <= own[-1]
 
 
 def test_the_memory_profile_captures_the_largest_passes_alone(make, monkeypatch):

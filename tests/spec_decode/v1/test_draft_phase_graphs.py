@@ -327,9 +327,32 @@ def test_the_memory_profile_needs_what_the_largest_shape_needs(
         return graphs
 
     monkeypatch.setattr(PhaseRecorder, "record", watched)
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda: 0)
     target.capture(profiled, profiling=True)
     assert shapes == [8 if profiled >= 8 else 4]
     assert made[0]() is None
+
+
+def test_the_memory_profile_finds_the_allocator_as_it_was(make_dflash: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given back here, vLLM's next run would take again, and be charged with for each graph."""
+    _, target = prepared(make_dflash, monkeypatch)
+    boot(target.host.drafter, CUDAGraphMode.FULL_DECODE_ONLY, target.runner)
+    held, empty = [130 << 20], torch.empty
+
+    def gives_back() -> int:
+        held[0] = 34 << 20
+        return held[0]
+
+    def takes(*size: Any, **options: Any) -> torch.Tensor:
+        if options.get("dtype") is torch.uint8:
+            held[0] += size[0]
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda: held[0])
+    monkeypatch.setattr(draft_phase, "reserved_memory", gives_back)
+    monkeypatch.setattr(torch, "empty", takes)
+    target.capture(8, profiling=True)
+    assert held == [130 << 20]
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 8])

@@ -132,6 +132,7 @@ class DraftPhase(Companion):
         shape = self._shapes.get(num_tokens)
         if shape is None:
             return
+        cached = torch.accelerator.memory_reserved() if profiling else 0
         started, reserved = time.perf_counter(), reserved_memory()
         if not attempt(self.feature, self.effect, partial(self._record, shape, states, template), self.forget):
             self.failed = True
@@ -140,6 +141,9 @@ class DraftPhase(Companion):
         self._spent = seconds + time.perf_counter() - started, used + reserved_memory() - reserved
         if profiling:
             self._graphs.clear()
+            # vLLM takes what the device's free memory shrinks by at the next size for what each further graph needs. So
+            # the allocator has to have again what vLLM's own runs had left it, or the next size would need it anew.
+            torch.empty(cached - reserved, dtype=torch.uint8, device=self._runner.device)
             return
         largest = max(one.shape.num_reqs for one in self._graphs.values())
         journal.note(

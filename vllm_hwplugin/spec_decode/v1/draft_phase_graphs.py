@@ -31,8 +31,8 @@ from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs
 _COMBINING = ("eagle3", "dflash")
 
 #: Tokens that are verified at once, at most, unless one request has more. vLLM makes three float32 copies of their
-#: logits, and what the largest graph needs is taken from the KV cache: 78 MB each at a vocabulary of 152,000.
-TOKENS_AT_ONCE: Final = 128
+#: logits, and what the largest graph needs is taken from the KV cache: 39 MB each at a vocabulary of 152,000.
+TOKENS_AT_ONCE: Final = 64
 
 
 class Sampling(Enum):
