@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Load
-from .mixed_load import CASES, METHODS, compare, options
+from .mixed_load import CASES, METHODS, compare, options, run_each
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -30,6 +30,22 @@ def test_more_graphs_change_nothing(method: str, mode: str, sleeps: bool, tmp_pa
 def test_nor_where_the_scheduler_waits_for_each_step(method: str, tmp_path: Path) -> None:
     made = {**options(method, "FULL_AND_PIECEWISE"), "async_scheduling": False}
     compare(Load(made, loads.mixed()), tmp_path, "V1", GRAPHS)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
+def test_nor_where_requests_are_filtered_as_the_model_asks(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A graph would repeat FlashInfer's random numbers.
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    filters = {"top_k": 20, "top_p": 0.9}
+    made = {**options("eagle3", "FULL_AND_PIECEWISE"), "async_scheduling": asynchronous}
+    load = Load({**made, "override_generation_config": filters}, [*loads.mixed(), *loads.two_alone(**filters)])
+    runs = run_each(load, tmp_path, "V1", {"off": {}, "on": dict.fromkeys(GRAPHS, "on")}, GRAPHS)
+    loads.assert_same(runs["off"], runs["on"])
+    sampling = runs["on"].counted["v1-draft-phase sampling"]
+    # Those that ask for log probabilities are few.
+    assert sampling["served"] > 4 * sampling.get("sampling_parameters", 0)
 
 
 @pytest.mark.parametrize("method", METHODS)

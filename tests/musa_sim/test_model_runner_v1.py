@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -45,20 +45,29 @@ class Case:
         engine: with its drafter.
         asynchronous: whether the scheduler runs ahead of the device, where sampled tokens and drafts then stay.
         drawn: whether drafts are drawn by temperature.
+        defaults: the model's own sampling parameters, which some requests ask for.
         calls: of methods that leave their own batch in the runner's buffers, while the same requests go on.
     """
 
     engine: Engine
     asynchronous: bool = True
     drawn: bool = False
+    defaults: Mapping[str, float] = field(default_factory=dict)
     calls: tuple[tuple[int, str], ...] = ()
 
     def load(self) -> Load:
         options = {**self.engine.on_musa(), "async_scheduling": self.asynchronous}
+        if self.defaults:
+            options["override_generation_config"] = self.defaults
         if not self.drawn:
-            return Load(options, [*loads.mixed(), *loads.two_alone()], calls=self.calls)
+            return Load(options, [*loads.mixed(), *loads.two_alone(**self.defaults)], calls=self.calls)
         options["speculative_config"] = {**options["speculative_config"], "draft_sample_method": "probabilistic"}
         return Load(options, loads.by_temperature())
+
+    def plain(self) -> set[str]:
+        """Requests for which a graph can sample."""
+        served = {"temperature", "seed", "max_tokens", *self.defaults}
+        return {one.name for one in self.load().requests if one.params.keys() <= served}
 
     def full_steps(self, run: Run) -> list[list[str] | None]:
         """Of each step the requests, where all have all their drafts in it; else None."""
@@ -73,6 +82,8 @@ class Case:
 
 #: What a rank of data parallelism does while its requests are paused.
 DUMMY = "execute_dummy_batch"
+#: Those of `mixed` that filter do so by both.
+FILTERS = {"top_k": 20, "top_p": 0.9}
 #: A dummy batch is padded to two requests.
 EAGLE3 = Engine("eagle3", graphs_of=(2, 4, 6))
 #: Room for drafts, and no seeded prompt in pieces: vLLM then winds the request's generator back, which the simulated
@@ -81,19 +92,25 @@ DFLASH = Engine("dflash", drafts=7, more={"max_num_batched_tokens": 192, "num_gp
 CASES = {
     "eagle3": Case(EAGLE3, calls=((105, DUMMY),)),
     "eagle3, synchronous": Case(EAGLE3, asynchronous=False, calls=((104, DUMMY),)),
-    "eagle3, drawn drafts": Case(EAGLE3, drawn=True),
+    "eagle3, filtered": Case(EAGLE3, defaults=FILTERS),
+    "eagle3, filtered, synchronous": Case(EAGLE3, asynchronous=False, defaults=FILTERS),
+    # The requests of this load have no top-k.
+    "eagle3, drawn drafts": Case(EAGLE3, drawn=True, defaults={"top_p": 0.9}),
     "dflash": Case(DFLASH),
     "dflash, synchronous": Case(DFLASH, asynchronous=False),
     "dflash, synchronous, FULL": Case(replace(DFLASH, graphs="FULL"), asynchronous=False),
     "dflash, drawn drafts, FULL": Case(replace(DFLASH, graphs="FULL"), drawn=True),
 }
 #: By what has to serve them.
-HERE = {"phase": ("eagle3, drawn drafts", "dflash, synchronous, FULL"), "inputs": ("eagle3, synchronous",)}
+HERE = {
+    "phase": ("eagle3, filtered", "eagle3, drawn drafts", "dflash, synchronous, FULL"),
+    "inputs": ("eagle3, synchronous",),
+}
 #: By version of vLLM. On the oldest the target's attention metadata is made on the host in each step, too; 0.22 to 0.24
 #: cannot draw what a DFlash drafter drafts for several requests.
 ELSEWHERE: dict[str, dict[str, Collection[str]]] = {
     # One engine a process: this one holds it against the next that the first one's memory comes back late.
-    "0.20.2": {"inputs": ("eagle3",), "whole": ("dflash, synchronous",)},
+    "0.20.2": {"inputs": ("eagle3",), "whole": ("dflash, synchronous",), "phase": ("eagle3, filtered, synchronous",)},
     "0.26.0": {"phase": ("dflash, drawn drafts, FULL",)},
 }
 VARIABLES = {"0.20.2": {"MUSA_SIM_MATE_SCHEDULES": "1"}}
@@ -155,7 +172,9 @@ def assert_graphs_serve(name: str, side: str, runs: Runs) -> None:
         assert (sum(sampling.values()), sampling["served"]) == (steps, replays["sampling"])
         assert sum(drafting.values()) == after["draft_phases"]
         assert 0 <= drafting["served"] - served <= unseen
-        assert sampling.keys() >= {"prompt", "sampling_parameters"}
+        assert sampling["prompt"] > 0
+        plain = sum(names is not None and case.plain().issuperset(names) for names in full)
+        assert 0 <= sampling["served"] + sampling.get("requests_changed", 0) - plain <= unseen
     else:
         assert replays["sampling"] == 0
     if INPUTS in FEATURES[side]:

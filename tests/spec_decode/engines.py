@@ -253,6 +253,8 @@ def config_of(layers: dict[str, Any], *, asynchronous: bool, drawn: bool, mode: 
             use_fp64_gumbel=False,
             logits_processors=None,
             logprobs_mode="raw_logprobs",
+            generation_config="vllm",
+            override_generation_config={"top_k": 9, "top_p": 0.7},
             enable_trace_replay=False,
             multimodal_config=None,
             rswa_window=None,

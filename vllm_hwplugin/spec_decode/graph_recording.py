@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
 from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
+from vllm.v1.sample.ops import topk_topp_triton
 
 from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.fallback import FeatureRequired, stays_stock
@@ -43,6 +44,15 @@ def reserved_memory() -> int:
     torch.accelerator.empty_cache()
     reserved: int = torch.accelerator.memory_reserved()
     return reserved
+
+
+def shared_scratch() -> list[torch.Tensor]:
+    """Memory in which vLLM's kernels for top-k and top-p work, whatever the batch.
+
+    vLLM lets it go when a larger batch comes, and takes more. A graph of these kernels goes on with the memory that it
+    was recorded with, so the owner of the graph has to keep that, too.
+    """
+    return list(topk_topp_triton._TRITON_BUFFER_CACHE.values())
 
 
 def attempt(

@@ -95,7 +95,9 @@ class Target:
         host.discard_request_mask = types.SimpleNamespace(np=torch.zeros(MAX_REQS, dtype=torch.bool).numpy())
         host.model = types.SimpleNamespace(compute_logits=lambda hidden: hidden)
         host.get_model = lambda: host.model
-        host.model_config = types.SimpleNamespace(is_encoder_decoder=False)
+        host.model_config = types.SimpleNamespace(
+            is_encoder_decoder=False, generation_config="vllm", override_generation_config={}
+        )
         host.uses_mrope = host.enable_prompt_embeds = False
         host.async_output_copy_stream = host.valid_sampled_token_count_copy_stream = None
         host.draft_token_ids_copy_stream = host.valid_sampled_token_count_event = None
@@ -382,6 +384,63 @@ def test_requests_that_are_verified_one_part_after_another_get_their_own_tokens(
     found = host.draft_phase.sample(logits, verified).sampled_token_ids
     assert found.tolist() == expected.sampled_token_ids.tolist()
     assert host.draft_phase._sampling.outcomes() == {"served": 1}
+
+
+class Filtering:
+    """vLLM's rejection sampler, which samples what each request is filtered by.
+
+    Args:
+        native: whether torch draws what it samples at random.
+    """
+
+    def __init__(self, native: bool) -> None:
+        sampler = types.SimpleNamespace(forward_native="torch", forward="torch" if native else "FlashInfer")
+        self.sampler = types.SimpleNamespace(topk_topp_sampler=sampler)
+
+    def __call__(self, verified: Any, drawn_from: Any, logits: Any, asked: SamplingMetadata) -> SamplerOutput:
+        tokens = torch.zeros(len(verified.num_draft_tokens), WIDTH, dtype=torch.int32)
+        for column, one in enumerate((asked.top_k, asked.top_p, asked.temperature)):
+            if one is not None:
+                tokens[:, column] = (one * 100).round()
+        return SamplerOutput(tokens, None)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "FlashInfer"])
+def test_requests_are_filtered_by_a_graph_as_the_models_defaults_are(
+    make_dflash: Any, monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    _, target = prepared(make_dflash, monkeypatch)
+    host = target.host
+    host.rejection_sampler = Filtering(native)
+    host.model_config.override_generation_config = {"top_k": 20, "top_p": 0.8}
+    target.start(CUDAGraphMode.FULL_DECODE_ONLY)
+    RecordedGraphs.sealed = True
+    host.input_batch.num_reqs, host.input_batch.req_ids = 3, list("abc")
+    host.requests = dict.fromkeys("abc", types.SimpleNamespace(sampling_params=SamplingParams(top_k=20)))
+    scheduled = types.SimpleNamespace(
+        total_num_scheduled_tokens=3 * WIDTH,
+        scheduled_spec_decode_tokens=dict.fromkeys("abc", [0] * DRAFTS),
+        has_structured_output_requests=False,
+    )
+    verified = types.SimpleNamespace(num_draft_tokens=[DRAFTS] * 3)
+    hidden, indices = target.hidden[: 4 * WIDTH], torch.arange(3 * WIDTH)
+    # What vLLM has for requests that do not ask: the vocabulary's size, and 1.
+    k, p = torch.tensor([20, VOCAB, 3], dtype=torch.int32), torch.tensor([0.8, 1.0, 0.5])
+    temperature = torch.tensor([0.6, 0.0, 1.0])
+    monkeypatch.setattr(host, "_sample", lambda *_: None, raising=False)
+    for top_k, top_p in ((k, p), (None, None), (k, None), (None, p), (k.flip(0), p.flip(0))):
+        host.input_batch.sampling_metadata = dataclasses.replace(
+            greedy_metadata(), all_greedy=False, top_k=top_k, top_p=top_p, temperature=temperature
+        )
+        _, logits = host.draft_phase.logits(scheduled, verified, hidden_states=hidden, indices=indices)
+        found = host.draft_phase.sample(logits, verified)
+        if (top_k is None) == (top_p is None) and (native or top_k is None):
+            expected = Filtering(native)(verified, None, None, host.input_batch.sampling_metadata)
+            assert found.sampled_token_ids.tolist() == expected.sampled_token_ids.tolist()
+        else:
+            assert found is None
+    outcomes = {"served": 3, "sampling_parameters": 2} if native else {"served": 1, "sampling_parameters": 4}
+    assert host.draft_phase._sampling.outcomes() == outcomes
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])

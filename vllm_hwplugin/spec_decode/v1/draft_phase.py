@@ -7,9 +7,10 @@ inputs of the first pass, metadata, inputs of the chain. Here all of that is rec
 for each shape in which the target decodes in a FULL graph. A step then replays *sampling* and *drafting*
 (`draft_phase_graphs`).
 
-The first is for requests that ask the sampler only for a temperature and a seed. If vLLM samples, only the second is
-replayed, with a third one before it, *counting*. A batch that is not covered takes vLLM's own way, step by step. One
-thing is kept between steps: which requests the buffers hold.
+The first is for requests that ask the sampler only for a temperature and a seed, and for top-k or top-p where the
+model's default sampling parameters do. If vLLM samples, only the second is replayed, with a third one before it,
+*counting*. A batch that is not covered takes vLLM's own way, step by step. One thing is kept between steps: which
+requests the buffers hold.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ from vllm_hwplugin.spec_decode.v1.draft_decision import DraftKeys
 from vllm_hwplugin.spec_decode.v1.draft_full_graph import Companion
 from vllm_hwplugin.spec_decode.v1.draft_phase_graphs import (
     Drafting,
+    Filters,
     PhaseBuffers,
     PhaseGraphs,
     PhaseRecorder,
     Sampling,
     TargetStates,
+    draws_natively,
     input_addresses,
 )
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs
@@ -81,7 +84,9 @@ class DraftPhase(Companion):
         self._kind: Sampling | None = None
         self._judged: Any = None
         self._judgement: Sampling | None = None
-        self._temperature_of: Any = None
+        self._parameters_of: Any = None
+        # What of sampling no graph does.
+        self._vllms = ""
         self._spent = (0.0, 0)
 
     # -- a start ------------------------------------------------------------------------------------------------------
@@ -104,9 +109,22 @@ class DraftPhase(Companion):
         self._shapes = {shape.num_tokens: shape for shape in shapes}
         self._buffers = PhaseBuffers(shapes[-1].num_reqs, self.query_len, runner.device)
         drawn = getattr(runner.drafter, "_enable_probabilistic_draft_probs", False)
-        sampling = () if why_not(runner, Part.V1_SAMPLING) else tuple(Sampling)[: 3 if drawn else 2]
+        sampling: tuple[Sampling, ...] = ()
+        filters = Filters(False, False)
+        if why_not(runner, Part.V1_SAMPLING) is not None:
+            self._vllms = "vLLM samples"
+        else:
+            # Graphs that filter take as long to record as the others, and more memory: where requests rarely ask for
+            # that, it would be for nothing.
+            filters = Filters.by_default(runner.model_config, runner.input_batch.vocab_size)
+            if any(filters) and not draws_natively(runner):
+                self._vllms = "vLLM samples within top-k and top-p, because a graph would repeat its random numbers"
+                filters = Filters(False, False)
+            sampling = tuple(
+                kind for kind in Sampling if (drawn or not kind.of_drawn) and (any(filters) or not kind.filters)
+            )
         drafting = tuple(Drafting)[: 2 if drawn else 1]
-        self._recorder = PhaseRecorder(runner, passes, self._buffers, sampling, drafting)
+        self._recorder = PhaseRecorder(runner, passes, self._buffers, sampling, drafting, filters)
         journal.use(V1_DRAFT_PHASE, False, "the target has no FULL graph of a decode batch")
 
     def capture_behind(self, outputs: Any, template: Any, *, profiling: bool) -> None:
@@ -149,7 +167,7 @@ class DraftPhase(Companion):
         journal.note(
             V1_DRAFT_PHASE,
             f"{len(self._graphs)} shapes of at most {largest} requests, captured in {self._spent[0]:.1f} s, "
-            f"{self._spent[1] / 2**20:.0f} MiB" + ("" if self._recorder.sampling else "; vLLM samples"),
+            f"{self._spent[1] / 2**20:.0f} MiB" + (self._vllms and f"; {self._vllms}"),
         )
         journal.use(V1_DRAFT_PHASE, True)
 
@@ -201,8 +219,8 @@ class DraftPhase(Companion):
         _wait_for(runner.valid_sampled_token_count_copy_stream)
         metadata = runner.input_batch.sampling_metadata
         if self._kind is not Sampling.GREEDY:
-            self._take_temperature(metadata, count)
-        if self._kind is Sampling.RANDOM_OF_DRAWN:
+            self._take_parameters(metadata, count)
+        if self._kind.of_drawn:
             self._take_draft_probs(count)
         self._recorder.noise_of(self._kind).draw(count, metadata.generators)
         step.sampling[self._kind].replay()
@@ -253,7 +271,7 @@ class DraftPhase(Companion):
         if self._best(sampling_metadata):
             step.drafting[Drafting.BEST].replay()
             return buffers.drafts[:count]
-        self._take_temperature(sampling_metadata, count)
+        self._take_parameters(sampling_metadata, count)
         buffers.draft_noise.draw(count, {})
         step.drafting[Drafting.DRAWN].replay()
         runner._draft_probs = buffers.draft_probs(count)
@@ -265,11 +283,14 @@ class DraftPhase(Companion):
         draws = getattr(self._runner.drafter, "_enable_probabilistic_draft_probs", False)
         return not draws or sampling_metadata.all_greedy
 
-    def _take_temperature(self, sampling_metadata: Any, count: int) -> None:
-        if self._temperature_of is not sampling_metadata:
+    def _take_parameters(self, sampling_metadata: Any, count: int) -> None:
+        if self._parameters_of is not sampling_metadata:
             assert self._buffers is not None
-            self._buffers.temperature[:count].copy_(sampling_metadata.temperature[:count])
-            self._temperature_of = sampling_metadata
+            for name in ("temperature", "top_k", "top_p"):
+                given = getattr(sampling_metadata, name)
+                if given is not None:
+                    getattr(self._buffers, name)[:count].copy_(given[:count])
+            self._parameters_of = sampling_metadata
 
     def _take_draft_probs(self, count: int) -> None:
         """Put what drafts were drawn from where the graphs read it, also if vLLM has drawn them."""
@@ -313,24 +334,25 @@ class DraftPhase(Companion):
             grammar = scheduler_output.has_structured_output_requests
             return Reason.STRUCTURED_OUTPUT if grammar else Reason.SAMPLING_PARAMETERS
         probs = getattr(runner, "_draft_probs", None)
-        if kind is Sampling.RANDOM and probs is not None:
+        if kind is not Sampling.GREEDY and probs is not None:
             if runner._draft_prob_req_ids != runner.input_batch.req_ids:
                 return Reason.REQUESTS_CHANGED
-            kind = Sampling.RANDOM_OF_DRAWN
+            kind = Sampling.FILTERED_OF_DRAWN if kind.filters else Sampling.RANDOM_OF_DRAWN
         if kind not in step.sampling:
             return Reason.NOT_CAPTURED
         return kind if _are_drafts(runner, scheduler_output) else Reason.REQUESTS_CHANGED
 
     def _judge(self, metadata: Any) -> Sampling | None:
-        """How a batch of this `SamplingMetadata` is sampled; None where a request asks for more than temperature."""
+        """How a batch of this `SamplingMetadata` is sampled; None where a request asks for more than a graph has."""
         requests = self._runner.requests
-        if (
-            metadata.output_token_ids
-            or metadata.top_k is not None
-            or metadata.top_p is not None
-            or not all(asks_for_nothing_else(requests[one].sampling_params) for one in self._runner.input_batch.req_ids)
+        if metadata.output_token_ids or not all(
+            asks_for_nothing_else(requests[one].sampling_params) for one in self._runner.input_batch.req_ids
         ):
             return None
+        filters = Filters.of(metadata)
+        if any(filters):
+            assert self._recorder is not None
+            return Sampling.FILTERED if filters == self._recorder.filters else None
         return Sampling.GREEDY if metadata.all_greedy else Sampling.RANDOM
 
     def _against(self, step: PhaseGraphs, scheduler_output: Any, states: TargetStates, metadata: Any) -> Reason | None:

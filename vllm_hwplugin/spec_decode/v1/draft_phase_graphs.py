@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, uniform_shape
-from vllm_hwplugin.spec_decode.graph_recording import record_graph
+from vllm_hwplugin.spec_decode.graph_recording import record_graph, shared_scratch
 from vllm_hwplugin.spec_decode.v1.noise import Noise
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs
 
@@ -36,13 +36,60 @@ TOKENS_AT_ONCE: Final = 64
 
 
 class Sampling(Enum):
-    """How the tokens of a batch are sampled, which is either greedy or by temperature alone."""
+    """How the tokens of a batch are sampled."""
 
     GREEDY = "greedy"
-    #: Some requests are; drafts are the best ones.
+    #: Some requests are, by temperature alone; drafts are the best ones.
     RANDOM = "random"
+    #: The same within top-k and top-p, whichever of them the model's default sampling parameters have.
+    FILTERED = "random, within top-k and top-p"
     #: Drafts are drawn ones.
     RANDOM_OF_DRAWN = "random, of drawn drafts"
+    FILTERED_OF_DRAWN = "random, within top-k and top-p, of drawn drafts"
+
+    @property
+    def filters(self) -> bool:
+        return self in (Sampling.FILTERED, Sampling.FILTERED_OF_DRAWN)
+
+    @property
+    def of_drawn(self) -> bool:
+        return self in (Sampling.RANDOM_OF_DRAWN, Sampling.FILTERED_OF_DRAWN)
+
+
+class Filters(NamedTuple):
+    """Which of the two a batch is sampled with. vLLM leaves out what no request of it asks for."""
+
+    top_k: bool
+    top_p: bool
+
+    @classmethod
+    def of(cls, metadata: Any) -> Filters:
+        """Of vLLM's `SamplingMetadata`."""
+        return cls(metadata.top_k is not None, metadata.top_p is not None)
+
+    @classmethod
+    def by_default(cls, model_config: Any, vocab_size: int) -> Filters:
+        """Of requests that ask for nothing of their own, from the model's `generation_config.json` or the user.
+
+        Not by vLLM's `get_diff_sampling_param`, which would say once more in the log what it finds.
+
+        Args:
+            model_config: vLLM's.
+            vocab_size: from which on top-k leaves nothing out.
+        """
+        given = {} if model_config.generation_config == "vllm" else model_config.try_get_generation_config()
+        given = {**given, **model_config.override_generation_config}
+        return cls(0 < (given.get("top_k") or 0) < vocab_size, (given.get("top_p") or 1.0) < 1.0)
+
+
+def draws_natively(runner: Any) -> bool:
+    """Whether vLLM samples within top-k and top-p by kernels that torch gives random numbers.
+
+    FlashInfer and AITER, which vLLM takes where no request has a seed, get a seed from the host in each launch. A
+    graph would draw the same numbers each time.
+    """
+    sampler = runner.rejection_sampler.sampler.topk_topp_sampler
+    return bool(sampler.forward == sampler.forward_native)
 
 
 class Drafting(Enum):
@@ -93,6 +140,8 @@ class PhaseBuffers:
         drafts: int64 [max_num_reqs, query_len - 1].
         start_loc: int32 [max_num_reqs + 1], `query_start_loc` of a batch without padding.
         temperature: float32 [max_num_reqs].
+        top_k: int32 [max_num_reqs].
+        top_p: float32 [max_num_reqs].
         greedy_noise: what verifying drafts draws at random if all requests are greedy: something with a synthetic
             acceptance, else nothing.
         noise: what it draws if some are not.
@@ -111,7 +160,9 @@ class PhaseBuffers:
         self.sample_indices = rows()
         self.num_rejected = rows()
         self.drafts = rows(query_len - 1, dtype=torch.int64)
-        self.temperature = rows(dtype=torch.float32).fill_(1.0)
+        self.temperature, self.top_p = (rows(dtype=torch.float32).fill_(1.0) for _ in range(2))
+        # What every vocabulary has.
+        self.top_k = rows().fill_(1)
         self.greedy_noise = Noise(max_num_reqs)
         self.noise = Noise(max_num_reqs)
         self.draft_noise = Noise(max_num_reqs)
@@ -218,6 +269,7 @@ class PhaseRecorder:
         buffers: what the graphs write.
         sampling: the kinds of it that are recorded.
         drafting: the same.
+        filters: those of the kinds of sampling that filter.
     """
 
     def __init__(
@@ -227,8 +279,9 @@ class PhaseRecorder:
         buffers: PhaseBuffers,
         sampling: Sequence[Sampling],
         drafting: Sequence[Drafting],
+        filters: Filters,
     ):
-        self.sampling, self.drafting = sampling, drafting
+        self.sampling, self.drafting, self.filters = sampling, drafting, filters
         self._runner = runner
         self._proposer = runner.drafter
         self._passes = passes
@@ -271,7 +324,7 @@ class PhaseRecorder:
             drafting={kind: record_graph(partial(draft, kind), pool) for kind in self.drafting},
             sampling={kind: record_graph(partial(sample, kind), pool) for kind in self.sampling},
             counting=record_graph(lambda: self._count(shape, batch), pool),
-            kept=(metadata, batch),
+            kept=(metadata, batch, shared_scratch()),
         )
 
     def _batch(self, shape: GraphShape, template: Any) -> Any:
@@ -316,11 +369,15 @@ class PhaseRecorder:
         shape = uniform_shape(query_len, requests.stop - requests.start)
         tokens = slice(requests.start * query_len, requests.stop * query_len)
         greedy = kind is Sampling.GREEDY
+        top_k, top_p = (kind.filters and wanted for wanted in self.filters)
         metadata = self._sampling_metadata(
-            all_greedy=greedy, temperature=None if greedy else buffers.temperature[requests]
+            all_greedy=greedy,
+            temperature=None if greedy else buffers.temperature[requests],
+            top_k=buffers.top_k[requests] if top_k else None,
+            top_p=buffers.top_p[requests] if top_p else None,
         )
         drawn_from = None
-        if kind is Sampling.RANDOM_OF_DRAWN:
+        if kind.of_drawn:
             drawn_from = buffers.draft_probs(requests.stop)[requests].flatten(0, 1)
         verified = buffers.spec_decode_metadata(shape, runner.input_ids.gpu[tokens])
         noise = self.noise_of(kind)

@@ -12,7 +12,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.ops import topk_topp_triton
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
@@ -188,15 +187,6 @@ def idx_dtype(runner: Any) -> torch.dtype:
     """Of vLLM's `InputBatch.idx_mapping`, which differs from version to version."""
     dtype: torch.dtype = InputBatch.make_dummy(1, 1, runner.input_buffers).idx_mapping.dtype
     return dtype
-
-
-def shared_scratch() -> list[torch.Tensor]:
-    """Memory in which vLLM's kernels for top-k and top-p work, whatever the batch.
-
-    vLLM lets it go when a larger batch comes, and takes more. A graph of these kernels goes on with the memory that it
-    was recorded with, so the owner of the graph has to keep that, too.
-    """
-    return list(topk_topp_triton._TRITON_BUFFER_CACHE.values())
 
 
 def splits_top_p() -> bool:

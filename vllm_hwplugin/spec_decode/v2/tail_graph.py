@@ -39,7 +39,13 @@ from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_TAIL_GRAPH
 from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, asks_for_nothing_else
-from vllm_hwplugin.spec_decode.graph_recording import attempt, known_arguments, record_graph, reserved_memory
+from vllm_hwplugin.spec_decode.graph_recording import (
+    attempt,
+    known_arguments,
+    record_graph,
+    reserved_memory,
+    shared_scratch,
+)
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v2.recording import (
@@ -50,7 +56,6 @@ from vllm_hwplugin.spec_decode.v2.recording import (
     recorded_with,
     rungs,
     sampling_as,
-    shared_scratch,
     splits_top_p,
     verified_in_chunks,
 )
