@@ -316,13 +316,17 @@ class PhaseRecorder:
             buffers.drafts[:num_reqs].copy_(self._draft(shape, states, batch, metadata, kind))
 
         pool = self._passes.graph_pool
+        # The largest logits first: what is recorded later finds room in what they leave. Those of drawn drafts last, which
+        # need what these are drawn from.
+        sampling = {kind: record_graph(partial(sample, kind), pool) for kind in self.sampling if not kind.of_drawn}
+        drafting = {kind: record_graph(partial(draft, kind), pool) for kind in self.drafting}
+        sampling |= {kind: record_graph(partial(sample, kind), pool) for kind in self.sampling if kind.of_drawn}
         return PhaseGraphs(
             shape=shape,
             states=states.addresses(),
             inputs=input_addresses(template),
-            # Drafting first: sampling may need what it is drawn from.
-            drafting={kind: record_graph(partial(draft, kind), pool) for kind in self.drafting},
-            sampling={kind: record_graph(partial(sample, kind), pool) for kind in self.sampling},
+            sampling=sampling,
+            drafting=drafting,
             counting=record_graph(lambda: self._count(shape, batch), pool),
             kept=(metadata, batch, shared_scratch()),
         )
