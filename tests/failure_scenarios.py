@@ -66,6 +66,12 @@ def _make_pipe(project: Project) -> None:
     os.mkfifo(project.site / "vllm/v1/alpha.py")
 
 
+def _relies(project: Project) -> None:
+    relied_on = "vllm/v1/pack/inner.py"
+    project.feature("made-up", EDITS, more=f'relies = ["{relied_on}"]')
+    (project.patches / "texts.json").write_text(f'{{"{relied_on}": {{"0.20.0": "of another"}}}}')
+
+
 def _rival(project: Project) -> None:
     project.feature("rival", {"vllm/v1/alpha.py": [("value * 2", "value + value")]}, gate=THIRD)
 
@@ -210,6 +216,7 @@ def attempt():
 
 PATCHES: dict[str, list[Scenario]] = {
     "a diff does not fit": [Scenario(INSTALL, made_up_with(Project.drift))],
+    "reads and does not change": [Scenario(INSTALL, made_up_with(_relies))],
     "two features change the same lines": [
         Scenario(INSTALL + 'attempt = lambda: states(install(), "rival")', made_up_with(_rival), THIRD)
     ],

@@ -24,16 +24,22 @@ UNKNOWN_FROM: Final = f"{_MAJOR}.{int(_MINOR) + 1}"
 _STATEMENT: Final = r"""^__version__\s*(?::\s*str\s*)?=\s*(?:version\s*=\s*)?['"]([^'"]+)['"]"""
 
 
-def is_supported(version: str) -> bool:
-    """Whether a version is one of `SUPPORTED`, however it is spelt (`0.33`, `v0.33.0`) and whoever built it (`+cu130`).
+@functools.lru_cache(maxsize=64)
+def supported_as(version: str) -> str | None:
+    """Which of `SUPPORTED` a version is, however it is spelt (`0.33`, `v0.33.0`) and whoever built it (`+cu130`).
 
-    Pre-releases, post-releases and what is no PEP 440 version are not.
+    None for pre-releases, post-releases and what is no PEP 440 version.
     """
     try:
         public = Version(Version(version).public)
     except InvalidVersion:
-        return False
-    return any(Version(item) == public for item in SUPPORTED)
+        return None
+    return next((item for item in SUPPORTED if Version(item) == public), None)
+
+
+def is_supported(version: str) -> bool:
+    """Whether a version is one of `SUPPORTED`, see :func:`supported_as`."""
+    return supported_as(version) is not None
 
 
 def final(version: str) -> str:

@@ -24,7 +24,7 @@ PINS = Path(__file__).with_name("fingerprints.json")
 def fingerprints(source: Source) -> dict[str, str]:
     """Of the plan at default gates (""), and where it is another one, with a feature off ("-") or on ("+")."""
     catalogue = load_catalogue()
-    paths = {file.path for feature in catalogue.features for file in feature.files}
+    paths = {path for feature in catalogue.features for path in feature.paths}
     read = Memory({path: text for path in paths if (text := source.read(path)) is not None}, source.version)
     every = gates.read_each({}, (*gates.GATES, *catalogue.gates))
     default = {name: value.choice for name, value in every.items() if value.gate.switches}

@@ -6,18 +6,20 @@ This reads the project's own; `outside` reads those of others, by the same rules
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from ..gates import BY_NAME, CATALOGUE_PREFIX, Gate, GateError, feature_gate
 from ..versions import SUPPORTED, Versions
 from ._diff import parse_diff
 from ._errors import CatalogueError, DiffError
-from ._model import VLLM, Catalogue, Feature, FileDiff, NotNeeded, target_name
+from ._model import VLLM, Catalogue, Feature, FileDiff, NotNeeded, Relied, target_name
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,8 +32,10 @@ PATCH = "patch.toml"
 _TEXTS = ("id", "title", "gate", "what", "origin", "removal")
 #: What a `patch.toml` of any catalogue may hold.
 FEATURE_KEYS = frozenset({*_TEXTS, "requires", "versions", "not_needed", "default", "help", "compile_key"})
-_OWN_KEYS = FEATURE_KEYS | {"since", "aliases"}
+_OWN_KEYS = FEATURE_KEYS | {"since", "aliases", "relies"}
 _NOT_NEEDED_KEYS = frozenset({"versions", "reason"})
+#: The file of the project's own catalogue with the texts that its features rely on (`make docs` writes it).
+TEXTS = "texts.json"
 #: What files of a feature's folder are its diffs.
 DIFFS = ".diff"
 #: What the project's own features are called in the requirements of others: `vllm-hwplugin/draft-full-graph`.
@@ -46,11 +50,13 @@ class Terms(NamedTuple):
         catalogue: the name that its id begins with; empty for the project's own catalogue.
         distribution: whose files a feature of another catalogue changes that does not say.
         read: the bytes of a file. OSError where it is not there.
+        texts: path -> version -> text, as `Relied` has them.
     """
 
     catalogue: str = ""
     distribution: str = VLLM
     read: Callable[[Path], bytes] = Path.read_bytes
+    texts: Mapping[str, Mapping[str, str | None]] = MappingProxyType({})
 
 
 def default_folder() -> Path:
@@ -68,7 +74,14 @@ def load_catalogue(folder: Path | None = None) -> Catalogue:
         DiffError: a diff is malformed.
     """
     folder = default_folder() if folder is None else folder
-    return Catalogue(in_order([load_feature(item, Terms()) for item in feature_folders(folder)], folder))
+    try:
+        terms = Terms(texts=json.loads((folder / TEXTS).read_bytes()))
+    except FileNotFoundError:
+        # No feature of it relies on a text, or each is then on one that nobody has read.
+        terms = Terms()
+    except (OSError, ValueError) as error:
+        raise CatalogueError(f"{folder / TEXTS}: can't be read ({error}); reinstall vllm-hwplugin") from error
+    return Catalogue(in_order([load_feature(item, terms) for item in feature_folders(folder)], folder))
 
 
 def feature_folders(folder: Path, way_out: str = "reinstall vllm-hwplugin") -> tuple[Path, ...]:
@@ -112,9 +125,8 @@ def load_feature(folder: Path, terms: Terms) -> Feature:
         raw = {"gate": gate, "distribution": terms.distribution} | raw
     texts = {key: text_of(raw, key, file) for key in _TEXTS}
     distribution = distribution_of(raw, file) if terms.catalogue else VLLM
-    requires = raw.get("requires", [])
-    if not isinstance(requires, list) or not all(isinstance(item, str) for item in requires):
-        raise CatalogueError(f"{file}: requires is {requires!r}, expected a list of feature ids")
+    requires = _list_of(raw, "requires", "feature ids", file)
+    relied_on = _list_of(raw, "relies", "files of vLLM", file)
     versions = _versions(raw, file)
     not_needed = [NotNeeded(_versions(table, file), text_of(table, "reason", file)) for table in _not_needed(raw, file)]
     _refuse_overlap([versions, *(item.versions for item in not_needed)], file, distribution)
@@ -131,6 +143,7 @@ def load_feature(folder: Path, terms: Terms) -> Feature:
         files=_diffs(folder, terms, distribution),
         distribution=distribution,
         switch=_switch(raw, texts, terms, file),
+        relies=tuple(Relied(path, terms.texts.get(path, {})) for path in relied_on),
     )
 
 
@@ -138,11 +151,9 @@ def _switch(raw: Mapping[str, Any], texts: Mapping[str, str], terms: Terms, file
     name = texts["gate"]
     if not terms.catalogue and name in BY_NAME and BY_NAME[name].switches:
         return BY_NAME[name]
-    compile_key, aliases = raw.get("compile_key", True), raw.get("aliases", [])
+    compile_key, aliases = raw.get("compile_key", True), _list_of(raw, "aliases", "variables", file)
     if not isinstance(compile_key, bool):
         raise CatalogueError(f"{file}: compile_key is {compile_key!r}, expected true or false")
-    if not isinstance(aliases, list) or not all(isinstance(item, str) for item in aliases):
-        raise CatalogueError(f"{file}: aliases is {aliases!r}, expected a list of variables")
     try:
         return feature_gate(
             name,
@@ -211,6 +222,13 @@ def text_of(table: Mapping[str, Any], key: str, file: Path) -> str:
     if not isinstance(value, str) or not value.strip():
         raise CatalogueError(f"{file}: {key} is {value!r}, expected a text; see docs/your-own-patches.md")
     return value.strip()
+
+
+def _list_of(raw: Mapping[str, Any], key: str, what: str, file: Path) -> list[str]:
+    found = raw.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
+        raise CatalogueError(f"{file}: {key} is {found!r}, expected a list of {what}")
+    return found
 
 
 def _not_needed(raw: Mapping[str, Any], file: Path) -> list[dict[str, Any]]:

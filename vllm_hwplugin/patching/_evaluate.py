@@ -8,10 +8,10 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..versions import SUPPORTED, is_supported
+from ..versions import SUPPORTED, is_supported, supported_as
 from ._apply import Edit, Text, apply_edits, edits_of, first_clash, locate
 from ._errors import NOT_COMPILED, UnreadableFile
-from ._model import VLLM, Catalogue, Conflict, Feature, FeatureVerdict, FileDiff, HunkVerdict, Source, Status
+from ._model import VLLM, Catalogue, Conflict, Feature, FeatureVerdict, FileDiff, HunkVerdict, Source, Status, blob_of
 
 
 class Texts:
@@ -20,17 +20,31 @@ class Texts:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.unreadable: dict[str, str] = {}
-        self._read: dict[str, Text | None] = {}
+        self._read: dict[str, str | None] = {}
+        self._indexed: dict[str, Text | None] = {}
+        self._blobs: dict[str, str | None] = {}
 
     def get(self, path: str) -> Text | None:
         """The text; None where there is none, or none that can be read, which `unreadable` then explains."""
+        if path not in self._indexed:
+            text = self._text(path)
+            self._indexed[path] = None if text is None else Text(text)
+        return self._indexed[path]
+
+    def blob(self, path: str) -> str | None:
+        """The text's name by `blob_of`; None likewise."""
+        if path not in self._blobs:
+            text = self._text(path)
+            self._blobs[path] = None if text is None else blob_of(text)
+        return self._blobs[path]
+
+    def _text(self, path: str) -> str | None:
         if path not in self._read:
             try:
-                text = self.source.read(path)
+                self._read[path] = self.source.read(path)
             except UnreadableFile as error:
                 # The features that change this file are lost, the others are not.
-                text, self.unreadable[path] = None, str(error)
-            self._read[path] = None if text is None else Text(text)
+                self._read[path], self.unreadable[path] = None, str(error)
         return self._read[path]
 
 
@@ -58,7 +72,9 @@ def fit(feature: Feature, texts: Texts, *, try_unlisted: bool = False, hints: bo
     version = texts.source.version
     covers = feature.versions.covers(version)
     if covers and _is_listed(version, feature) and (files := feature.files_for(version)):
-        return _fit_files(feature, files, texts, hints)
+        result = _fit_files(feature, files, texts, hints)
+        found = _relied_on(feature, texts) if result.verdict.status is Status.APPLIES else None
+        return result if found is None else Fit(result.verdict._replace(status=found[0], reason=found[1]))
     not_needed = feature.not_needed_for(version)
     if not_needed is not None:
         return Fit(FeatureVerdict(feature.id, version, Status.NOT_NEEDED, reason=not_needed.reason))
@@ -76,6 +92,20 @@ def fit(feature: Feature, texts: Texts, *, try_unlisted: bool = False, hints: bo
     else:
         reason = "it was not there to be checked"
     return Fit(FeatureVerdict(feature.id, version, Status.UNLISTED, reason=reason))
+
+
+def _relied_on(feature: Feature, texts: Texts) -> tuple[Status, str] | None:
+    """What is wrong with the files that a feature relies on; None where each is as it was read, or nobody knows how."""
+    version = supported_as(texts.source.version)
+    if version is None:
+        return None
+    others = [item.path for item in feature.relies if texts.blob(item.path) != item.text_of(version)]
+    lost = [texts.unreadable[path] for path in others if path in texts.unreadable]
+    if lost:
+        return Status.UNREADABLE, "; ".join(lost)
+    if others:
+        return Status.OTHER_TEXT, f"{', '.join(others)}: not the text of vLLM {version} that this release has read"
+    return None
 
 
 def _nearest(feature: Feature, version: str) -> str:

@@ -5,11 +5,13 @@ Named tuples, which take a fifth of the time of a frozen dataclass to define: ea
 annotations as texts, because a named tuple compiles each of them.
 """
 
+import hashlib
+from collections.abc import Mapping
 from enum import Enum
 from typing import Final, Literal, NamedTuple, Protocol
 
 from ..gates import BY_NAME, Gate
-from ..versions import Versions, final
+from ..versions import SUPPORTED, Versions, final
 
 HunkStatus = Literal["exact", "moved", "upstream", "drifted", "ambiguous", "missing"]
 State = Literal["live", "off", "refused", "not-needed", "upstream"]
@@ -87,6 +89,28 @@ def target_name(distribution: str) -> str:
     return "vLLM" if distribution == VLLM else distribution
 
 
+class Relied(NamedTuple):
+    """A file that a feature reads, calls or records, and does not change: the text of each version that was read.
+
+    Attributes:
+        texts: a version -> the text's name by `blob_of` from then on; None where there is no such file.
+    """
+
+    path: str
+    texts: Mapping[str, str | None]
+
+    def text_of(self, version: str) -> str | None:
+        """The name of the text in one of `SUPPORTED`."""
+        until = SUPPORTED[: SUPPORTED.index(version) + 1]
+        return next((self.texts[item] for item in reversed(until) if item in self.texts), None)
+
+
+def blob_of(text: str) -> str:
+    """Git's name of a file with that text, as far as git shows it: forks publish these in their patches."""
+    data = text.encode("utf-8")
+    return hashlib.sha1(b"blob %d\0%b" % (len(data), data), usedforsecurity=False).hexdigest()[:10]
+
+
 class NotNeeded(NamedTuple):
     """A range of versions that does not have the fault that a feature mends."""
 
@@ -103,6 +127,7 @@ class Feature(NamedTuple):
         versions: what it is for. Each of its hunks is for these versions, or for some of them.
         distribution: whose files it changes; `VLLM` stands for each distribution of the package `vllm`.
         switch: its gate, as `patch.toml` declares it, or the table has it.
+        relies: on what text of other files it is right. Hunks that fit say nothing of these.
     """
 
     id: str
@@ -117,6 +142,7 @@ class Feature(NamedTuple):
     files: tuple[FileDiff, ...]
     distribution: str = VLLM
     switch: Gate | None = None
+    relies: tuple[Relied, ...] = ()
 
     @property
     def is_outside(self) -> bool:
@@ -127,6 +153,11 @@ class Feature(NamedTuple):
     def target(self) -> str:
         """What it changes, as a message names it."""
         return target_name(self.distribution)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files that it changes, and those that it relies on."""
+        return (*(file.path for file in self.files), *(item.path for item in self.relies))
 
     def files_for(self, version: str) -> tuple[FileDiff, ...]:
         """Its diffs with the hunks for a version alone, also where the feature is for others than that."""
@@ -169,6 +200,7 @@ class Status(Enum):
     UPSTREAM = "upstream"
     NOT_NEEDED = "not-needed"
     DRIFTED = "drifted"
+    OTHER_TEXT = "other-text"
     CONFLICT = "conflict"
     TARGET_MISSING = "target-missing"
     UNREADABLE = "unreadable"

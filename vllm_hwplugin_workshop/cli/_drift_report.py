@@ -33,6 +33,7 @@ _WORDS = {
     Status.UPSTREAM: "upstream",
     Status.NOT_NEEDED: "not needed",
     Status.CONFLICT: "conflict",
+    Status.OTHER_TEXT: "other text",
     Status.TARGET_MISSING: "target missing",
     Status.UNREADABLE: "could not read",
     Status.UNLISTED: "unlisted",

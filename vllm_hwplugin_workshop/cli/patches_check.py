@@ -49,7 +49,7 @@ def check(arguments: Sequence[str]) -> int:
             others = load_catalogue().features if all(item.is_outside for item in catalogue.features) else ()
             together = Catalogue((*others, *ours.features))
             targets = [] if options.form else _targets(ours, options.versions, options.vllm)
-            sources = read_versions(targets, [file.path for item in together.features for file in item.files], index)
+            sources = read_versions(targets, [path for item in together.features for path in item.paths], index)
             findings = []
             for source in sources:
                 report = judged(together, source.label, source, ours)
