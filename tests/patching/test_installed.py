@@ -72,6 +72,15 @@ def test_of_two_wheels_over_each_other_the_last_written_one_counts(site: Path) -
     assert find_installed().version == "0.29.0"
 
 
+def test_a_vendors_wheel_that_holds_a_vllm_is_not_taken_for_its_version(site: Path) -> None:
+    distribution(site, "vllm-musa", "0.1.28", "vllm_musa/__init__.py", "vllm/__init__.py")
+    version_file(site, "0.28.0")
+    assert (find_installed().dist, find_installed().version) == ("vllm-musa", "0.28.0")
+    # Unpacked over another one.
+    distribution(site, "vllm", "0.27.1", "vllm/__init__.py")
+    assert (find_installed().dist, find_installed().version) == ("vllm-musa", "0.28.0")
+
+
 def test_a_tree_on_the_path_is_asked_by_its_version_file(site: Path) -> None:
     version_file(site, "0.33.0")
     assert find_installed().version == "0.33.0"

