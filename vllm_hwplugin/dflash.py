@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a platform class does for DFlash while vLLM makes a configuration.
+"""What is done for DFlash when its configuration is there.
 
 vLLM calls a platform when everything in `VllmConfig.__post_init__` is decided. It does so for each configuration, also
-for those made by `dataclasses.replace` and for the draft's own, in the parent and in workers.
+for those made by `dataclasses.replace` and for the draft's own, in the parent and in workers. Where the platform is
+another's, the drafter of the V1 runner calls first, before weights are loaded.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _FAMILIES = ("dflash-", "draft-")
 def check_and_update_config(vllm_config: Any) -> None:
     """Check a DFlash configuration, and see that DFlash's patches are in force.
 
-    For `check_and_update_config` of a platform, after its base class has decided the cudagraph mode. Configurations
-    without DFlash are left alone.
+    For `check_and_update_config` of a platform, after its base class has decided the cudagraph mode, and for the
+    patched `DFlashProposer`. Configurations without DFlash are left alone.
 
     Args:
         vllm_config: the `VllmConfig` that is being made.

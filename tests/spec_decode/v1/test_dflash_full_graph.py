@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib
 import types
 
 import pytest
@@ -13,7 +15,9 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.forward_context import BatchDescriptor  # noqa: E402
 
+from vllm_hwplugin import journal, patching  # noqa: E402
 from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
+from vllm_hwplugin.spec_decode import dflash_config  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.dflash_full_graph import ContextGraphs, lengthen_query_buffers  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_decision import FirstPass, first_pass_of  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_full_graph import DraftGraphs, capture_draft_graphs  # noqa: E402
@@ -316,8 +320,14 @@ def test_many_short_requests_fit_the_query_buffers(make_dflash):
 
 
 @pytest.mark.parametrize("version", versions("vllm/v1/spec_decode/dflash.py"))
-def test_the_constructor_checks_first_and_then_makes_room(vllm_tree, version):
+def test_the_constructor_checks_first_and_then_makes_room(vllm_tree, version, monkeypatch):
+    """On a platform of another's, too, where nothing else looks whether DFlash's modules run patched."""
     calls = []
+    entry = journal.new("0")
+    entry.features = {"dflash-full-graph": {"state": "live", "reason": ""}}
+    monkeypatch.setattr(patching, "install", lambda: entry)
+    monkeypatch.setattr(patching, "force", calls.extend)
+    monkeypatch.setattr(dflash_config, "check", lambda config: calls.append("checked"))
 
     class Base:
         def __init__(self, vllm_config, device, pass_hidden_states_to_model, runner):
@@ -335,20 +345,21 @@ def test_the_constructor_checks_first_and_then_makes_room(vllm_tree, version):
     given = {
         "SpecDecodeBaseProposer": Base,
         "torch": torch,
-        "check_dflash": lambda config: calls.append("checked"),
-        "lengthen_query_buffers": lengthen_query_buffers,
-        "ContextGraphs": ContextGraphs,
         "_copy_and_expand_dflash_inputs": types.SimpleNamespace(register_warmup=lambda **_: None),
     }
     text = text_of(vllm_tree(version), "vllm/v1/spec_decode/dflash.py")
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("vllm_hwplugin"):
+            module = importlib.import_module(node.module)
+            given |= {name.asname or name.name: getattr(module, name.name) for name in node.names}
     kept = {"__init__", "dflash_config"}
     patched = take(text, "DFlashProposer", kept, given=given)
     config = types.SimpleNamespace(
-        speculative_config=types.SimpleNamespace(method="dflash"),
+        speculative_config=types.SimpleNamespace(method="dflash", use_dflash=lambda: True),
         compilation_config=types.SimpleNamespace(max_cudagraph_capture_size=24),
     )
     proposer = patched(config, torch.device("cpu"))
-    assert calls == ["checked", "weights may be loaded from here on"]
+    assert calls == ["checked", "dflash-full-graph", "weights may be loaded from here on"]
     assert isinstance(proposer.draft_context, ContextGraphs)
     # 4 requests of 1 + 3 queries, padded to the largest captured size.
     assert [len(proposer.input_ids), len(proposer.positions), len(proposer._slot_mapping_buffer)] == [24, 24, 24]
