@@ -128,6 +128,25 @@ def test_an_imported_module_is_patched_in_place(patched: Project, imported: str)
     assert patched.run(code, CHECK).strip() == PATCHED
 
 
+VENDOR = """
+    def vendor():
+        # What vllm-musa's plugin does to vLLM: it imports much of it, rebinds names, and adds attributes.
+        import vllm.v1.alpha as alpha, vllm.v1.pack as pack, vllm.v1.beta as beta
+        beta.quadruple = lambda value: "rebound"
+        alpha.Runner.added = lambda self: "added"
+    """
+
+
+@pytest.mark.parametrize("order", ["vendor(), install()", "install(), vendor()"])
+def test_another_plugin_that_imports_and_rebinds_may_come_first_or_last(patched: Project, order: str) -> None:
+    code = f"""
+        {order}
+        from vllm.v1.alpha import Runner
+        assert Runner().added() == "added"
+        """
+    assert patched.run(VENDOR, code, CHECK).strip() == PATCHED.replace("9", "rebound")
+
+
 def test_a_feature_whose_module_cannot_be_swapped_is_refused_whole(project: Project) -> None:
     project.feature(
         "state",
