@@ -19,7 +19,7 @@ from ..gates import BY_NAME, CATALOGUE_PREFIX, Gate, GateError, feature_gate
 from ..versions import SUPPORTED, Versions
 from ._diff import parse_diff
 from ._errors import CatalogueError, DiffError
-from ._model import VLLM, Catalogue, Feature, FileDiff, NotNeeded, Relied, target_name
+from ._model import VLLM, Catalogue, Feature, FileDiff, NotNeeded, Relied, Tree, target_name
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,8 +32,9 @@ PATCH = "patch.toml"
 _TEXTS = ("id", "title", "gate", "what", "origin", "removal")
 #: What a `patch.toml` of any catalogue may hold.
 FEATURE_KEYS = frozenset({*_TEXTS, "requires", "versions", "not_needed", "default", "help", "compile_key"})
-_OWN_KEYS = FEATURE_KEYS | {"since", "aliases", "relies"}
+_OWN_KEYS = FEATURE_KEYS | {"since", "aliases", "relies", "trees"}
 _NOT_NEEDED_KEYS = frozenset({"versions", "reason"})
+_TREE_KEYS = frozenset({"name", "version", "texts"})
 #: The file of the project's own catalogue with the texts that its features rely on (`make docs` writes it).
 TEXTS = "texts.json"
 #: What files of a feature's folder are its diffs.
@@ -128,7 +129,10 @@ def load_feature(folder: Path, terms: Terms) -> Feature:
     requires = _list_of(raw, "requires", "feature ids", file)
     relied_on = _list_of(raw, "relies", "files of vLLM", file)
     versions = _versions(raw, file)
-    not_needed = [NotNeeded(_versions(table, file), text_of(table, "reason", file)) for table in _not_needed(raw, file)]
+    not_needed = [
+        NotNeeded(_versions(table, file), text_of(table, "reason", file))
+        for table in _tables(raw, "not_needed", _NOT_NEEDED_KEYS, file)
+    ]
     _refuse_overlap([versions, *(item.versions for item in not_needed)], file, distribution)
     if terms.catalogue and not versions.has_end:
         raise CatalogueError(
@@ -144,6 +148,7 @@ def load_feature(folder: Path, terms: Terms) -> Feature:
         distribution=distribution,
         switch=_switch(raw, texts, terms, file),
         relies=tuple(Relied(path, terms.texts.get(path, {})) for path in relied_on),
+        trees=tuple(_tree(table, file) for table in _tables(raw, "trees", _TREE_KEYS, file)),
     )
 
 
@@ -231,13 +236,21 @@ def _list_of(raw: Mapping[str, Any], key: str, what: str, file: Path) -> list[st
     return found
 
 
-def _not_needed(raw: Mapping[str, Any], file: Path) -> list[dict[str, Any]]:
-    tables = raw.get("not_needed", [])
+def _tables(raw: Mapping[str, Any], key: str, known: frozenset[str], file: Path) -> list[dict[str, Any]]:
+    tables = raw.get(key, [])
     if not isinstance(tables, list) or not all(isinstance(item, dict) for item in tables):
-        raise CatalogueError(f"{file}: not_needed is {tables!r}, expected [[not_needed]] tables")
+        raise CatalogueError(f"{file}: {key} is {tables!r}, expected [[{key}]] tables")
     for table in tables:
-        refuse_unknown(table, _NOT_NEEDED_KEYS, "[[not_needed]]: ", file)
+        refuse_unknown(table, known, f"[[{key}]]: ", file)
     return tables
+
+
+def _tree(table: Mapping[str, Any], file: Path) -> Tree:
+    texts = table.get("texts")
+    if not isinstance(texts, dict):
+        raise CatalogueError(f"{file}: [[trees]]: texts is {texts!r}, expected a table of files and lists of blob ids")
+    names = {path: tuple(_list_of(texts, path, "blob ids", file)) for path in texts}
+    return Tree(text_of(table, "name", file), text_of(table, "version", file), names)
 
 
 def refuse_unknown(table: Mapping[str, Any], known: frozenset[str], where: str, file: Path) -> None:

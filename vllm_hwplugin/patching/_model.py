@@ -105,6 +105,18 @@ class Relied(NamedTuple):
         return next((self.texts[item] for item in reversed(until) if item in self.texts), None)
 
 
+class Tree(NamedTuple):
+    """A fork's text of one of `SUPPORTED`, on which somebody has found a feature right, too.
+
+    Attributes:
+        texts: path -> the names of its texts there, by `blob_of`; at least of each file that the feature changes.
+    """
+
+    name: str
+    version: str
+    texts: Mapping[str, tuple[str, ...]]
+
+
 def blob_of(text: str) -> str:
     """Git's name of a file with that text, as far as git shows it: forks publish these in their patches."""
     data = text.encode("utf-8")
@@ -128,6 +140,7 @@ class Feature(NamedTuple):
         distribution: whose files it changes; `VLLM` stands for each distribution of the package `vllm`.
         switch: its gate, as `patch.toml` declares it, or the table has it.
         relies: on what text of other files it is right. Hunks that fit say nothing of these.
+        trees: on which other texts it is right as well.
     """
 
     id: str
@@ -143,6 +156,7 @@ class Feature(NamedTuple):
     distribution: str = VLLM
     switch: Gate | None = None
     relies: tuple[Relied, ...] = ()
+    trees: tuple[Tree, ...] = ()
 
     @property
     def is_outside(self) -> bool:
