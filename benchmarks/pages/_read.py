@@ -53,8 +53,14 @@ class Found:
         host, commit = self.results["host"], self.results["commit"]
         return (
             f"{host['name']}, driver {host['driver']}, torch {host['torch']}, vLLM {host['vllm']}, vllm-hwplugin "
-            f"{self.results['plugin']} at `{commit}`, {self.results['date'][:10]}"
+            f"{self.results['plugin']} at `{commit}`, {self.results['date'][:10]}{self.conditions}"
         )
+
+    @property
+    def conditions(self) -> str:
+        """What else the host did, where somebody wrote that into the file: to stand behind what it is of."""
+        said = self.results.get("conditions")
+        return f", {said}" if said else ""
 
 
 def read_all(folder: Path, kind: str) -> list[Found]:

@@ -90,7 +90,7 @@ def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
             yield [
                 file.vllm,
                 "V2" if stock == "mrv2" else "V1",
-                f"{_target(settings)}, {settings['method']} k={case['k']}{_extra(settings)}",
+                f"{_target(settings)}, {settings['method']} k={case['k']}{file.conditions}{_extra(settings)}",
                 " / ".join(asked),
                 *(" / ".join(f"{ratio:.2f}" for ratio in some) for some in ratios),
                 " / ".join(busy),

@@ -187,7 +187,7 @@ def wants_mixed() -> bool:
 
 
 def piecewise_sizes(compilation_config: Any) -> Sequence[int]:
-    """The sizes of PIECEWISE graphs on the V1 runner, whose `CudagraphDispatcher` is patched to ask; and its drafters'."""
+    """Sizes of PIECEWISE graphs on the V1 runner, and of its drafters; for its patched `CudagraphDispatcher`."""
     sizes: Sequence[int] = compilation_config.cudagraph_capture_sizes
     own = largest_own(compilation_config)
     return sizes if own is None else [size for size in sizes if size <= own]

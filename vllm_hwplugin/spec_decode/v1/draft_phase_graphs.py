@@ -316,8 +316,8 @@ class PhaseRecorder:
             buffers.drafts[:num_reqs].copy_(self._draft(shape, states, batch, metadata, kind))
 
         pool = self._passes.graph_pool
-        # The largest logits first: what is recorded later finds room in what they leave. Those of drawn drafts last, which
-        # need what these are drawn from.
+        # The largest logits first: what is recorded later finds room in what they leave. Those of drawn drafts last:
+        # they need what these are drawn from.
         sampling = {kind: record_graph(partial(sample, kind), pool) for kind in self.sampling if not kind.of_drawn}
         drafting = {kind: record_graph(partial(draft, kind), pool) for kind in self.drafting}
         sampling |= {kind: record_graph(partial(sample, kind), pool) for kind in self.sampling if kind.of_drawn}
