@@ -105,7 +105,6 @@ _ALL_OF_V2: Final = dict.fromkeys(V2_GRAPHS, "")
 _PREFILL: Final = {"gdn_prefill_backend": "triton", "enable_prefix_caching": False}
 #: Variables with which linear layers in FP8 are not FlashInfer's or DeepGEMM's, which are compiled as well.
 NOTHING_TO_COMPILE: Final = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
-_HYBRID_ON_V2: Final = {"v2-tail-graph": "", "v2-step-inputs": "MambaHybridModelState has work of its own before"}
 
 CASES: Final[Mapping[str, Case]] = {
     "experts": Case(cut("30b-a3b", 4), "eagle3", _DRAFTS_STEP_BY_STEP, _ALL_OF_V2),
@@ -120,7 +119,7 @@ CASES: Final[Mapping[str, Case]] = {
         cut("qwen3-next-4l", 4, num_experts=64),
         "mtp",
         _DRAFTS_STEP_BY_STEP,
-        _HYBRID_ON_V2,
+        _ALL_OF_V2,
         options=_PREFILL,
         # With vLLM's own dummy weights a state that is not moved would not show.
         initialised=True,
@@ -136,7 +135,7 @@ CASES: Final[Mapping[str, Case]] = {
             "v1-draft-phase": "",
             "v1-step-inputs": "",
         },
-        _HYBRID_ON_V2,
+        _ALL_OF_V2,
         k=7,
         # Before, the model does not give out the hidden states that the drafter reads.
         since="0.24.0",

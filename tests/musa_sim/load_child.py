@@ -38,7 +38,8 @@ def sampling_params(asked: dict):
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     given = {"ignore_eos": True, "detokenize": False, **asked}
-    given.pop("adapter", None)
+    for name in ("adapter", "image"):
+        given.pop(name, None)
     if "structured_outputs" in given:
         given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
     return SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -49,6 +50,18 @@ def adapter_of(asked: dict) -> dict:
 
     path = asked.get("adapter")
     return {} if path is None else {"lora_request": LoRARequest("adapter", 1, path)}
+
+
+def prompt_of(request: dict) -> dict:
+    """As vLLM takes it, with an image of noise where one is asked for."""
+    made = {"prompt_token_ids": request["prompt"]}
+    if (seed := request["params"].get("image")) is not None:
+        import numpy as np
+        from PIL import Image
+
+        noise = np.random.default_rng(seed).integers(0, 256, (128, 128, 3), dtype=np.uint8)
+        made["multi_modal_data"] = {"image": Image.fromarray(noise)}
+    return made
 
 
 def known(options: dict) -> dict:
@@ -188,7 +201,7 @@ def serve(llm, requests: list[dict], calls: Sequence[Sequence] = ()) -> tuple[di
                 name = request["name"]
                 if name not in added and step >= request["at"]:
                     params, adapter = sampling_params(request["params"]), adapter_of(request["params"])
-                    engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params, **adapter)
+                    engine.add_request(name, prompt_of(request), params, **adapter)
                     added.add(name)
                 if request.get("abort_at") is not None and step >= request["abort_at"] and name not in aborted:
                     engine.abort_request([name])
@@ -283,6 +296,10 @@ def one(job: dict, others_follow: bool) -> dict:
         initialise_as_usual()
     if job["delta_rule"]:
         delta_rule.register()
+    if job["images"]:
+        from . import images
+
+        images.register()
     if job["ceiling"] is not None:
         end_own_sizes_at(job["ceiling"])
     import torch

@@ -85,6 +85,7 @@ class Load:
         requests: see :func:`mixed`.
         sleeps: whether the engine sleeps after them and then gets them once more, with a 2 at the end of their names.
         delta_rule: whether the model has layers with a gated delta rule.
+        images: whether it is that of `images.py`; a request's ``image`` is the seed of one.
         autotuned: whether Triton chooses configurations of kernels by time. Two processes may choose others, which may
             round otherwise.
         initialised: whether dummy weights are what training begins with. vLLM's own are so small that what a token
@@ -99,6 +100,7 @@ class Load:
     requests: Sequence[Request]
     sleeps: bool = False
     delta_rule: bool = False
+    images: bool = False
     autotuned: bool = True
     initialised: bool = False
     calls: Sequence[tuple[int, str]] = ()

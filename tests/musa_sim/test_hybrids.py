@@ -61,9 +61,11 @@ def test_graphs_change_nothing(musa_host: None, tmp_path: Path) -> None:
     # With vLLM's own dummy weights a state that is not moved would not show.
     load = Load(options(tmp_path / "model"), asked, delta_rule=True, autotuned=False, initialised=True)
     stock = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-    gates = {gate_of("v2-tail-graph"): "on", gate_of("v2-graph-addresses"): "on", gate_of("engine-report"): "auto"}
+    gates = {gate_of(one): "on" for one in ("v2-tail-graph", "v2-step-inputs", "v2-graph-addresses")}
+    gates[gate_of("engine-report")] = "auto"
     expected, found = loads.compare_runs(load, stock, stock | gates, tmp_path)
     assert (expected.runner, found.runner) == ("V2", "V2")
-    assert "v2-tail-graph" in found.used
+    assert {"v2-tail-graph", "v2-step-inputs"} <= set(found.used)
     assert 0 < expected.accepted()[-1] < expected.accepted()[0]
     assert found.counted["v2-tail-graph drafting"]["served"] > 3
+    assert found.counted["v2-step-inputs inputs"]["served"] > 3

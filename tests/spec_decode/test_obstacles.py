@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.flex_attention import FlexAttentionMetadataBuilder
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, LogitsProcessors, MinTokensLogitsProcessor
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
@@ -63,6 +64,7 @@ COLUMNS: Final = {
     Part.V2_SAMPLING: "`v2-tail-graph` sampling",
     Part.V2_DRAFTING: "`v2-tail-graph` drafting",
     Part.V2_INPUTS: "`v2-step-inputs`",
+    Part.V2_METADATA: "the same, attention metadata",
     Part.V2_STEPS: "`v2-fused-drafts`",
     Part.V2_MIXED: "`v2-mixed-graphs`",
 }
@@ -181,7 +183,7 @@ def speculator() -> Any:
 
 PARTS: Final = {
     runner_v1: Part.V1_SAMPLING | Part.V1_DRAFTING | Part.V1_INPUTS | Part.V1_METADATA,
-    runner_v2: Part.V2_SAMPLING | Part.V2_DRAFTING | Part.V2_INPUTS | Part.V2_MIXED,
+    runner_v2: Part.V2_SAMPLING | Part.V2_DRAFTING | Part.V2_INPUTS | Part.V2_METADATA | Part.V2_MIXED,
     proposer: Part.V1_PASSES | Part.V1_CHAIN,
     speculator: Part.V2_STEPS,
 }
@@ -211,6 +213,13 @@ class Uniform(TritonAttentionMetadataBuilder):
     """Its graphs are of batches whose requests have equally many tokens."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+
+class ModelStateOfAnother(DefaultModelState):
+    """Of a model that works in its own way."""
+
+    def __init__(self) -> None:
+        pass
 
 
 class Breakable:
@@ -270,7 +279,7 @@ class Breakable:
         (runner_v1, "cache_config.kv_sharing_fast_prefill", True, "share keys", Part.V1_METADATA),
         (runner_v1, "routed_experts_initialized", True, "slots are copied", Part.V1_METADATA),
         # Mixed batches have graphs without drafts, too.
-        (runner_v2, "speculator", None, "does not draft", TAIL | Part.V2_INPUTS),
+        (runner_v2, "speculator", None, "does not draft", TAIL | Part.V2_INPUTS | Part.V2_METADATA),
         (runner_v2, "rejection_sampler", None, "not verified", TAIL),
         (runner_v2, "speculative_config.method", "ngram", "method is ngram", MIXED),
         (runner_v2, "speculator.acceptance_estimator", object(), "acceptance", Part.V2_DRAFTING),
@@ -282,14 +291,16 @@ class Breakable:
         (runner_v2, "vllm_config.parallel_config.enable_eplb", True, "experts", TAIL),
         (runner_v2, "lora_config", object(), "LoRA", MIXED),
         (runner_v2, "model_config.is_encoder_decoder", True, "encoder", TAIL | MIXED),
-        (runner_v2, "supports_mm_inputs", True, "images", Part.V2_INPUTS | MIXED),
-        (runner_v2, "model_config.uses_mrope", True, "several dimensions", Part.V2_INPUTS),
+        (runner_v2, "supports_mm_inputs", True, "images", MIXED),
+        (runner_v2, "model_state.encoder_runner", SimpleNamespace(is_realtime=True), "between tokens", Part.V2_INPUTS),
+        (runner_v2, "model_state.mm_pruner", object(), "parts of a video", Part.V2_INPUTS),
+        (runner_v2, "model_state", ModelStateOfAnother(), "before each step", Part.V2_INPUTS),
         (runner_v2, "aux_output_connector", object(), "hidden states leave", TAIL),
         (runner_v2, "batch_sharder", object(), "part of the batch", Part.V2_SAMPLING),
         (runner_v2, "sampler.return_sampling_mask", True, "sampling masks", Part.V2_SAMPLING),
         (runner_v2, "attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V2_INPUTS | MIXED),
         (runner_v2, "attn_groups", [[group(Uniform)]], "Uniform supports UNIFORM_BATCH", MIXED),
-        (runner_v2, "is_mm_prefix_lm", True, "prompts", Part.V2_INPUTS),
+        (runner_v2, "model_config.is_mm_prefix_lm", True, "prompts", Part.V2_INPUTS),
         (runner_v2, "cudagraph_manager.cudagraph_mode", CUDAGraphMode.FULL, "mode is FULL", MIXED),
         (runner_v2, "cudagraph_manager.cudagraph_mode", CUDAGraphMode.PIECEWISE, "mode is PIECEWISE", MIXED),
         (runner_v2, "cudagraph_manager.use_breakable_cg", True, "broken", MIXED),
@@ -421,11 +432,15 @@ def test_mla_is_served_on_v2_and_flashmlas_plans_are_the_hosts(path: str, hinder
 )
 def test_hybrids_are_served_where_a_graph_holds_what_moves_their_states(state: dict[str, Any], served: bool) -> None:
     made = runner_v2()
-    made.attn_groups[0].append(group(GDNAttentionMetadataBuilder, "layers.1"))
+    recurrent = group(GDNAttentionMetadataBuilder, "layers.1")
+    recurrent.kv_cache_spec = object.__new__(MambaSpec)
+    made.attn_groups[0].append(recurrent)
     made.model_state = object.__new__(MambaHybridModelState)
     vars(made.model_state).update(state)
     assert refused(made, runner_v2, "after each step") == (Part(0) if served else TAIL)
-    assert refused(made, runner_v2, "before each step") == Part.V2_INPUTS
+    assert refused(made, runner_v2, "before each step") == Part(0)
+    assert refused(made, runner_v2, "from the host") == Part.V2_METADATA
+    assert refused(made, runner_v2, "on the host") == MIXED
 
 
 @pytest.mark.parametrize(

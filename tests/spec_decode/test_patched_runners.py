@@ -91,15 +91,20 @@ CASES = {
                 "self.step_inputs.steady(scheduler_output, dispatch_cg_and_sync_dp()[0])",
                 f"self.step_inputs.attention_inputs({STEADY})",
                 f"self.step_inputs.prepared({STEADY})",
+                f"self.step_inputs.embedded({STEADY})",
+                f"self.step_inputs.model_inputs({STEADY})",
+                "self.step_inputs.model_inputs().keys()",
             ],
             {
                 "self.block_tables.apply_staged_writes",
                 "self.prepare_inputs",
                 "self.prepare_attn",
                 "self.model_state.prepare_attn",
+                "self.model_state.prepare_inputs",
                 "build_slot_mappings_by_layer",
             },
-            {"changes_blocks()": False},
+            # What is left out else has a name of its own in some versions.
+            {"changes_blocks()": False, "embedded()": False},
         ),
         "sample": Case(["nwor.restore("]),
         "sample_tokens": Case(

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.sample import logits_processor
 
 from vllm_hwplugin.spec_decode.builders import host_work, known, refusing, why_not_in_graph
@@ -77,6 +78,8 @@ class Part(Flag):
     V2_SAMPLING = auto()
     V2_DRAFTING = auto()
     V2_INPUTS = auto()
+    #: As on V1.
+    V2_METADATA = auto()
     #: Of a drafter, by `v2-fused-drafts`.
     V2_STEPS = auto()
     #: Whole batches of any shape, also without speculation, by `v2-mixed-graphs`.
@@ -170,11 +173,16 @@ def _builders(groups: Iterable[Iterable[Any]]) -> Iterator[Any]:
     return (group.get_metadata_builder(0) for one in groups for group in one)
 
 
-def _host_builders(runner: Any) -> str:
+def _host_builders(runner: Any, groups: Iterable[Iterable[Any]] | None = None) -> str:
     """On V1 those of MLA as well: `v1-step-inputs` knows of no lengths that the host has within their metadata."""
     on_v1 = hasattr(runner, "input_batch")
-    found = _builders(runner.attn_groups)
+    found = _builders(runner.attn_groups if groups is None else groups)
     return _names(one for one in found if host_work(one) or (on_v1 and not known(type(one)).chain))
+
+
+def _recurrent(runner: Any, *, are: bool = True) -> list[list[Any]]:
+    """The attention groups of layers with a state in place of keys and values; or all others."""
+    return [[one for one in groups if isinstance(one.kv_cache_spec, MambaSpec) == are] for groups in runner.attn_groups]
 
 
 def _draft_groups(runner: Any) -> Any:
@@ -230,7 +238,9 @@ def _some_batches_only(runner: Any) -> str:
 
 
 def _state_before(runner: Any) -> str:
-    return "" if type(runner.model_state).__name__ == "DefaultModelState" else _names([runner.model_state])
+    """A hybrid's kernels that move states are vLLM's in each step, and work with what a graph has made."""
+    known_states = ("DefaultModelState", "MambaHybridModelState")
+    return "" if type(runner.model_state).__name__ in known_states else _names([runner.model_state])
 
 
 def _state_after(runner: Any) -> str:
@@ -386,10 +396,14 @@ OBSTACLES: Final = (
     Obstacle("adapters (LoRA) change from batch to batch", _V1 | _MIXED, attrgetter("lora_config")),
     Obstacle("the model has an encoder", _PHASE | _V1 | _TAIL | _MIXED, attrgetter("model_config.is_encoder_decoder")),
     Obstacle("prompts may be embeddings", _PHASE | _V1, attrgetter("enable_prompt_embeds")),
-    Obstacle("the model takes images or the like", _V2 | _MIXED, attrgetter("supports_mm_inputs")),
+    Obstacle("the model takes images or the like", _MIXED, attrgetter("supports_mm_inputs")),
     Obstacle(
-        "positions have several dimensions", _V1 | _V2, _has("model_config.uses_mrope", "model_config.uses_xdrope_dim")
+        "images or the like may come between tokens that were sampled",
+        _V2,
+        lambda r: getattr(getattr(r.model_state, "encoder_runner", None), "is_realtime", False),
     ),
+    Obstacle("positions change when parts of a video are left out", _V2, _has("model_state.mm_pruner")),
+    Obstacle("positions have several dimensions", _V1, _has("model_config.uses_mrope", "model_config.uses_xdrope_dim")),
     Obstacle("mamba_cache_mode is {}, whose states are moved on the host", _V1, _moved_states),
     Obstacle("{} has work of its own before each step", _V2, _state_before),
     Obstacle("{} has work of its own after each step", _TAIL, _state_after),
@@ -410,10 +424,18 @@ OBSTACLES: Final = (
     # From 0.32 on, where a backend needs smaller blocks than the KV cache's, as it may in hybrids.
     Obstacle("block tables of the draft layers are made anew in each step", _PHASE, _other_blocks),
     Obstacle("metadata has to be built in each step ({})", _DRAFTS, _not_in_graph),
-    Obstacle("{} may make metadata on the host", _METADATA | _V2 | _MIXED, _host_builders),
+    Obstacle("{} may make metadata on the host", _METADATA | _MIXED, _host_builders),
+    Obstacle("{} may make metadata on the host", _V2, lambda r: _host_builders(r, _recurrent(r, are=False))),
+    Obstacle(
+        "{} copies metadata of recurrent layers from the host",
+        Part.V2_METADATA,
+        lambda r: _names(_builders(_recurrent(r))),
+    ),
     Obstacle("a schedule for windows depends on the longest sequence", _METADATA, _plans_by_window),
     Obstacle(
-        "which keys are seen depends on prompts", _METADATA | _V2, _has("is_mm_prefix_lm", "model_config.rswa_window")
+        "which keys are seen depends on prompts",
+        _METADATA | _V2,
+        _has("is_mm_prefix_lm", "model_config.is_mm_prefix_lm", "model_config.rswa_window"),
     ),
     Obstacle("layers share keys in fast prefills", _METADATA, attrgetter("cache_config.kv_sharing_fast_prefill")),
     Obstacle("slots are copied to the host in each step", _METADATA, _has("routed_experts_initialized")),

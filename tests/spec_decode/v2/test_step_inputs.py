@@ -105,7 +105,7 @@ def served() -> tuple[StepInputs, Tail, Graph]:
     tail, graph = Tail(), Graph()
     inputs = StepInputs(runner, tail)  # type: ignore[arg-type]
     inputs._graphs = {4: graph}  # type: ignore[dict-item]
-    inputs._num_blocks = torch.zeros(1, 2, dtype=torch.int64)
+    inputs._moving, inputs._fixed = (blocks,), (torch.zeros(1, 2, dtype=torch.int64),)
     step(inputs, scheduled())
     inputs._step_counts.reset()
     graph.replays = 0
@@ -217,15 +217,14 @@ def test_a_target_without_its_graph_is_left_to_vllm(served: tuple[StepInputs, Ta
 def test_blocks_are_taken_over_when_a_request_has_new_ones(served: tuple[StepInputs, Tail, Graph]) -> None:
     inputs, _, _ = served
     step(inputs, scheduled())
-    assert inputs._num_blocks is not None
-    assert inputs._num_blocks.tolist() == [[3, 4]]
+    assert inputs._fixed[0].tolist() == [[3, 4]]
     inputs._runner.block_tables.num_blocks.gpu = torch.tensor([[9, 9]])
     step(inputs, scheduled())
-    assert inputs._num_blocks.tolist() == [[3, 4]]
+    assert inputs._fixed[0].tolist() == [[3, 4]]
     grown = scheduled(scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None, ([7],)]))
     assert inputs.changes_blocks(grown)
     step(inputs, grown)
-    assert inputs._num_blocks.tolist() == [[9, 9]]
+    assert inputs._fixed[0].tolist() == [[9, 9]]
     # In a step that vLLM prepares, too: the next one that graphs serve has them.
     inputs._runner.block_tables.num_blocks.gpu = torch.tensor([[11, 9]])
     inputs._runner.req_states.num_computed_prefill_tokens[2] = 7
@@ -233,7 +232,7 @@ def test_blocks_are_taken_over_when_a_request_has_new_ones(served: tuple[StepInp
     assert step(inputs, SimpleNamespace(**fewer)) is None
     inputs._runner.req_states.num_computed_prefill_tokens[2] = 8
     step(inputs, scheduled())
-    assert inputs._num_blocks.tolist() == [[11, 9]]
+    assert inputs._fixed[0].tolist() == [[11, 9]]
 
 
 def test_vllm_takes_everything_over_in_each_step_where_there_are_no_graphs() -> None:
@@ -249,3 +248,15 @@ def test_a_batch_that_vllm_prepared_is_not_taken_for_the_last_one(served: tuple[
     step(inputs, scheduled())
     assert not inputs.prepared(Batch())
     assert inputs.attention_inputs(Batch()) is None
+
+
+def test_vllm_embeds_where_an_image_is_to_be_encoded(served: tuple[StepInputs, Tail, Graph]) -> None:
+    """Or where it has more to do than to embed tokens, of which the graph then makes no embeddings."""
+    inputs, _, _ = served
+    found = []
+    for embeds, images in ((True, {}), (True, {"c": [0]}), (False, {})):
+        inputs._embeds = embeds
+        batch = step(inputs, scheduled(scheduled_encoder_inputs=images))
+        found.append(inputs.embedded(batch))
+        assert not inputs.embedded(Batch())
+    assert found == [True, False, False]

@@ -7,6 +7,10 @@ that the inputs are made of: one graph makes positions, lengths, token ids, bloc
 device half. The host adds only lengths that no kernel reads. With other requests than in the step before,
 `TailGraphs` has their rows copied first.
 
+A model that takes images or the like has none of them behind a prompt: the graph makes embeddings of the token ids, and
+positions of several dimensions. Of a hybrid it makes all but metadata, for which recurrent layers have copies from the
+host: vLLM makes it in each step, from the graph's inputs.
+
 vLLM's own functions are recorded.
 """
 
@@ -47,6 +51,20 @@ def shows_metadata(runner: Any) -> bool:
     return connector is not NO_OP_KV_CONNECTOR and len(inspect.signature(connector.pre_forward).parameters) > 1
 
 
+def _embeds_tokens(runner: Any) -> bool:
+    """Whether vLLM embeds the tokens of each step in front of the target, and nothing else.
+
+    With adapters it also says in each step which of them an encoder has, with a connector it fetches what other engines
+    have encoded, and it may put embeddings of a prompt over those of its tokens.
+    """
+    return bool(
+        runner.supports_mm_inputs
+        and runner.lora_config is None
+        and runner.vllm_config.ec_transfer_config is None
+        and getattr(runner.model_state, "prompt_embeds_state", None) is None
+    )
+
+
 class StepInputs:
     """The input graphs of one `GPUModelRunner`, which holds them as `step_inputs`.
 
@@ -64,12 +82,15 @@ class StepInputs:
     def forget(self) -> None:
         """Have no graphs, and nothing that was made for them."""
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._num_blocks: torch.Tensor | None = None
-        self._shows_metadata = False
+        # vLLM's tensors that move, and where the graphs read them.
+        self._moving: tuple[Any, ...] = ()
+        self._fixed: tuple[torch.Tensor, ...] = ()
+        self._metadata_is_vllms = False
+        self._embeds = self._embedded = False
         # The requests that were served last, and their batch.
         self._held: Held | None = None
         self._template: Any = None
-        # Since the graphs' copy of the number of blocks.
+        # Since the graphs' copies.
         self._blocks_changed = True
         self._batch: Any = None
 
@@ -98,31 +119,42 @@ class StepInputs:
         if (reason := why_not(self._runner, Part.V2_INPUTS)) is not None:
             self.stay_stock(reason)
             return
-        moving = self._runner.block_tables.num_blocks
+        runner = self._runner
+        reason = why_not(runner, Part.V2_METADATA)
+        self._embeds = _embeds_tokens(runner)
+        rope = getattr(runner.model_state, "rope_state", None)
+        # Both change when a request comes, and the first with its blocks.
+        self._moving = (runner.block_tables.num_blocks, *(() if rope is None else (rope.prefill_delta,)))
 
         def record_all() -> None:
-            self._num_blocks = moving.gpu.to(self._runner.device, copy=True)
-            with buffers.stand_in(), StandIn((moving,), (self._num_blocks,)):
+            self._fixed = tuple(one.gpu.to(runner.device, copy=True) for one in self._moving)
+            with buffers.stand_in(), StandIn(self._moving, self._fixed):
                 for num_reqs, batch in batches.items():
-                    self._graphs[num_reqs] = record_graph(self._preparing(batch, buffers), pool)
+                    self._graphs[num_reqs] = record_graph(self._preparing(batch, buffers, reason is None), pool)
 
         if not attempt(V2_STEP_INPUTS, _STOCK, record_all, self.forget):
             return
-        self._shows_metadata = shows_metadata(self._runner)
-        if self._shows_metadata:
-            journal.note(
-                V2_STEP_INPUTS, "a KV connector is shown attention metadata, which vLLM makes for it in each step"
-            )
+        if reason is None and shows_metadata(runner):
+            reason = "a KV connector is shown attention metadata"
+        if reason is not None:
+            self._metadata_is_vllms = True
+            journal.note(V2_STEP_INPUTS, f"{reason}, which vLLM makes in each step")
         journal.use(V2_STEP_INPUTS, True)
 
-    def _preparing(self, batch: Any, buffers: TailBuffers) -> Callable[[], None]:
-        """What vLLM's `prepare_inputs` and `prepare_attn` do for `batch`, on the device."""
+    def _preparing(self, batch: Any, buffers: TailBuffers, metadata: bool) -> Callable[[], None]:
+        """What vLLM's `prepare_inputs` and `prepare_attn` do for `batch`, on the device.
+
+        Args:
+            metadata: whether attention metadata is made, too.
+        """
         runner = self._runner
         inputs, states = runner.input_buffers, runner.req_states
         num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
         padding = buffers.padding(num_reqs)
         start_loc = inputs.query_start_loc[: num_reqs + 1]
         attended = dataclasses.replace(batch, query_start_loc=start_loc)
+        # On the device, or a graph would copy it from memory of the host that was freed long ago.
+        no_image = torch.zeros(num_tokens, dtype=torch.bool, device=runner.device)
 
         def prepare() -> None:
             start_loc.copy_(padding.block_start_loc)
@@ -146,9 +178,13 @@ class StepInputs:
                 num_tokens,
             )
             block_tables, slots = runner.prepare_attn(attended)
-            runner.model_state.prepare_attn(
-                attended, CUDAGraphMode.FULL, block_tables, slots, runner.attn_groups, runner.kv_cache_config
-            )
+            if metadata:
+                runner.model_state.prepare_attn(
+                    attended, CUDAGraphMode.FULL, block_tables, slots, runner.attn_groups, runner.kv_cache_config
+                )
+            if self._embeds:
+                runner.model_state.encoder_runner.get_inputs_embeds(inputs.input_ids[:num_tokens], [], no_image)
+            runner.model_state.prepare_inputs(attended, states)
 
         return prepare
 
@@ -181,12 +217,13 @@ class StepInputs:
         self._step_counts.served()
         runner = self._runner
         if self._blocks_changed:
-            assert self._num_blocks is not None
-            self._num_blocks.copy_(runner.block_tables.num_blocks.gpu, non_blocking=True)
+            for moving, fixed in zip(self._moving, self._fixed, strict=True):
+                fixed.copy_(moving.gpu, non_blocking=True)
             self._blocks_changed = False
         if held is not self._held:
             self._held, self._template = held, self._tail.held_batch()
         self._graphs[desc.num_reqs].replay()
+        self._embedded = self._embeds and not scheduled.scheduled_encoder_inputs
         computed = runner.req_states.num_computed_tokens_np[held.rows]
         upper = np.zeros(self._template.num_reqs_after_padding, dtype=np.int32)
         np.add(computed, self._tail.query_len, out=upper[: len(computed)])
@@ -240,7 +277,17 @@ class StepInputs:
 
     def prepared(self, batch: Any) -> bool:
         """Whether the inputs of this `InputBatch` are on the device already, and nobody asks for metadata of it."""
-        return self._serves(batch) and not self._shows_metadata
+        return self._serves(batch) and not self._metadata_is_vllms
+
+    def embedded(self, batch: Any) -> bool:
+        """Whether this `InputBatch` has its embeddings where the target reads them, and no image is to be encoded."""
+        return self._serves(batch) and self._embedded
+
+    def model_inputs(self, batch: Any) -> Any:
+        """What `prepare_inputs` of the model state gives out for a batch; nothing for one that only a graph reads."""
+        if self._serves(batch):
+            return {}
+        return self._runner.model_state.prepare_inputs(batch, self._runner.req_states)
 
     def _serves(self, batch: Any) -> bool:
         return batch is not None and batch is self._batch
