@@ -23,8 +23,8 @@ from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 
 _STOCK: Final = "only decode batches have FULL graphs"
 
-#: Tokens of the graphs. A batch is padded to the next: by 31 tokens at most up to 512, and by an eighth where it is large.
-#: Each is captured for the target and for the drafter, and makes a start longer.
+#: Tokens of the graphs. A batch is padded to the next: by 31 tokens at most up to 512, and by an eighth where it is
+#: large. Each is captured for the target and for the drafter, and makes a start longer.
 SIZES: Final = (*range(32, 512, 32), *range(512, 1024, 64), *range(1024, 2048, 128), *range(2048, 4097, 256))
 
 #: Tokens times parts.
