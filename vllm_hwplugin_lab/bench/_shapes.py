@@ -12,11 +12,13 @@ from typing import Any, Final
 from packaging.version import Version
 
 #: The methods that some shape has a drafter for.
-METHODS: Final = ("eagle3", "dflash", "mtp")
+METHODS: Final = ("eagle3", "dflash", "mtp", "draft_model")
 #: Vocabulary of the Eagle3 drafter, as published drafters for Qwen3 have it.
 DRAFT_VOCABULARY = 32000
 _POSITIONS = 4096
 _DFLASH_LAYERS = 5
+#: The shape that drafts as a model of its own; it has the vocabulary of every Qwen3.
+_DRAFT_MODEL: Final = "0.6b"
 #: Of bfloat16.
 _ELEMENT = 2
 #: The first supported vLLM.
@@ -112,7 +114,15 @@ SHAPES: Final[Mapping[str, Shape]] = {
     "0.6b": Shape("Qwen3-0.6B", layers=28, hidden=1024, heads=16, kv_heads=8, intermediate=3072, tied=True),
     "1.7b": Shape("Qwen3-1.7B", layers=28, hidden=2048, heads=16, kv_heads=8, intermediate=6144, tied=True),
     "4b": Shape("Qwen3-4B", layers=36, hidden=2560, heads=32, kv_heads=8, intermediate=9728, tied=True),
-    "8b": Shape("Qwen3-8B", layers=36, hidden=4096, heads=32, kv_heads=8, intermediate=12288),
+    "8b": Shape(
+        "Qwen3-8B",
+        layers=36,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        intermediate=12288,
+        methods={"eagle3": _ALWAYS, "dflash": _ALWAYS, "draft_model": _ALWAYS},
+    ),
     "8b-fp8-tp2": Shape(
         "Qwen3-8B-FP8 on two GPUs",
         layers=36,
@@ -307,7 +317,7 @@ def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[
     Args:
         shape: the target; the drafter has its layer sizes.
         folder: where to write.
-        method: `eagle3` (one layer), `dflash` (five layers) or `mtp`.
+        method: `eagle3` (one layer), `dflash` (five layers), `draft_model` (Qwen3-0.6B) or `mtp`.
         block: the number of positions DFlash was trained on, 1 + the drafted tokens.
     """
     target = folder / "target"
@@ -315,6 +325,9 @@ def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[
     if method == "mtp":
         return target, None
     drafter = folder / method
+    if method == "draft_model":
+        _write(drafter, _target(SHAPES[_DRAFT_MODEL]))
+        return target, drafter
     last = shape.layers - 1
     after = [2, shape.layers // 2, last - 2] if shape.layers > 6 else [last - 2, last - 1, last]
     if method == "eagle3":
@@ -367,7 +380,7 @@ def cache_bytes(shape: Shape, method: str, k: int, requests: int, length: int) -
         requests: how many.
         length: tokens of each.
     """
-    drafting = _DFLASH_LAYERS if method == "dflash" else 1
+    drafting = {"dflash": _DFLASH_LAYERS, "draft_model": SHAPES[_DRAFT_MODEL].layers}.get(method, 1)
     _, kv_heads, head_dim = shape.draft_heads or (0, shape.kv_heads, shape.head_dim)
     token = shape.kv_bytes or 2 * shape.kv_heads * shape.head_dim * _ELEMENT
     of_draft = token if method == "mtp" else 2 * kv_heads * head_dim * _ELEMENT
