@@ -152,7 +152,7 @@ def config(**passes: bool) -> Any:
         parallel_config=SimpleNamespace(worker_cls="auto", world_size_across_dp=1),
         model_config=SimpleNamespace(is_mm_prefix_lm=False),
         scheduler_config=SimpleNamespace(is_multimodal_model=True, disable_chunked_mm_input=False),
-        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(**passes)),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(**passes), cudagraph_capture_sizes=[]),
     )
 
 
@@ -247,14 +247,15 @@ def test_the_environment_is_prepared_and_the_users_values_stay(
     platform: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Set first, so that what the platform sets is taken back after the test.
-    for name in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_WORKER_MULTIPROC_METHOD"):
+    estimate = "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS"
+    for name in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_WORKER_MULTIPROC_METHOD", estimate):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     monkeypatch.setenv("VLLM_GPU_SYNC_CHECK", "warn")
     caplog.set_level(logging.WARNING, "vllm.hwplugin")
     platform.pre_register_and_update()
-    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == os.environ[estimate] == "0"
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
     assert "VLLM_GPU_SYNC_CHECK" not in os.environ
     assert caplog.messages == [

@@ -14,8 +14,6 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from vllm_hwplugin.patching import SUPPORTED
-
 from ..conftest import versions
 from ..platforms import realvllm
 from ..platforms.realvllm import REAL, Load, own
@@ -89,57 +87,6 @@ def _gpu_worker(musa_vllm: Callable[..., Any], version: str, *paths: str) -> Any
     worker.device, worker.parallel_config.data_parallel_size = "cpu", 1
     worker.observability_config.jit_monitor_mode = "warn"
     return worker
-
-
-MEMORY, GRAPHS = 1 << 30, 3 << 20
-
-
-GRAPH_MEMORY: list[tuple[str, dict[str, Any], int]] = [
-    *((version, {}, GRAPHS) for version in SUPPORTED),
-    *(
-        (version, asked, 0)
-        for version in (SUPPORTED[0], SUPPORTED[-1])
-        for asked in ({"estimate": False}, {"graphs": "NONE"}, {"kv_cache_memory_bytes": MEMORY})
-    ),
-]
-
-
-@pytest.mark.parametrize(("version", "asked", "taken_off"), GRAPH_MEMORY)
-def test_the_memory_of_graphs_is_taken_off_once_where_vllm_wants_it(
-    version: str, asked: dict[str, Any], taken_off: int, musa_vllm: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's ``determine_available_memory``, which estimates it itself in 0.20 alone."""
-    import torch
-
-    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda *_: {})
-    worker = _gpu_worker(musa_vllm, version)
-    module = importlib.import_module("vllm.v1.worker.gpu_worker")
-    envs = importlib.import_module("vllm.envs")
-    envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS = asked.get("estimate", True)
-    modes = importlib.import_module("vllm.config.compilation").CUDAGraphMode
-    module.CUDAGraphMode = modes
-    profile = SimpleNamespace(
-        non_kv_cache_memory=0, non_torch_increase=0, torch_peak_increase=0, weights_memory=0, total_consumed=0,
-        transient_peak_headroom=0, before_profile=SimpleNamespace(torch_peak=0),
-        after_profile=SimpleNamespace(free_memory=0, torch_memory=0),
-    )  # fmt: skip
-    module.memory_profiling = lambda *_, **__: contextlib.nullcontext(profile)
-    for name, answer in (
-        ("maybe_rocm_profiling_fallback", lambda _: None),
-        ("reserve_mm_ipc_gpu_memory", lambda size, *_: size),
-    ):
-        monkeypatch.setattr(module, name, answer, raising=False)
-    worker._reserve_mm_ipc_gpu_memory = lambda size: size
-    worker.requested_memory = MEMORY
-    worker.use_v2_model_runner = False
-    worker.init_snapshot.free_memory = worker.init_snapshot.total_memory = MEMORY
-    worker.cache_config.kv_cache_memory_bytes = asked.get("kv_cache_memory_bytes")
-    worker.cache_config.gpu_memory_utilization = 0.9
-    worker.vllm_config.compilation_config.cudagraph_mode = getattr(modes, asked.get("graphs", "FULL"))
-    worker.model_runner.profile_cudagraph_memory.return_value = GRAPHS
-    worker.model_runner.model_memory_usage = 0
-    assert worker.determine_available_memory() == MEMORY - taken_off
-    assert worker.model_runner.profile_cudagraph_memory.call_count <= 1
 
 
 @pytest.mark.parametrize("triton", ["3.2.0", "3.6.0"])

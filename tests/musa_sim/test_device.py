@@ -217,6 +217,16 @@ def test_a_capture_does_not_wait(what: str) -> None:
 
 
 @on_the_device
+def test_a_process_holds_so_many_graphs_and_no_more() -> None:
+    held = []
+    with mock.patch.dict(os.environ, MUSA_SIM_GRAPHS="20"):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            held.extend(captured(lambda: torch.ones(1, device="musa")) for _ in range(21))
+        held.clear()
+        captured(lambda: torch.ones(1, device="musa"))
+
+
+@on_the_device
 def test_another_stream_is_captured_once_it_has_waited() -> None:
     there, side = torch.zeros(2, device="musa"), torch.musa.Stream()
 

@@ -43,10 +43,13 @@ def texts(run: Run) -> list[list[int]]:
 
 #: vLLM's compiler, and graphs of prompts piece by piece. Inductor generates no code for MUSA in torch's own build.
 PIECES = {"cudagraph_mode": "FULL_AND_PIECEWISE", "mode": 3, "backend": "eager"}
-PIECES |= {"cudagraph_capture_sizes": [1, 2, 4, 64]}  # type: ignore[dict-item]
+PIECES |= {"cudagraph_capture_sizes": [4, 8, 24, 64]}  # type: ignore[dict-item]
+#: As many as `musa.graph_budget` counts for four sizes of a target of four layers with a drafter of one, and of both
+#: engines whole, one behind the other.
+GRAPHS = 4 * (5 + 2) + 2 * 4 * 8
 DFLASH = Engine("dflash", "FULL", drafts=7, more={"max_num_batched_tokens": 112, "num_gpu_blocks_override": 24})
 #: On a vLLM without compiled kernels, as one for MUSA is.
-ENGINES = {"FULL_AND_PIECEWISE": {**Engine(None).on_musa(), "compilation_config": PIECES}, "DFlash": DFLASH.on_musa()}
+ENGINES = {"Eagle3": {**Engine("eagle3").on_musa(), "compilation_config": PIECES}, "DFlash": DFLASH.on_musa()}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +63,8 @@ def on_cpu(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> li
 def on_musa(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("musa")
     asked = {name: Load(options, requests()) for name, options in ENGINES.items()}
-    return Process(asked, loads.musa(folder / "host", **V1)).run(folder / "engines")
+    environment = loads.musa(folder / "host", MUSA_SIM_GRAPHS=str(GRAPHS), **V1)
+    return Process(asked, environment).run(folder / "engines")
 
 
 def assert_on_the_plugins_classes(run: Run) -> None:
@@ -74,8 +78,13 @@ def test_texts_are_those_of_the_cpu(name: str, on_musa: dict[str, Run], on_cpu: 
 
 
 def test_prompts_are_replayed_piece_by_piece(on_musa: dict[str, Run]) -> None:
-    counts = on_musa["FULL_AND_PIECEWISE"].counts
+    counts = on_musa["Eagle3"].counts
     assert counts["graph_replays"]["target"] > counts["steps"]
+
+
+def test_no_more_graphs_are_captured_than_are_counted(on_musa: dict[str, Run]) -> None:
+    """One more ends its capture, and with it what is drafted in one graph."""
+    assert all("v1-draft-phase" in run.used for run in on_musa.values())
 
 
 def test_a_dflash_drafter_runs_in_graphs(on_musa: dict[str, Run]) -> None:

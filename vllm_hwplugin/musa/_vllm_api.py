@@ -73,30 +73,6 @@ def sample_without_triton() -> None:
     sampler.HAS_TRITON = False
 
 
-def estimate_graph_memory(worker: Any) -> int:
-    """Take the memory of CUDA graphs off that of the KV cache where vLLM has not, and return its bytes.
-
-    From 0.21 on vLLM's worker estimates it, by the same method of its model runner, but only on the devices that it
-    knows. As there, nothing is taken off if the user names the size of the KV cache, or wants no estimate.
-
-    Args:
-        worker: vLLM's ``Worker``, after its own ``determine_available_memory``.
-    """
-    envs: Any = importlib.import_module("vllm.envs")
-    modes: Any = importlib.import_module("vllm.config.compilation").CUDAGraphMode
-    if (
-        worker.cache_config.kv_cache_memory_bytes
-        or worker.cudagraph_memory_estimate
-        or not envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
-        or worker.vllm_config.compilation_config.cudagraph_mode == modes.NONE
-    ):
-        return 0
-    estimate = int(worker.model_runner.profile_cudagraph_memory())
-    worker.cudagraph_memory_estimate = estimate
-    worker.available_kv_cache_memory_bytes -= estimate
-    return estimate
-
-
 def capture_by_thread(musa: Any) -> None:
     """Let the capture of a graph forbid unsafe calls in its own thread alone, in this process.
 

@@ -46,6 +46,9 @@ _ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     # A forked child cannot use a device whose runtime its parent has started; vLLM spawns on XPU for the same reason.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # vLLM 0.20 captures some graphs to see what they take, and torch_musa 2.7.1 does not give a graph's memory back.
+    # Later versions of vLLM do so on other devices alone.
+    "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "0",
 }
 # Up to 0.23 the kernels are `_C` and `_moe_C`; later ones are built on torch's stable interface. A build for MUSA may
 # have any of them.
@@ -113,9 +116,11 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
             logger.warning("kernels are compiled when they are first used, not in advance: Triton has no triton.knobs")
         from .. import dflash
         from ..spec_decode import capture_sizes
+        from . import graph_budget
 
         dflash.check_and_update_config(vllm_config)
-        capture_sizes.check_and_update_config(vllm_config)
+        unnamed = capture_sizes.check_and_update_config(vllm_config)
+        graph_budget.fit(vllm_config, named=not unnamed)
 
     # -- facts about the devices
 

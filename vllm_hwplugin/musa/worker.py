@@ -21,7 +21,7 @@ class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the t
     """vLLM's own worker, except for what it asks of a device or of Triton.
 
     Its test for the device's name is met (see :func:`._vllm_api.taken_for_cuda`), weights and KV cache come from
-    torch's allocator, the memory of graphs is estimated, and what a Triton is too old for is left out.
+    torch's allocator, and what a Triton is too old for is left out.
     """
 
     def init_device(self) -> None:
@@ -46,19 +46,6 @@ class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the t
         # From 0.23 on vLLM takes its allocator for sleep mode on every device that it does not know. Nobody asks for
         # it here: MusaPlatform has neither sleep mode nor that allocator, and vLLM refuses both by that.
         return nullcontext()
-
-    def determine_available_memory(self) -> int:
-        available = int(super().determine_available_memory())
-        with torch.inference_mode():
-            graphs = _vllm_api.estimate_graph_memory(self)
-        if graphs:
-            available -= graphs
-            logger.info(
-                "graphs are estimated to take %.1f MiB, which leaves %.2f GiB for the KV cache",
-                graphs / (1 << 20),
-                available / (1 << 30),
-            )
-        return available
 
     def compile_or_warm_up_model(self) -> Any:
         if not _vllm_api.triton_has_knobs():

@@ -96,7 +96,7 @@ def note_user_sizes(vllm_config: Any) -> None:
     )
 
 
-def check_and_update_config(vllm_config: Any) -> None:
+def check_and_update_config(vllm_config: Any) -> bool:
     """Set the sizes of an engine with a drafter, unless the user named some.
 
     For `check_and_update_config` of a platform, after its base class has decided the cudagraph mode.
@@ -104,14 +104,17 @@ def check_and_update_config(vllm_config: Any) -> None:
     Args:
         vllm_config: the `VllmConfig` that is being made.
 
+    Returns:
+        Whether the user named none.
+
     Raises:
         CaptureSizesError: the plugin failed, in strict mode.
     """
     # A configuration that is made from another one has that one's sizes.
-    unnamed = vars(vllm_config).pop(_UNNAMED, False)
+    unnamed: bool = vars(vllm_config).pop(_UNNAMED, False)
     spec = vllm_config.speculative_config
     if not unnamed or spec is None or spec.method not in _METHODS:
-        return
+        return unnamed
     try:
         reason = _why_left(vllm_config)
         said = _set(vllm_config) if reason is None else f"left to vLLM: {reason}"
@@ -123,6 +126,7 @@ def check_and_update_config(vllm_config: Any) -> None:
             ) from error
         logger.exception("%s: the sizes are left to vLLM, because the plugin failed", CAPTURE_SIZES)
     journal.note(CAPTURE_SIZES, said)
+    return unnamed
 
 
 def _why_left(vllm_config: Any) -> str | None:

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which capture sizes of vLLM's are left where their graphs would be too many for one process."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_hwplugin.musa import graph_budget
+
+#: vLLM's own, of engines with 256 requests or more at once.
+OWN = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+
+
+def model(layers: int) -> SimpleNamespace:
+    return SimpleNamespace(get_num_layers=lambda _: layers)
+
+
+def config(layers: int, drafter: SimpleNamespace | None = None, lora: Any = None, piecewise: bool = True) -> Any:
+    target = model(layers)
+    return SimpleNamespace(
+        model_config=target,
+        speculative_config=drafter and SimpleNamespace(draft_model_config=drafter),
+        parallel_config=None,
+        lora_config=lora,
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=list(OWN),
+            cudagraph_specialize_lora=True,
+            cudagraph_mode=SimpleNamespace(requires_piecewise_compilation=lambda: piecewise),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "kept"),
+    [
+        (config(34), 50),
+        (config(36), 47),
+        (config(36, model(1)), 36),
+        (config(36, model(28)), 23),
+        (config(80), 21),
+        (config(36, model(1), piecewise=False), 51),
+        (config(36, lora=SimpleNamespace(max_loras=1)), 23),
+        (config(36, lora=SimpleNamespace(max_loras=4, specialize_active_lora=True)), 9),
+    ],
+)
+def test_as_many_sizes_as_a_process_can_hold(made: Any, kept: int) -> None:
+    graph_budget.fit(made, named=False)
+    sizes = made.compilation_config.cudagraph_capture_sizes
+    assert len(OWN) == 51
+    assert len(sizes) == kept
+    assert set(sizes) <= set(OWN)
+    assert (sizes[0], sizes[-1]) == (1, 512)
+    # Small batches are not padded more than before, and larger ones to the double at most.
+    assert {4, 8, 16, 32, 64} <= set(sizes)
+    assert max(after / before for before, after in itertools.pairwise(sizes) if before >= 4) <= 2
+
+
+def test_an_ngram_drafter_has_no_layers() -> None:
+    made = config(30)
+    made.speculative_config = SimpleNamespace(draft_model_config=made.model_config)
+    graph_budget.fit(made, named=False)
+    assert len(made.compilation_config.cudagraph_capture_sizes) == 1800 // (31 + 10)
+
+
+def test_sizes_that_the_user_named_stay(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "vllm.hwplugin")
+    made = config(64)
+    graph_budget.fit(made, named=True)
+    assert made.compilation_config.cudagraph_capture_sizes == OWN
+    (line,) = caplog.messages
+    assert line.startswith("51 capture sizes would have some 3366 graphs, expected 1800 at most on MUSA")
+    assert line.endswith("name 27 sizes or fewer")
+
+
+def test_nothing_is_captured() -> None:
+    made = config(64)
+    made.compilation_config.cudagraph_capture_sizes = None
+    graph_budget.fit(made, named=False)
+    assert made.compilation_config.cudagraph_capture_sizes is None
