@@ -94,15 +94,20 @@ def page(files: Sequence[Found], soaks: Sequence[Found], started: Sequence[Found
 
 
 def first_screen(files: Sequence[Found]) -> str:
-    """README.md's table: a row for each target of a real size, all versions, drafters and batch sizes together."""
+    """README.md's table: a row for each target of a real size, all versions, drafters and batch sizes together.
+
+    But for drafters that are whole models: their gain is another.
+    """
     found = [one for one in gains(files) if one.shape != TINY]
     lines = []
-    for target in dict.fromkeys(one.target for one in found):
+    for name in dict.fromkeys(map(_in_readme, found)):
         cells = []
         for stock, patched in _RUNNERS.values():
-            ratios = [ratio for one in found if one.target == target for ratio in one.ratios(patched, stock).values()]
+            ratios = [
+                ratio for one in found if _in_readme(one) == name for ratio in one.ratios(patched, stock).values()
+            ]
             cells.append(_worth(ratios) if ratios else "not measured")
-        lines.append([target, *cells])
+        lines.append([name, *cells])
     devices, versions = (sorted({getattr(one.file, of) for one in found}) for of in ("device", "vllm"))
     drafters = sorted({one.drafter for one in found})
     batches = sorted({int(row.batch) for one in found for row in one.rows})
@@ -111,6 +116,10 @@ def first_screen(files: Sequence[Found]) -> str:
         f"batches of {batches[0]} to {batches[-1]}; dummy weights, and as many drafts accepted on all sides."
     )
     return "\n".join([*table(["target", *(f"{runner}, tokens/s" for runner in _RUNNERS)], lines), "", paragraph(text)])
+
+
+def _in_readme(one: Gain) -> str:
+    return one.target if one.method != "draft_model" else f"{one.target}, drafts by Qwen3-0.6B (`draft_model`)"
 
 
 def _gain_table(found: Sequence[Gain]) -> list[str]:

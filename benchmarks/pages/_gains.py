@@ -38,10 +38,13 @@ class Gain:
         return str(self.rows[0].case["shape"])
 
     @property
+    def method(self) -> str:
+        return str(self.rows[0].case["method"])
+
+    @property
     def drafter(self) -> str:
         names = {"eagle3": "Eagle3", "dflash": "DFlash", "mtp": "MTP"}
-        case = self.rows[0].case
-        return f"{names.get(case['method'], case['method'])} k={case['k']}"
+        return f"{names.get(self.method, self.method)} k={self.rows[0].case['k']}"
 
     @property
     def target(self) -> str:

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,10 @@ from . import _entry_points
 from ._job import Event, Job
 
 _TAIL_LINES = 30
+#: Of exceptions before these.
+_CAUSES = 3
+#: In a log, where it says what was raised.
+EXCEPTION = re.compile(r"\b\w+(Error|Exception): ")
 _POLL_SECONDS = 0.02
 #: Seconds that an engine may take to end.
 _END = 60.0
@@ -190,7 +195,7 @@ class Child:
         seconds = time.monotonic() - self._started
         error = error or _error(self._process.returncode, self.events)
         log = self._log.read_text(encoding="utf-8", errors="replace") if error else ""
-        tail = "\n".join(log.splitlines()[-_TAIL_LINES:])
+        tail = "\n".join(_telling(log.splitlines()))
         # Under a command such as compute-sanitizer the engine is not this child, nor always a child of it.
         said = {event["pid"] for event in self.events if "pid" in event}
         return Ended(tuple(self.events), seconds, error, tail, records_of({self._process.pid, *said}, self._since))
@@ -205,6 +210,14 @@ class Child:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
+
+
+def _telling(log: Sequence[str]) -> Sequence[str]:
+    """The end of a log, and before it what its last exceptions above are: those of an engine's processes come first,
+    and its caller then says at length that they have failed.
+    """
+    end = len(log) - _TAIL_LINES
+    return [*[line for line in log[: max(end, 0)] if EXCEPTION.search(line)][-_CAUSES:], *log[max(end, 0) :]]
 
 
 class TimeIsUp(HwpluginError):

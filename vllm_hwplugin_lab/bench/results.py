@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from vllm_hwplugin import __version__
 
 from ._host import Host
 from ._job import Event, Outcome, acceptance_length
+from ._launch import EXCEPTION
 from .plan import Asked, Case, synthetic_length
 
 FORMAT = 3
@@ -287,9 +287,13 @@ def phases_entry(outcome: Outcome, workload: str) -> dict[str, Any] | None:
 
 
 def telling_line(log_tail: str) -> str:
-    """The last line that names an exception, else the last line: libraries go on talking while a process ends."""
+    """The last line that names an exception, but vLLM's of what its processes have raised, else the last line:
+    libraries go on talking while a process ends.
+    """
     lines = log_tail.strip().splitlines() or ["no log"]
-    return next((line for line in reversed(lines) if re.search(r"\b\w+(Error|Exception): ", line)), lines[-1])
+    named = [line for line in lines if EXCEPTION.search(line)]
+    causes = [line for line in named if "See root cause above" not in line]
+    return (causes or named or lines)[-1]
 
 
 def acceptance(events: Sequence[Event]) -> dict[str, Any]:

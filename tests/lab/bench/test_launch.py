@@ -40,6 +40,7 @@ def test_events_come_as_they_are_written(child):
 def test_a_crash_keeps_what_was_measured_and_the_end_of_the_log(child):
     child(
         "open(answer, 'a').write('{\"event\": \"ready\"}\\n')\n"
+        "print('(EngineCore pid=5) ERROR MemoryError: 3 GiB are missing')\n"
         "for i in range(100): print('line', i, flush=True)\n"
         "sys.stderr.write('the reason\\n'); sys.exit(3)\n"
     )
@@ -47,7 +48,8 @@ def test_a_crash_keeps_what_was_measured_and_the_end_of_the_log(child):
     assert outcome.error == "exit code 3"
     assert [e["event"] for e in outcome.events] == ["ready"]
     lines = outcome.log_tail.splitlines()
-    assert len(lines) == 30
+    assert len(lines) == 31
+    assert lines[0].endswith("MemoryError: 3 GiB are missing")
     assert "the reason" in lines
     assert "line 99" in lines
 

@@ -365,7 +365,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream& stream) const override {
     Graph::forbid("Stream.synchronize()", stream);
   }
-  bool isStreamCapturing(const c10::Stream& stream) const override { return Graph::of(stream) != nullptr; }
+  bool isStreamCapturing(const c10::Stream& stream) const { return Graph::of(stream) != nullptr; }
   void synchronizeDevice(c10::DeviceIndex device) const override { synchronize(device); }
 };
 
