@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_hwplugin.musa.versions import MIN_MATE, MIN_MTML, MIN_TRITON, PINS
+from vllm_hwplugin.musa.versions import MIN_MATE, MIN_MTML, MIN_TORCHADA, MIN_TRITON, PINS
 from vllm_hwplugin.ops.compile.plan import MIN_TORCH
 
 from ._text import head, row
@@ -42,7 +42,7 @@ _STACKS: Final = (
         "as above",
         f"{MIN_TRITON} or later",
         f"{MIN_MATE} or later",
-        "any (read at 0.1.103)",
+        f"{MIN_TORCHADA} or later (read at 0.1.103)",
         f"{MIN_MTML} or later",
         "",
     ),
@@ -51,6 +51,6 @@ _STACKS: Final = (
 
 def markdown() -> str:
     """Both tables."""
-    lines = head(("vLLM", "torch that it requires", "torch_musa known for it"))
+    lines = head(("vLLM", "torch that it requires", "torch_musa that it runs with"))
     lines += [row((str(pin), pin.torch, pin.torch_musa or "none")) for pin in PINS]
     return "\n".join([*lines, "", *head(_COLUMNS), *map(row, _STACKS)])

@@ -29,6 +29,7 @@ GOOD: Mapping[str, str | None] = {
     "torchvision": "0.26.0.post2+musa5.2.0",
     "triton": "3.6.0",
     "mate": "0.2.7",
+    "mate-mubin": "0.2.7",
     "mthreads-ml-py": "2.4.3",
 }
 #: The files of those packages, as far as anything looks at them.
@@ -76,7 +77,7 @@ def doctor(tmp_path: Path, others: Path) -> Doctor:
         site = tmp_path / "site"
         for name, version in {
             **GOOD,
-            **{name.replace("mthreads_", "mthreads-"): v for name, v in changes.items()},
+            **{name.replace("mthreads_", "mthreads-").replace("mate_", "mate-"): v for name, v in changes.items()},
         }.items():
             if version is not None:
                 folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -134,7 +135,10 @@ def test_a_host_whose_packages_go_together_has_nothing_to_say(doctor: Doctor) ->
         ),
         ("torch_musa", {"torch_musa": "2.9.1"}, "torch_musa 2.9.1 is made for torch 2.9, and torch is 2.11.0.post2"),
         ("torch_musa", {"torch": "2.9.1", "torch_musa": "2.9.1"}, f"expected {MIN_TORCH} or later"),
-        ("torch", {"vllm": "0.32.0"}, "no torch_musa is known for it: take a vLLM of 0.20 and later, before 0.27"),
+        ("mate-mubin", {"mate_mubin": None}, "mate 0.2.7 gets its kernels from the network"),
+        ("torchada", {"torchada": "0.1.48"}, "torchada 0.1.48 is older"),
+        ("torch", {"vllm": "0.33.0"}, "no torch_musa is known for it: take a vLLM of 0.27 and later, before 0.33"),
+        ("torch", {"vllm": "0.28.0", "torch": "2.9.1", "torch_musa": "2.9.1"}, "install torch and torch_musa 2.11.0"),
         ("torch", {"torch": "2.9.1", "torch_musa": "2.9.1"}, "install torch and torch_musa 2.11.0.post2"),
         ("mthreads-ml-py", {"mthreads_ml-py": "2.2.11"}, "mthreads-ml-py 2.2.11 has one handle"),
     ],

@@ -14,7 +14,7 @@ from vllm_hwplugin_lab import bench
 
 from . import checkpoints, loads, simulated
 from .loads import Engine, Load, Process
-from .test_engines import OLDEST, V1, requests, texts
+from .test_engines import OTHERS, V1, requests, texts
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
@@ -80,7 +80,7 @@ LAYERS = {
 
 
 @pytest.mark.network
-@pytest.mark.parametrize("version", [None, OLDEST])
+@pytest.mark.parametrize("version", [None, OTHERS[0]])
 def test_quantized_layers_compute_what_their_weights_stand_for(
     version: str | None, musa_host: None, tmp_path: Path
 ) -> None:

@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 TOKENS = 12
 #: The model runner that the platform class chooses, for which mate has schedules.
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0", "MUSA_SIM_MATE_SCHEDULES": "1"}
-#: A version for which a torch for MUSA exists.
-OLDEST = "0.20.2"
+#: The first version for which a torch for MUSA exists, and vllm-musa's.
+OTHERS = ("0.20.2", "0.28.0")
 
 
 def requests(tokens: int = TOKENS, prompts: int = 4) -> list[Request]:
@@ -117,12 +117,13 @@ def test_two_gpus_communicate_by_mccl(musa_host: None, on_cpu: list[list[int]], 
 
 @pytest.mark.smoke
 @pytest.mark.network
-def test_the_oldest_vllm(musa_host: None, on_cpu: list[list[int]], tmp_path: Path) -> None:
-    """The Python of a vLLM that is for torch 2.11, on the torch that is installed here."""
+@pytest.mark.parametrize("version", OTHERS)
+def test_another_vllm(version: str, musa_host: None, on_cpu: list[list[int]], tmp_path: Path) -> None:
+    """The Python of one that runs with torch 2.11, on the torch that is installed here."""
     try:
-        vllm = (OLDEST, simulated.released_vllm(OLDEST))
+        vllm = (version, simulated.released_vllm(version))
     except subprocess.CalledProcessError as error:
-        cannot_run(f"vLLM {OLDEST} cannot be had: {error}")
+        cannot_run(f"vLLM {version} cannot be had: {error}")
     asked = {"eagle3": Load(Engine("eagle3", "FULL").on_musa(), requests())}
     run = Process(asked, loads.musa(tmp_path / "host", vllm, **V1)).run(tmp_path / "engine")["eagle3"]
     assert texts(run) == on_cpu

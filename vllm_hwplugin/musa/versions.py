@@ -25,6 +25,12 @@ MIN_TRITON_TO_SPECULATE: Final = Version("3.3")
 #: The first mate that takes a page table and writes where it is told to.
 MIN_MATE: Final = Version("0.2")
 
+#: The first mate whose prebuilt kernels are a distribution of their own, mate-mubin.
+MATE_WITHOUT_KERNELS: Final = Version("0.2.6")
+
+#: The oldest torchada that is named for torch 2.11 (by vllm-musa). On 0.1.48 vLLM's worker is reported to stop.
+MIN_TORCHADA: Final = Version("0.1.95")
+
 #: The first pymtml that counts its callers; before, one's end closes the driver's library for all.
 MIN_MTML: Final = Version("2.4")
 
@@ -46,7 +52,10 @@ _INDEX: Final = "from Moore Threads' own index"
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """The torch that versions of vLLM require, by its minor version, and the torch_musa that is known for it.
+    """The torch that versions of vLLM require, by its minor version, and the torch_musa that they run with.
+
+    From 0.27 on that is one for an older torch: 0.27 to 0.32 ran with torch 2.11 on the simulated device, and vllm-musa
+    takes it for 0.28.
 
     Attributes:
         since: the first of those versions.
@@ -62,13 +71,18 @@ class Pin:
     def vllm(self) -> Versions:
         return Versions(f">={self.since},<{self.before}")
 
+    @property
+    def torches(self) -> tuple[str, ...]:
+        """Minor versions: the torch that vLLM requires, and that of torch_musa where it is another."""
+        return tuple(dict.fromkeys((self.torch, *([_minor(self.torch_musa)] if self.torch_musa else []))))
+
     def __str__(self) -> str:
         return f"{self.since} and later, before {self.before}"
 
 
 PINS: Final = (
     Pin("0.20", "0.27", "2.11", "2.11.0.post2"),
-    Pin("0.27", "0.33", "2.13"),
+    Pin("0.27", "0.33", "2.13", "2.11.0.post2"),
     Pin("0.33", "0.34", "2.14"),
 )
 
@@ -103,7 +117,16 @@ class Finding:
     stops: bool = False
 
 
-DISTRIBUTIONS: Final = ("torch", "torch_musa", "triton", "mate", "torchada", "mthreads-ml-py", "torchvision")
+DISTRIBUTIONS: Final = (
+    "torch",
+    "torch_musa",
+    "triton",
+    "mate",
+    "mate-mubin",
+    "torchada",
+    "mthreads-ml-py",
+    "torchvision",
+)
 
 
 def installed(distribution: str) -> str | None:
@@ -142,7 +165,11 @@ def check(host: MusaHost, min_torch: Version) -> tuple[Finding, ...]:
     number = _number(found("mthreads-ml-py"))
     one_handle = number is not None and number.release < MIN_MTML.release
     rows = (
-        ("torch", f"{pin.torch}, for vLLM {host.vllm}" if pin else "what torch_musa is for", _torch(host, pin)),
+        (
+            "torch",
+            f"{' or '.join(pin.torches)}, for vLLM {host.vllm}" if pin else "what torch_musa is for",
+            _torch(host, pin),
+        ),
         (
             "torch_musa",
             f"the minor version of torch, and {min_torch} or later for the plugin's kernels",
@@ -150,7 +177,8 @@ def check(host: MusaHost, min_torch: Version) -> tuple[Finding, ...]:
         ),
         ("triton", f"{MIN_TRITON} or later, MUSA's build", _triton(host)),
         ("mate", f"{MIN_MATE} or later, Moore Threads' own", _mate(host)),
-        ("torchada", "any", ""),
+        ("mate-mubin", f"that of mate, from {MATE_WITHOUT_KERNELS} on", _mubin(host)),
+        ("torchada", f"{MIN_TORCHADA} or later", _torchada(host)),
         (
             "mthreads-ml-py",
             f"{MIN_MTML} or later",
@@ -179,13 +207,13 @@ def check(host: MusaHost, min_torch: Version) -> tuple[Finding, ...]:
 
 def _torch(host: MusaHost, pin: Pin | None) -> str:
     found = host.versions.get("torch")
-    if pin is None or found is None or _minor(found) == pin.torch:
+    if pin is None or found is None or _minor(found) in pin.torches:
         return ""
     trouble = f"vLLM {host.vllm} is made for torch {pin.torch}, and torch is {found}; "
     if pin.torch_musa:
         return trouble + f"install torch and torch_musa {pin.torch_musa} {_INDEX}"
     newest = next(item for item in reversed(PINS) if item.torch_musa)
-    return trouble + f"no torch_musa is known for it: take a vLLM of {newest}, for torch {newest.torch}"
+    return trouble + f"no torch_musa is known for it: take a vLLM of {newest}, with torch {_minor(newest.torch_musa)}"
 
 
 def _torch_musa(host: MusaHost, min_torch: Version) -> str:
@@ -234,6 +262,25 @@ def _mate(host: MusaHost) -> str:
         f"mate {found} is too old: its attention takes no page table, so there is no FLASH_ATTN; expected {MIN_MATE} "
         "or later"
     )
+
+
+def _mubin(host: MusaHost) -> str:
+    mate = host.versions.get("mate")
+    number = _number(mate)
+    needed = host.vendors_mate and number is not None and number.release >= MATE_WITHOUT_KERNELS.release
+    if not needed or host.versions.get("mate-mubin") is not None:
+        return ""
+    return (
+        f"mate-mubin is not installed, so mate {mate} gets its kernels from the network when they are first called; "
+        f"install it {_INDEX}"
+    )
+
+
+def _torchada(host: MusaHost) -> str:
+    number = _number(host.versions.get("torchada"))
+    if number is None or number.release >= MIN_TORCHADA.release:
+        return ""
+    return f"torchada {number} is older than what is known to serve torch 2.11; expected {MIN_TORCHADA} or later"
 
 
 def pin_of(vllm: str | None) -> Pin | None:
