@@ -164,7 +164,7 @@ CASES: Final[Mapping[str, Case]] = {
             "v1-draft-phase": "metadata has to be built in each step",
             "v1-step-inputs": "",
         },
-        {"v2-tail-graph": "", "v2-step-inputs": "FlashMLAMetadataBuilder may make metadata on the host"},
+        _ALL_OF_V2,
         options={"attention_config": {"backend": "FLASHMLA"}},
     ),
 }

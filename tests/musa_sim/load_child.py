@@ -279,14 +279,14 @@ def waiting(names: Sequence[str]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def knowing_no_drafter() -> Iterator[None]:
-    """While it lasts, each drafter of Model Runner V2 is another's."""
+def not_knowing(what: str) -> contextlib.AbstractContextManager:
+    """While it lasts, each drafter of Model Runner V2 is another's, or builders may make all metadata on the host."""
     # Where this is not asked for, the module is none that the runs come of.
     from vllm_hwplugin.spec_decode import obstacles
 
-    with mock.patch.object(obstacles, "_SPECULATORS", ()):
-        yield
+    if what == "drafter":
+        return mock.patch.object(obstacles, "_SPECULATORS", ())
+    return mock.patch.object(obstacles, "host_work", return_value="asked to say so")
 
 
 def one(job: dict, others_follow: bool) -> dict:
@@ -315,7 +315,7 @@ def one(job: dict, others_follow: bool) -> dict:
     from . import kv_connector
 
     kv_connector.SHOWN.clear()
-    with waiting(job["waits"]), knowing_no_drafter() if job["unknown"] else contextlib.nullcontext():
+    with waiting(job["waits"]), not_knowing(job["unknown"]) if job["unknown"] else contextlib.nullcontext():
         llm = LLM(**known(job["options"]))
     runner = model_runner(llm)
     check_runner(runner)

@@ -93,7 +93,7 @@ class Load:
         calls: methods of the worker, or of `load_child.CALLS`, by the engine's step before which they are called.
         ceiling: tokens of the largest size that vLLM captures by itself, in place of 512.
         waits: functions, as ``module:name``, that wait for the device while the engine starts: no graph can hold them.
-        unknown: whether the plugin does not know the drafter, which it then leaves to vLLM.
+        unknown: what the plugin does not know, and leaves to vLLM: the ``drafter``, or ``builders`` of metadata.
     """
 
     options: Mapping[str, Any]
@@ -106,7 +106,7 @@ class Load:
     calls: Sequence[tuple[int, str]] = ()
     ceiling: int | None = None
     waits: Sequence[str] = ()
-    unknown: bool = False
+    unknown: str = ""
 
 
 @dataclass(frozen=True)

@@ -217,6 +217,12 @@ def test_a_capture_does_not_wait(what: str) -> None:
 
 
 @on_the_device
+def test_an_operation_that_torch_musa_lacks_is_not_there() -> None:
+    with pytest.raises(NotImplementedError, match="torch_musa has no such operation"):
+        torch.special.modified_bessel_i0(torch.ones(2, device="musa"))
+
+
+@on_the_device
 def test_a_process_holds_so_many_graphs_and_no_more() -> None:
     held = []
     with mock.patch.dict(os.environ, MUSA_SIM_GRAPHS="20"):

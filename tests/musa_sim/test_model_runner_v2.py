@@ -168,20 +168,34 @@ def test_nor_with_dflash(sides: dict[str, dict[str, Run]]) -> None:
     assert_graphs_serve(sides["stock"]["dflash"], sides["graphs"]["dflash"])
 
 
-def test_graphs_sample_where_no_graph_can_draft(musa_host: None, tmp_path: Path) -> None:
-    load, wanted = LOADS["eagle3, mixed"], WITH_GRAPHS | {gate_of("v2-step-inputs"): "auto"}
-    unknown = dataclasses.replace(load, unknown=True)
-    both = {
-        "stock": Process({"eagle3": load}, loads.musa(tmp_path / "host, stock", **loads.UNPATCHED)),
-        "graphs": Process({"eagle3": unknown}, loads.musa(tmp_path / "host, graphs", **wanted)),
-    }
-    expected, found = (runs["eagle3"] for runs in loads.side_by_side(both, tmp_path).values())
-    loads.assert_same(expected, found)
+@pytest.fixture(scope="module")
+def not_known(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Of one load: stock vLLM, and the plugin where it does not know something of the engine."""
+    folder, load = tmp_path_factory.mktemp("not known"), LOADS["eagle3, mixed"]
+    wanted = WITH_GRAPHS | {gate_of("v2-step-inputs"): "auto"}
+    processes = {"stock": Process({"eagle3": load}, loads.musa(folder / "host, stock", **loads.UNPATCHED))}
+    for what in ("drafter", "builders"):
+        made = dataclasses.replace(load, unknown=what)
+        processes[what] = Process({"eagle3": made}, loads.musa(folder / f"host, {what}", **wanted))
+    return {name: runs["eagle3"] for name, runs in loads.side_by_side(processes, folder).items()}
+
+
+def test_graphs_sample_where_no_graph_can_draft(not_known: dict[str, Run]) -> None:
+    found = not_known["drafter"]
+    loads.assert_same(not_known["stock"], found)
     sampling, drafting = (found.counted[f"v2-tail-graph {half}"] for half in ("sampling", "drafting"))
     assert sampling["served"] == found.counts["graph_replays"]["sampling"] > len(found.steps) // 4
     assert "served" not in drafting
     assert "vLLM drafts: EagleSpeculator drafts in a way of its own" in found.noted["v2-tail-graph"]
     assert "v2-step-inputs" in found.unused
+
+
+def test_a_graph_makes_inputs_where_the_host_may_make_metadata(not_known: dict[str, Run]) -> None:
+    found = not_known["builders"]
+    loads.assert_same(not_known["stock"], found)
+    inputs = found.counted["v2-step-inputs inputs"]
+    assert inputs["served"] == found.counts["graph_replays"]["inputs"] > len(found.steps) // 4
+    assert found.noted["v2-step-inputs"].endswith("may make metadata on the host, which vLLM makes in each step")
 
 
 def test_graphs_draft_where_vllm_has_no_graph(musa_host: None, tmp_path: Path) -> None:

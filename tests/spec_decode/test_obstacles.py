@@ -26,7 +26,6 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.flex_attention import FlexAttentionMetadataBuilder
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
-from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, LogitsProcessors, MinTokensLogitsProcessor
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
@@ -298,7 +297,7 @@ class Breakable:
         (runner_v2, "aux_output_connector", object(), "hidden states leave", TAIL),
         (runner_v2, "batch_sharder", object(), "part of the batch", Part.V2_SAMPLING),
         (runner_v2, "sampler.return_sampling_mask", True, "sampling masks", Part.V2_SAMPLING),
-        (runner_v2, "attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V2_INPUTS | MIXED),
+        (runner_v2, "attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V2_METADATA | MIXED),
         (runner_v2, "attn_groups", [[group(Uniform)]], "Uniform supports UNIFORM_BATCH", MIXED),
         (runner_v2, "model_config.is_mm_prefix_lm", True, "prompts", Part.V2_INPUTS),
         (runner_v2, "cudagraph_manager.cudagraph_mode", CUDAGraphMode.FULL, "mode is FULL", MIXED),
@@ -408,12 +407,12 @@ def test_trtllm_kernels_serve_a_draft_whose_queries_see_no_later_ones(
     [
         (FLASH_MLA, Part(0)),
         ("vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder", Part(0)),
-        (f"{BACKENDS}.mla.flashmla.FlashMLAMetadataBuilder", Part.V2_INPUTS),
+        (f"{BACKENDS}.mla.flashmla.FlashMLAMetadataBuilder", Part.V2_METADATA),
     ],
 )
 def test_mla_is_served_on_v2_and_flashmlas_plans_are_the_hosts(path: str, hindered: Part) -> None:
     made = runner_v2(builder(path), builder(path))
-    assert refused(made, runner_v2) & (TAIL | Part.V2_INPUTS) == hindered
+    assert refused(made, runner_v2) & (TAIL | Part.V2_INPUTS | Part.V2_METADATA) == hindered
     made = change(runner_v1(), "attn_groups", [[group(builder(path))]])
     assert refused(made, runner_v1, "on the host") == Part.V1_METADATA
 
@@ -432,15 +431,12 @@ def test_mla_is_served_on_v2_and_flashmlas_plans_are_the_hosts(path: str, hinder
 )
 def test_hybrids_are_served_where_a_graph_holds_what_moves_their_states(state: dict[str, Any], served: bool) -> None:
     made = runner_v2()
-    recurrent = group(GDNAttentionMetadataBuilder, "layers.1")
-    recurrent.kv_cache_spec = object.__new__(MambaSpec)
-    made.attn_groups[0].append(recurrent)
+    made.attn_groups[0].append(group(GDNAttentionMetadataBuilder, "layers.1"))
     made.model_state = object.__new__(MambaHybridModelState)
     vars(made.model_state).update(state)
     assert refused(made, runner_v2, "after each step") == (Part(0) if served else TAIL)
     assert refused(made, runner_v2, "before each step") == Part(0)
-    assert refused(made, runner_v2, "from the host") == Part.V2_METADATA
-    assert refused(made, runner_v2, "on the host") == MIXED
+    assert refused(made, runner_v2, "on the host") == Part.V2_METADATA | MIXED
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.sample import logits_processor
 
 from vllm_hwplugin.spec_decode.builders import host_work, known, refusing, why_not_in_graph
@@ -173,16 +172,12 @@ def _builders(groups: Iterable[Iterable[Any]]) -> Iterator[Any]:
     return (group.get_metadata_builder(0) for one in groups for group in one)
 
 
-def _host_builders(runner: Any, groups: Iterable[Iterable[Any]] | None = None) -> str:
+def _host_builders(runner: Any) -> str:
     """On V1 those of MLA as well: `v1-step-inputs` knows of no lengths that the host has within their metadata."""
     on_v1 = hasattr(runner, "input_batch")
-    found = _builders(runner.attn_groups if groups is None else groups)
-    return _names(one for one in found if host_work(one) or (on_v1 and not known(type(one)).chain))
-
-
-def _recurrent(runner: Any, *, are: bool = True) -> list[list[Any]]:
-    """The attention groups of layers with a state in place of keys and values; or all others."""
-    return [[one for one in groups if isinstance(one.kv_cache_spec, MambaSpec) == are] for groups in runner.attn_groups]
+    return _names(
+        one for one in _builders(runner.attn_groups) if host_work(one) or (on_v1 and not known(type(one)).chain)
+    )
 
 
 def _draft_groups(runner: Any) -> Any:
@@ -424,13 +419,7 @@ OBSTACLES: Final = (
     # From 0.32 on, where a backend needs smaller blocks than the KV cache's, as it may in hybrids.
     Obstacle("block tables of the draft layers are made anew in each step", _PHASE, _other_blocks),
     Obstacle("metadata has to be built in each step ({})", _DRAFTS, _not_in_graph),
-    Obstacle("{} may make metadata on the host", _METADATA | _MIXED, _host_builders),
-    Obstacle("{} may make metadata on the host", _V2, lambda r: _host_builders(r, _recurrent(r, are=False))),
-    Obstacle(
-        "{} copies metadata of recurrent layers from the host",
-        Part.V2_METADATA,
-        lambda r: _names(_builders(_recurrent(r))),
-    ),
+    Obstacle("{} may make metadata on the host", _METADATA | Part.V2_METADATA | _MIXED, _host_builders),
     Obstacle("a schedule for windows depends on the longest sequence", _METADATA, _plans_by_window),
     Obstacle(
         "which keys are seen depends on prompts",

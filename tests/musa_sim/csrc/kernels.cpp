@@ -18,6 +18,7 @@
 #include <torch/library.h>
 
 #include <cstring>
+#include <unordered_set>
 
 namespace musa_sim {
 
@@ -202,6 +203,13 @@ void results_to(const Stack& results, const std::vector<at::Tensor>& targets) {
     });
 }
 
+// The operations of ATen that torch_musa has.
+std::unordered_set<std::string> g_operations;
+
+void know(const std::vector<std::string>& names) {
+  for (auto& name : names) g_operations.insert("aten::" + name);
+}
+
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const auto count = op.schema().arguments().size();
   const std::vector<c10::IValue> arguments(stack->end() - count, stack->end());
@@ -209,9 +217,12 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
   TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU), "Could not run '",
                               op.operator_name(), "' with arguments from the 'musa' backend: neither a kernel of its "
                               "own nor one of the CPU is registered");
+  const auto name = c10::toString(op.operator_name());
+  TORCH_CHECK_NOT_IMPLEMENTED(name.rfind("aten::", 0) != 0 || g_operations.count(name), "Could not run '", name,
+                              "' with arguments from the 'musa' backend: torch_musa has no such operation");
   auto* graph = capturing();
   if (graph != nullptr) {
-    if (waits_for_device(op, arguments)) Graph::forbid(c10::toString(op.operator_name()));
+    if (waits_for_device(op, arguments)) Graph::forbid(name);
     use_all(*graph, op, arguments);
   }
   const c10::DeviceGuard guard(device);
@@ -418,6 +429,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("synchronize", &musa_sim::synchronize);
   m.def("default_generator", &musa_sim::default_generator);
   m.def("launch", &musa_sim::launch);
+  m.def("know", &musa_sim::know);
   m.def("new_pool", &Graph::new_pool);
   m.def("is_current_stream_capturing", [] { return musa_sim::capturing() != nullptr; });
   py::class_<Graph>(m, "Graph", py::dynamic_attr())

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402, F401
-"""``torch.musa`` over the simulated device: the names of torch_musa 2.7.1, and no others.
+"""``torch.musa`` over the simulated device: the names of torch_musa 2.7.1, whose source is public, and no others. To
+others it is the release for torch 2.11, which vLLM needs.
 
 Everything here is written from a description of torch_musa's interface. What torch_musa lacks is lacking, so that code
 which asks for it fails as it would there; what it has and nothing here needs is not there, or raises
@@ -14,7 +15,7 @@ import musa_sim_limits
 import musa_sim_mapping
 import torch
 
-__version__ = "2.7.1"
+__version__ = "2.11.0.post2"
 
 torch.utils.rename_privateuse1_backend("musa")
 

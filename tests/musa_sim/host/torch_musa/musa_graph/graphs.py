@@ -66,7 +66,6 @@ class graph:
         self.musa_graph.capture_begin(self.pool, capture_error_mode=self.capture_error_mode)
 
     def __exit__(self, *error):
-        try:
-            self.musa_graph.capture_end()
-        finally:
-            self._on_stream.__exit__(*error)
+        # What fails here leaves the stream.
+        self.musa_graph.capture_end()
+        self._on_stream.__exit__(*error)
