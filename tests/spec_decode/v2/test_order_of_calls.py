@@ -90,5 +90,4 @@ def test_one_half_is_in_graphs_without_the_other(
     (other,) = counts.values()
     assert "not_captured" in other
     assert "served" not in other
-    # Where vLLM drafts it may take attention metadata, of which a graph leaves none on the host.
-    assert ("served" in inputs) == (half == "drafting")
+    assert "served" in inputs

@@ -104,13 +104,16 @@ class StepInputs:
         """
         stays_stock(V2_STEP_INPUTS, _STOCK, reason)
 
-    def capture(self, batches: Mapping[int, Any], buffers: TailBuffers, pool: Any) -> None:
+    def capture(
+        self, batches: Mapping[int, Any], buffers: TailBuffers, pool: Any, metadata_asked_for: str | None
+    ) -> None:
         """Record the graphs for these shapes.
 
         Args:
             batches: by number of requests, the batch that the tail's graphs were recorded with.
             buffers: where the tail's graphs have the requests' rows.
             pool: memory of the tail's graphs.
+            metadata_asked_for: what takes attention metadata of each step; None where nothing does.
 
         Raises:
             FeatureRequired: nothing can be recorded, and the feature's gate says `on`.
@@ -120,7 +123,7 @@ class StepInputs:
             self.stay_stock(reason)
             return
         runner = self._runner
-        reason = why_not(runner, Part.V2_METADATA)
+        reason = why_not(runner, Part.V2_METADATA) or metadata_asked_for
         self._embeds = _embeds_tokens(runner)
         rope = getattr(runner.model_state, "rope_state", None)
         # Both change when a request comes, and the first with its blocks.
@@ -135,10 +138,10 @@ class StepInputs:
         if not attempt(V2_STEP_INPUTS, _STOCK, record_all, self.forget):
             return
         if reason is None and shows_metadata(runner):
-            reason = "a KV connector is shown attention metadata"
+            reason = "a KV connector is shown each step"
         if reason is not None:
             self._metadata_is_vllms = True
-            journal.note(V2_STEP_INPUTS, f"{reason}, which vLLM makes in each step")
+            journal.note(V2_STEP_INPUTS, f"{reason}; attention metadata is vLLM's in each step")
         journal.use(V2_STEP_INPUTS, True)
 
     def _preparing(self, batch: Any, buffers: TailBuffers, metadata: bool) -> Callable[[], None]:

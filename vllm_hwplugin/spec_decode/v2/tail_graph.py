@@ -185,10 +185,11 @@ class TailGraphs:
         with graph_capture(device=runner.device):
             # Within: where it fails, the ranks leave the context together.
             self._failed = not attempt(V2_TAIL_GRAPH, _STOCK, lambda: self._record(shapes), self._forget)
-            companions = () if Part.V2_DRAFTING in self._vllms else self._companions
-            for companion in () if self._failed or profile_only else companions:
+            # vLLM's drafter takes what metadata the target had.
+            asked_for = _HALVES[Part.V2_DRAFTING] if Part.V2_DRAFTING in self._vllms else None
+            for companion in () if self._failed or profile_only else self._companions:
                 assert self._buffers is not None
-                companion.capture(self._batches, self._buffers, self._pool)
+                companion.capture(self._batches, self._buffers, self._pool, asked_for)
         runner.req_states.draft_tokens.zero_()
         torch.accelerator.synchronize()
         if self._failed:
@@ -208,9 +209,6 @@ class TailGraphs:
             + "".join(f"; {_HALVES[part]}: {reason}" for part, reason in self._vllms.items()),
         )
         journal.use(V2_TAIL_GRAPH, True)
-        if Part.V2_DRAFTING in self._vllms:
-            # A graph of inputs leaves none on the host.
-            self._leave_companions("vLLM drafts, which may take attention metadata")
 
     def _leave_companions(self, reason: str) -> None:
         for companion in self._companions:
