@@ -271,8 +271,10 @@ def _versions(table: Mapping[str, Any], file: Path) -> Versions:
 
 
 def _refuse_overlap(ranges: list[Versions], file: Path, distribution: str) -> None:
+    if len(ranges) < 2:
+        return
     # Of other distributions only the ranges themselves say which versions there are.
-    for version in (*SUPPORTED, *(edge for item in ranges for edge in item.edges())) if len(ranges) > 1 else ():
+    for version in SUPPORTED if distribution == VLLM else [edge for item in ranges for edge in item.edges()]:
         covering = [item for item in ranges if item.covers(version)]
         if len(covering) > 1:
             raise CatalogueError(
