@@ -8,8 +8,8 @@ device half. The host adds only lengths that no kernel reads. With other request
 `TailGraphs` has their rows copied first.
 
 A model that takes images or the like has none of them behind a prompt: the graph makes embeddings of the token ids, and
-positions of several dimensions. Of a hybrid it makes all but metadata, for which recurrent layers have copies from the
-host: vLLM makes it in each step, from the graph's inputs.
+positions of several dimensions. Where metadata is made on the host, as for recurrent layers, or somebody else takes it,
+the graph makes all but that: vLLM makes it in each step, from the graph's inputs.
 
 vLLM's own functions are recorded.
 """
@@ -124,6 +124,8 @@ class StepInputs:
             return
         runner = self._runner
         reason = why_not(runner, Part.V2_METADATA) or metadata_asked_for
+        if reason is None and shows_metadata(runner):
+            reason = "a KV connector is shown each step"
         self._embeds = _embeds_tokens(runner)
         rope = getattr(runner.model_state, "rope_state", None)
         # Both change when a request comes, and the first with its blocks.
@@ -137,8 +139,6 @@ class StepInputs:
 
         if not attempt(V2_STEP_INPUTS, _STOCK, record_all, self.forget):
             return
-        if reason is None and shows_metadata(runner):
-            reason = "a KV connector is shown each step"
         if reason is not None:
             self._metadata_is_vllms = True
             journal.note(V2_STEP_INPUTS, f"{reason}; attention metadata is vLLM's in each step")
