@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from vllm_hwplugin_lab.bench import DRAFT_MODEL, SHAPES
 from vllm_hwplugin_lab.bench.plan import TINY
 from vllm_hwplugin_lab.bench.table import NOTHING, SIDE_NAMES, between, idle, profiled, step, worth
 
@@ -119,7 +120,8 @@ def first_screen(files: Sequence[Found]) -> str:
 
 
 def _in_readme(one: Gain) -> str:
-    return one.target if one.method != "draft_model" else f"{one.target}, drafts by Qwen3-0.6B (`draft_model`)"
+    drafts = f", drafts by {SHAPES[DRAFT_MODEL].title} (`draft_model`)" if one.method == "draft_model" else ""
+    return f"{one.target}{drafts}{one.file.conditions}"
 
 
 def _gain_table(found: Sequence[Gain]) -> list[str]:

@@ -18,7 +18,7 @@ DRAFT_VOCABULARY = 32000
 _POSITIONS = 4096
 _DFLASH_LAYERS = 5
 #: The shape that drafts as a model of its own; it has the vocabulary of every Qwen3.
-_DRAFT_MODEL: Final = "0.6b"
+DRAFT_MODEL: Final = "0.6b"
 #: Of bfloat16.
 _ELEMENT = 2
 #: The first supported vLLM.
@@ -315,7 +315,7 @@ def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[
     """Write the config of a target and of its drafter; returns their folders, None for a drafter within the target.
 
     Args:
-        shape: the target; the drafter has its layer sizes.
+        shape: the target; the drafter has its layer sizes, but for a model of its own.
         folder: where to write.
         method: `eagle3` (one layer), `dflash` (five layers), `draft_model` (Qwen3-0.6B) or `mtp`.
         block: the number of positions DFlash was trained on, 1 + the drafted tokens.
@@ -326,7 +326,7 @@ def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[
         return target, None
     drafter = folder / method
     if method == "draft_model":
-        _write(drafter, _target(SHAPES[_DRAFT_MODEL]))
+        _write(drafter, _target(SHAPES[DRAFT_MODEL]))
         return target, drafter
     last = shape.layers - 1
     after = [2, shape.layers // 2, last - 2] if shape.layers > 6 else [last - 2, last - 1, last]
@@ -380,8 +380,9 @@ def cache_bytes(shape: Shape, method: str, k: int, requests: int, length: int) -
         requests: how many.
         length: tokens of each.
     """
-    drafting = {"dflash": _DFLASH_LAYERS, "draft_model": SHAPES[_DRAFT_MODEL].layers}.get(method, 1)
-    _, kv_heads, head_dim = shape.draft_heads or (0, shape.kv_heads, shape.head_dim)
+    draft = SHAPES[DRAFT_MODEL] if method == "draft_model" else shape
+    drafting = {"dflash": _DFLASH_LAYERS, "draft_model": draft.layers}.get(method, 1)
+    _, kv_heads, head_dim = draft.draft_heads or (0, draft.kv_heads, draft.head_dim)
     token = shape.kv_bytes or 2 * shape.kv_heads * shape.head_dim * _ELEMENT
     of_draft = token if method == "mtp" else 2 * kv_heads * head_dim * _ELEMENT
     if shape.recurrent is None:
