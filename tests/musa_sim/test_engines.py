@@ -44,8 +44,8 @@ def texts(run: Run) -> list[list[int]]:
 #: vLLM's compiler, and graphs of prompts piece by piece. Inductor generates no code for MUSA in torch's own build.
 PIECES = {"cudagraph_mode": "FULL_AND_PIECEWISE", "mode": 3, "backend": "eager"}
 PIECES |= {"cudagraph_capture_sizes": [4, 8, 24, 64]}  # type: ignore[dict-item]
-#: As many as `musa.graph_budget` counts for four sizes of a target of four layers with a drafter of one, and of both
-#: engines whole, one behind the other.
+#: Pieces of four sizes of a target of four layers with a drafter of one, and eight whole graphs of each size of both
+#: engines, which run one behind the other: two fewer a size than `musa.graph_budget` counts.
 GRAPHS = 4 * (5 + 2) + 2 * 4 * 8
 DFLASH = Engine("dflash", "FULL", drafts=7, more={"max_num_batched_tokens": 112, "num_gpu_blocks_override": 24})
 #: On a vLLM without compiled kernels, as one for MUSA is.

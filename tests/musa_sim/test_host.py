@@ -25,6 +25,28 @@ assert config.quant_config is not None
 """
 
 
+# Of a target with 48 layers, which has 49 pieces: by drafter, and for sizes that are named.
+DEEP = f"""
+import json
+from vllm.engine.arg_utils import EngineArgs
+
+small = {str(simulated.HERE.parent / "assets" / "small")!r}
+
+def sizes(speculation=None, **compilation):
+    made = EngineArgs(
+        model=small + "/target", dtype="float16", max_model_len=64, max_num_seqs=256,
+        hf_overrides=dict(num_hidden_layers=48, layer_types=["full_attention"] * 48), speculative_config=speculation,
+        compilation_config=dict(cudagraph_mode="FULL_AND_PIECEWISE", mode=3, backend="eager", **compilation),
+    ).create_engine_config().compilation_config
+    return [len(made.cudagraph_capture_sizes), made.max_cudagraph_capture_size]
+
+eagle3 = dict(method="eagle3", model=small + "/eagle3", num_speculative_tokens=3)
+ngram = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
+named = list(range(8, 513, 8))
+print(json.dumps([sizes(), sizes(eagle3), sizes(ngram), sizes(cudagraph_capture_sizes=named)]))
+"""
+
+
 def ask(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {
         **simulated.environment(folder, devices=2, mate=True),
@@ -56,3 +78,15 @@ def test_doctor(musa_host: None, tmp_path: Path) -> None:
 def test_a_quantized_model_is_not_measured_by_cudas_capabilities(musa_host: None, tmp_path: Path) -> None:
     done = ask(tmp_path, "-c", QUANTIZED)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_as_many_sizes_are_captured_as_a_process_can_hold(musa_host: None, tmp_path: Path) -> None:
+    done = ask(tmp_path, "-c", DEEP)
+    assert done.returncode == 0, done.stderr[-2000:]
+    plain, eagle3, ngram, named = json.loads(done.stdout.splitlines()[-1])
+    assert plain == [1800 // (49 + 1), 512]
+    # 28 of vLLM's with the drafter's two pieces as well, and six of the plugin's, which have none: 1,768 graphs.
+    assert eagle3 == [28 + 6, 1024]
+    assert ngram == [1800 // (49 + 10), 512]
+    assert named == [64, 512]
+    assert "64 capture sizes would have some 3200 graphs" in done.stdout + done.stderr

@@ -216,8 +216,9 @@ def _telling(log: Sequence[str]) -> Sequence[str]:
     """The end of a log, and before it what its last exceptions above are: those of an engine's processes come first,
     and its caller then says at length that they have failed.
     """
-    end = len(log) - _TAIL_LINES
-    return [*[line for line in log[: max(end, 0)] if EXCEPTION.search(line)][-_CAUSES:], *log[max(end, 0) :]]
+    above = max(len(log) - _TAIL_LINES, 0)
+    causes = [line for line in log[:above] if EXCEPTION.search(line)]
+    return [*causes[-_CAUSES:], *log[above:]]
 
 
 class TimeIsUp(HwpluginError):

@@ -108,3 +108,10 @@ def test_a_tree_with_local_changes_is_told_from_its_commit(monkeypatch, tmp_path
     assert files.commit() == f"{head}+"
     monkeypatch.setenv("HWPLUGIN_BENCH_COMMIT", "abc")
     assert files.commit() == "abc"
+
+
+def test_the_line_that_tells_names_what_a_process_of_the_engine_has_raised():
+    log = "(EngineCore pid=5) ERROR MemoryError: 3 GiB are missing\nRuntimeError: it failed. See root cause above.\nbye"
+    assert files.telling_line(log).endswith("MemoryError: 3 GiB are missing")
+    assert files.telling_line("ValueError: two\nbye") == "ValueError: two"
+    assert files.telling_line("one\nbye") == "bye"

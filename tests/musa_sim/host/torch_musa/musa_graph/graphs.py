@@ -66,6 +66,6 @@ class graph:
         self.musa_graph.capture_begin(self.pool, capture_error_mode=self.capture_error_mode)
 
     def __exit__(self, *error):
-        # What fails here leaves the stream.
+        # As torch's and torch_musa's own: where this raises, the stream stays the capture's.
         self.musa_graph.capture_end()
         self._on_stream.__exit__(*error)
