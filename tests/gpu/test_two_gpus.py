@@ -32,7 +32,7 @@ from vllm_hwplugin_lab.bench._entry_points import provide
 from vllm_hwplugin_lab.bench._launch import child_environment, records_of
 
 from . import gemma_shape
-from .engines import SMALL_ENGINE
+from .engines import PROFILED_ENGINE, SMALL_ENGINE
 from .findings import keep
 from .test_drafter_graphs import ACCEPTANCE_TOLERANCE, deepseek
 from .test_gemma_shape import agree, parted, requests
@@ -49,6 +49,8 @@ def speculation(method: str, k: int) -> dict[str, Any]:
 
 FULL = {"compilation_config": {"cudagraph_mode": "FULL"}}
 TP = {"tensor_parallel_size": 2, **FULL}
+#: vLLM measures memory and makes its own sizes, and the plugin larger ones.
+WHOLE = {**PROFILED_ENGINE, "max_num_seqs": 256, "max_num_batched_tokens": 8192, "num_gpu_blocks_override": 512}
 CASES: dict[str, dict[str, Any]] = {
     "tp gemma": {"tensor_parallel_size": 2},
     "tp eagle3": {"speculative_config": speculation("eagle3", 3), **TP},
@@ -56,8 +58,23 @@ CASES: dict[str, dict[str, Any]] = {
     "tp eagle3 v2": {"speculative_config": speculation("eagle3", 3), "tensor_parallel_size": 2},
     "tp dflash v2": {"speculative_config": speculation("dflash", 7), "tensor_parallel_size": 2},
     "dp eagle3": {"speculative_config": speculation("eagle3", 3), "data_parallel_size": 2, **FULL},
+    "tp asleep": {"speculative_config": speculation("eagle3", 3), "enable_sleep_mode": True, **TP},
+    "tp asleep v2": {
+        "speculative_config": speculation("eagle3", 3),
+        "enable_sleep_mode": True,
+        "tensor_parallel_size": 2,
+    },
+    "tp broken": {"speculative_config": speculation("eagle3", 3), "tensor_parallel_size": 2, **WHOLE},
+    "tp broken v2": {"speculative_config": speculation("eagle3", 3), "tensor_parallel_size": 2, **WHOLE},
     "pp eagle3": {"speculative_config": speculation("eagle3", 3), "pipeline_parallel_size": 2, **FULL},
     "pp mtp": {"pipeline_parallel_size": 2, **FULL},
+}
+
+
+#: On the second rank no graph can hold them.
+BROKEN = {
+    "tp broken": "vllm_hwplugin.spec_decode.v1.draft_phase_graphs:PhaseRecorder._draft",
+    "tp broken v2": "vllm_hwplugin.spec_decode.v2.tail_graph:TailGraphs._draft",
 }
 
 
@@ -67,6 +84,9 @@ def on_v2(name: str) -> bool:
 
 def job_of(name: str, side: str, folder: Path) -> dict[str, Any]:
     options = {**SMALL_ENGINE, "dtype": "float16", **CASES[name]}
+    if name in BROKEN:
+        del options["kv_cache_memory_bytes"]
+        options["worker_extension_cls"] = "failing_rank.FailingRank"
     if name == "tp gemma":
         prompts, tokens = requests()
         target, draft = gemma_shape.write_configs(folder / "model", images=True)
@@ -94,6 +114,7 @@ def job_of(name: str, side: str, folder: Path) -> dict[str, Any]:
     # Steps with log probabilities are not replayed on Model Runner V2, so its texts have to be the same throughout.
     return {
         "choices": not on_v2(name),
+        "sleeps": "asleep" in name,
         "options": options,
         "prompts": prompts,
         "tokens": [dice.randrange(16, 120) for _ in prompts],
@@ -145,6 +166,10 @@ def run_sides(folder: Path, starts: Mapping[str, Callable[[Path], dict[str, Any]
 def run_side(folder: Path, name: str, side: str) -> dict[str, Any]:
     # With data parallelism each rank has an engine core, which is a process.
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if name == "dp eagle3" else {}
+    if side == "patched" and "asleep" in name:
+        variables["VLLM_HWPLUGIN_NWOR_MODE"] = "restore"
+    if side == "patched" and name in BROKEN:
+        variables["FAILING_ON_RANK_1"] = BROKEN[name]
     environment = engine_environment("cuda", patched=side == "patched", v2_runner=on_v2(name), extra=variables)
     return run(folder, job_of(name, side, folder), environment)
 
@@ -200,6 +225,33 @@ def test_tensor_parallel_workers_of_model_runner_v2_replay_their_steps(name: str
     for worker in patched["workers"]:
         assert worker["runner"] == "V2"
         assert {"v2-tail-graph", "v2-step-inputs"} <= set(worker["used"]), worker["decisions"]
+
+
+@pytest.mark.parametrize("name", ["tp asleep", "tp asleep v2"])
+def test_workers_that_write_no_rejected_draft_serve_after_a_sleep(name: str, tmp_path: Path) -> None:
+    stock, patched = served(tmp_path, name)
+    if on_v2(name):
+        assert patched["texts"] == stock["texts"]
+        assert patched["awake again"]["texts"] == stock["awake again"]["texts"]
+    else:
+        agree(stock, patched)
+        agree(stock["awake again"], patched["awake again"])
+    for worker in patched["workers"]:
+        assert "nwor" in worker["used"], worker["decisions"]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_recording_that_fails_on_one_rank_is_given_up_on_both(name: str, tmp_path: Path) -> None:
+    """It fails behind an all-reduce, with vLLM's own sizes; the other graphs still read what is each rank's own."""
+    stock, patched = served(tmp_path, name)
+    if on_v2(name):
+        assert patched["texts"] == stock["texts"]
+    else:
+        agree(stock, patched)
+    assert acceptance(patched) == pytest.approx(acceptance(stock), abs=ACCEPTANCE_TOLERANCE)
+    lost = "v2-tail-graph" if on_v2(name) else "v1-draft-phase"
+    said = [worker["unused"][lost] for worker in patched["workers"]]
+    assert sorted("it failed on another rank" in one for one in said) == [False, True]
 
 
 def test_the_gemma_shape_with_tensor_parallelism(tmp_path: Path) -> None:

@@ -61,13 +61,15 @@ def report(worker) -> dict:
 
     runner, entry = worker.worker.model_runner, journal.current()
     worker.worker.hwplugin_watch.__exit__(None, None, None)
+    uses = entry.uses if entry is not None else {}
     return {
         "runner": runner_generation(runner),
         "drafts": drafter_of(runner) is not None,
         "platform": platform_class(),
         "graph_modes": graph_modes(runner),
         "decisions": dict(entry.decisions) if entry is not None else {},
-        "used": [name for name, use in entry.uses.items() if use["used"]] if entry is not None else [],
+        "used": [name for name, use in uses.items() if use["used"]],
+        "unused": {name: use["reason"] for name, use in uses.items() if not use["used"]},
         **worker.worker.hwplugin_counts.facts(),
     }
 
@@ -82,12 +84,17 @@ def offline(job: dict) -> dict:
     llm = LLM(**options)
     llm.collective_rpc(watch)
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
-    outputs = llm.generate(prompts, sampling_params=sampling(job), use_tqdm=False)
-    return {
-        **said([output.outputs[0] for output in outputs]),
-        "workers": llm.collective_rpc(report),
-        **counters(llm),
-    }
+
+    def answer() -> dict:
+        outputs = llm.generate(prompts, sampling_params=sampling(job), use_tqdm=False)
+        return said([output.outputs[0] for output in outputs])
+
+    answers = answer()
+    if job.get("sleeps"):
+        llm.sleep(level=1)
+        llm.wake_up()
+        answers["awake again"] = answer()
+    return {**answers, "workers": llm.collective_rpc(report), **counters(llm)}
 
 
 def online(job: dict) -> dict:

@@ -138,18 +138,48 @@ def test_a_pool_is_let_go_of_only_by_a_capture_that_broke(
     assert released == [POOL] * let_go
 
 
+class AllReduce:
+    """vLLM's `CustomAllreduce`: what is recorded of it stands in line until the ranks exchange it, one by one."""
+
+    disabled, device, _ptr = False, torch.device("cpu"), 0
+
+    def __init__(self) -> None:
+        self.in_line: list[torch.Tensor] = []
+        self.exchanged: list[float] = []
+
+    def all_reduce(self, inp: torch.Tensor, *, out: torch.Tensor | None = None, registered: bool = False) -> None:
+        if Graph.under_way is not None:
+            self.in_line.append(inp)
+
+    def register_graph_buffers(self) -> None:
+        counts: list[Any] = [None, None]
+        torch.distributed.all_gather_object(counts, len(self.in_line))
+        assert counts[0] == counts[1]
+        self.exchanged += [float(one[0]) for one in self.in_line]
+        self.in_line.clear()
+
+
 def _rank(rank: int, folder: str, fails: str, results: Any) -> None:
     """One of two ranks; the second one fails, before, while or behind what is recorded."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    parallel_state._TP = SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD)
+    custom = AllReduce()
+    parallel_state._TP = SimpleNamespace(
+        world_size=2, cpu_group=torch.distributed.group.WORLD, device_communicator=SimpleNamespace(ca_comm=custom)
+    )
     graph_recording.model_parallel_is_initialized = lambda: True  # type: ignore[attr-defined]
+    graph_recording._custom_ops.get_graph_buffer_ipc_meta = lambda _: ([], [0] * len(custom.in_line))
 
     def here(place: str) -> None:
         if rank == 1 and fails == place:
             raise RuntimeError(f"it fails {place}")
 
+    def recorded(label: float) -> Any:
+        return lambda: record_graph(lambda: custom.all_reduce(torch.full((4,), label), registered=True), POOL)
+
     def run() -> None:
+        custom.all_reduce(torch.full((4,), 2.0), registered=True)
         here("while it is captured" if Graph.under_way else "before it is captured")
+        custom.all_reduce(torch.full((4,), 2.0), registered=True)
 
     def recording() -> None:
         here("before all")
@@ -157,10 +187,12 @@ def _rank(rank: int, folder: str, fails: str, results: Any) -> None:
             record_graph(run, POOL)
         here("behind all")
 
+    recorded(1.0)()  # vLLM's own
     first = attempt(V2_TAIL_GRAPH, "stock", recording, lambda: None)
     # Whatever came of that one, the ranks are of one mind about the next.
-    second = attempt(V2_TAIL_GRAPH, "stock", records_well, lambda: None)
-    results.put((rank, first, second))
+    second = attempt(V2_TAIL_GRAPH, "stock", recorded(3.0), lambda: None)
+    custom.register_graph_buffers()
+    results.put((rank, first, second, custom.exchanged))
 
 
 @pytest.mark.parametrize(
@@ -176,4 +208,8 @@ def test_ranks_of_tensor_parallelism_are_of_one_mind(fails: str, tmp_path: Path)
     for rank in ranks:
         rank.join(60)
     good = fails == "nowhere"
-    assert found == [(0, good, True), (1, good, True)]
+    assert [(rank, first, second) for rank, first, second, _ in found] == [(0, good, True), (1, good, True)]
+    inputs, others = (exchanged for *_, exchanged in found)
+    # Of graphs that are there, each rank finds the input of the same kernel.
+    pairs = [pair for pair in zip(inputs, others, strict=True) if set(pair) & {1.0, 3.0}]
+    assert pairs == [(1.0, 1.0), (3.0, 3.0)]

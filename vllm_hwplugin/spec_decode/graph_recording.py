@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from vllm import _custom_ops
 from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
 from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
 from vllm.v1.sample.ops import topk_topp_triton
@@ -91,6 +92,7 @@ def attempt(
         logger.debug("%s: recording failed", feature, exc_info=True)
         if pool is not None:
             _leave_capture(pool, broken=None)
+    settle_all_reduce()
     forget()
     # A failure may be in a circle with its frames, and these hold what the failed run had made.
     gc.collect()
@@ -177,6 +179,37 @@ def _together(work: Callable[[], None]) -> None:
     # Not from the failure: its frames hold the memory that is to be given back. No context manager either, whose frame
     # would be one of them.
     raise RecordingFailed(said)
+
+
+def settle_all_reduce() -> None:
+    """Have vLLM's custom all-reduce exchange now what was recorded, within vLLM's `graph_capture`.
+
+    Each of its kernels that is recorded leaves the address of its input behind. When the context ends, the ranks
+    exchange these in the order of recording, and only then may a graph be replayed. The exchange would end the start
+    where memory is gone by then; where a rank had failed first, and so has fewer, graphs would read inputs of others.
+    So this comes before a replay and before graphs go. All ranks of tensor parallelism have to call it together.
+    """
+    if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
+        return
+    group = get_tp_group()
+    custom = getattr(group.device_communicator, "ca_comm", None)
+    if custom is None or custom.disabled:
+        return
+    _, offsets = _custom_ops.get_graph_buffer_ipc_meta(custom._ptr)
+    most = torch.tensor([len(offsets)], dtype=torch.int64)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    lacking = int(most.item()) - len(offsets)
+    if lacking:
+        # It reads 16 bytes at a time.
+        nothing = torch.zeros(4, dtype=torch.float32, device=custom.device)
+        out = torch.empty_like(nothing)
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        for _ in range(lacking):
+            custom.all_reduce(nothing, out=out, registered=True)
+        graph.capture_end()
+    if most.item():
+        custom.register_graph_buffers()
 
 
 def all_ranks(agreed: bool) -> bool:

@@ -32,7 +32,7 @@ from vllm_hwplugin.spec_decode.decode_batch import (
     has_prompt,
     uniform_shape,
 )
-from vllm_hwplugin.spec_decode.graph_recording import attempt, reserved_memory
+from vllm_hwplugin.spec_decode.graph_recording import attempt, reserved_memory, settle_all_reduce
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v1.draft_decision import DraftKeys
@@ -158,6 +158,7 @@ class DraftPhase(Companion):
         seconds, used = self._spent
         self._spent = seconds + time.perf_counter() - started, used + reserved_memory() - reserved
         if profiling:
+            settle_all_reduce()
             self._graphs.clear()
             # vLLM takes what the device's free memory shrinks by at the next size for what each further graph needs. So
             # the allocator has to have again what vLLM's own runs had left it, or the next size would need it anew.

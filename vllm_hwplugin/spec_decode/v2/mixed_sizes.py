@@ -21,7 +21,12 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, largest_own, wants_mixed
-from vllm_hwplugin.spec_decode.graph_recording import all_ranks, known_arguments, reserved_memory
+from vllm_hwplugin.spec_decode.graph_recording import (
+    all_ranks,
+    known_arguments,
+    reserved_memory,
+    settle_all_reduce,
+)
 
 _DECISION: Final = "capture-sizes of mixed batches"
 _LAUNCHES: Final = 3
@@ -89,10 +94,7 @@ def _compare(larger: Sequence[Any], own: int, create_forward_fn: Callable[..., A
     started, reserved, said = time.perf_counter(), reserved_memory(), []
     while larger:
         desc, below = larger[0], larger[1].num_tokens if len(larger) > 1 else own
-        try:
-            graph = _seconds(create_forward_fn, desc, CUDAGraphMode.PIECEWISE)
-        except torch.OutOfMemoryError:
-            graph = math.inf
+        graph = _seconds(create_forward_fn, desc, CUDAGraphMode.PIECEWISE)
         # The smallest batch that the graph would serve.
         eager = _seconds(create_forward_fn, dataclasses.replace(desc, num_tokens=below + 1), CUDAGraphMode.NONE)
         said.append(
@@ -112,10 +114,22 @@ def _compare(larger: Sequence[Any], own: int, create_forward_fn: Callable[..., A
 
 
 def _seconds(create_forward_fn: Callable[..., Any], desc: Any, mode: CUDAGraphMode) -> float:
-    """Of one pass, of some that the host launches in a row after the first one, which captures or tunes."""
+    """Of one pass, of some that the host launches in a row after the first one, which captures or tunes; infinity where
+    a rank of tensor parallelism has no memory for it.
+
+    While vLLM captures, its own all-reduce is left out of passes without a graph: the graph has to win by more then.
+    """
     forward = _forward_of(create_forward_fn, desc)
-    forward(CUDAGraphMode.NONE)
-    forward(mode)
+    try:
+        forward(CUDAGraphMode.NONE)
+        forward(mode)
+        fits = True
+    except torch.OutOfMemoryError:
+        fits = False
+    fits = all_ranks(fits)
+    settle_all_reduce()
+    if not fits:
+        return math.inf
     torch.accelerator.synchronize()
     started = time.perf_counter()
     for _ in range(_LAUNCHES):
