@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from vllm_hwplugin.features import gate_of
 
@@ -46,6 +46,68 @@ def dflash2(folder: Path) -> dict[str, Any]:
             "draft_sample_method": "probabilistic",
         },
     )
+
+
+def lilicorr(folder: Path) -> dict[str, Any]:
+    """The small trained DFlash draft with a head over its candidates, whose weights are random.
+
+    vLLM makes what the head reads only where it loads weights, so these cannot be dummies.
+    """
+    trained = json.loads((loads.SMALL / "dflash" / "config.json").read_text())
+    wide, narrow, factors, heads, candidates, block = trained["hidden_size"], 64, 16, 2, 4, trained["block_size"]
+    head = {
+        "hidden_size": narrow,
+        "candidate_topk": candidates,
+        "num_heads": heads,
+        "mlp_ratio": 2,
+        "factor_dim": factors,
+        "vector_eps": 1e-6,
+        "logit_scale": 4.0,
+        "num_layers": 1,
+    }
+    config = {**trained, "architectures": ["LiLiCorrDraftModel"]}
+    config["dflash_config"] = {**trained["dflash_config"], **{f"lilicorr_{name}": value for name, value in head.items()}}
+    linear = {
+        "token_proj": (narrow, wide),
+        "pass_hidden_proj": (narrow, wide),
+        "context_proj": (narrow, wide),
+        "feature_mlp.up_proj": (narrow, 5),
+        "feature_mlp.down_proj": (narrow, narrow),
+        "layers.0.attn.out_proj": (narrow, narrow),
+        "layers.0.mlp.up_proj": (2 * narrow, narrow),
+        "layers.0.mlp.down_proj": (narrow, 2 * narrow),
+        "factor_input_proj": (narrow, 3 * narrow),
+        "out_head": (factors, narrow),
+        "in_head": (factors, narrow),
+        "anchor_out_head": (factors, narrow),
+    }
+    sizes: dict[str, tuple[int, ...]] = {f"{name}.weight": size for name, size in linear.items()}
+    sizes |= {f"{name}.bias": size[:1] for name, size in linear.items()}
+    sizes |= {
+        "layers.0.attn.in_proj_weight": (3 * narrow, narrow),
+        "layers.0.attn.in_proj_bias": (3 * narrow,),
+        "feature_norm.bias": (5,),
+        "slot_embedding": (1, 1, block - 1, 1, narrow),
+        "rank_embedding": (1, 1, 1, candidates, narrow),
+        "relative_slot_bias": (heads, 2 * block - 1),
+        "same_slot_bias": (heads,),
+    }
+    chance = torch.Generator().manual_seed(0)
+    weights = {name: 0.2 * torch.randn(size, generator=chance) for name, size in sizes.items()}
+    norms = ("layers.0.attn_norm", "layers.0.mlp_norm", "output_norm", "anchor_norm")
+    weights |= {f"{name}.weight": torch.ones(narrow) for name in norms} | {"feature_norm.weight": torch.ones(5)}
+    draft = _write(folder / "draft", config)
+    save_file(
+        {
+            **load_file(loads.SMALL / "dflash" / "model.safetensors"),
+            **{f"lilicorr.{name}": value.to(torch.bfloat16) for name, value in weights.items()},
+        },
+        draft / "model.safetensors",
+    )
+    speculation = {"method": "dflash", "model": str(draft), "num_speculative_tokens": DRAFTS}
+    options = loads.dummies(loads.SMALL / "target", speculation)
+    del options["load_format"]
+    return options
 
 
 def gemma4(folder: Path) -> dict[str, Any]:
@@ -139,7 +201,11 @@ def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     folder = tmp_path_factory.mktemp("drafters")
     # Room for all requests at a time, also for their windows.
     common = {**Engine("eagle3").on_musa(), "num_gpu_blocks_override": 60}
-    made = {"dflash2": dflash2(folder / "dflash2"), "gemma4": gemma4(folder / "gemma4")}
+    made = {
+        "dflash2": dflash2(folder / "dflash2"),
+        "lilicorr": lilicorr(folder / "lilicorr"),
+        "gemma4": gemma4(folder / "gemma4"),
+    }
     asked = {
         **{
             name: Load({**common, **options}, loads.by_temperature(), initialised=True, autotuned=False)
@@ -164,7 +230,7 @@ def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     )
 
 
-@pytest.mark.parametrize("name", ["dflash2", "gemma4", "schedule", "adapters"])
+@pytest.mark.parametrize("name", ["dflash2", "lilicorr", "gemma4", "schedule", "adapters"])
 def test_graphs_change_nothing(name: str, runs: dict[str, dict[str, Run]]) -> None:
     expected, found = runs["stock"][name], runs["graphs"][name]
     loads.assert_same(expected, found)
