@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,10 @@ def lilicorr(folder: Path) -> dict[str, Any]:
         "num_layers": 1,
     }
     config = {**trained, "architectures": ["LiLiCorrDraftModel"]}
-    config["dflash_config"] = {**trained["dflash_config"], **{f"lilicorr_{name}": value for name, value in head.items()}}
+    config["dflash_config"] = {
+        **trained["dflash_config"],
+        **{f"lilicorr_{name}": value for name, value in head.items()},
+    }
     linear = {
         "token_proj": (narrow, wide),
         "pass_hidden_proj": (narrow, wide),
@@ -178,19 +181,22 @@ SCHEDULE = Engine(
 )
 
 
-def adapter(folder: Path) -> str:
-    """A LoRA adapter of the small target, in all of its attention."""
+def adapter(folder: Path, targets: Sequence[str]) -> str:
+    """A LoRA adapter of the small target, in all of its attention, and in its head where that is among the targets."""
     config = json.loads((loads.SMALL / "target" / "config.json").read_text())
-    heads, rank, chance = config["num_attention_heads"] * config["head_dim"], 4, torch.Generator().manual_seed(0)
+    heads, hidden = config["num_attention_heads"] * config["head_dim"], config["hidden_size"]
+    sizes = {f"model.layers.{layer}.self_attn.o_proj": (heads, hidden) for layer in range(config["num_hidden_layers"])}
+    if "lm_head" in targets:
+        sizes["lm_head"] = (hidden, config["vocab_size"])
+    rank, chance = 4, torch.Generator().manual_seed(0)
     weights = {
-        f"base_model.model.model.layers.{layer}.self_attn.o_proj.lora_{side}.weight": 0.1
-        * torch.randn(size, generator=chance)
-        for layer in range(config["num_hidden_layers"])
-        for side, size in (("A", (rank, heads)), ("B", (config["hidden_size"], rank)))
+        f"base_model.model.{module}.lora_{side}.weight": 0.1 * torch.randn(size, generator=chance)
+        for module, (into, out) in sizes.items()
+        for side, size in (("A", (rank, into)), ("B", (out, rank)))
     }
     folder.mkdir()
     save_file(weights, folder / "adapter_model.safetensors")
-    said = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["o_proj"], "bias": "none"}
+    said = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(targets), "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(said))
     return str(folder)
 
@@ -214,15 +220,16 @@ def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         "schedule": Load(SCHEDULE.on_musa(), loads.by_temperature(), autotuned=False),
     }
     # Triton's interpreter takes seconds for the kernels of each step.
-    plain, adapted = loads.by_temperature()[:4], {"adapter": adapter(folder / "adapter")}
-    asked["adapters"] = Load(
-        {**Engine("eagle3").on_musa(), "enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["o_proj"]},
-        [
-            dataclasses.replace(one, params={**one.params, "max_tokens": 8, **(adapted if at % 2 == 0 else {})})
-            for at, one in enumerate(plain)
-        ],
-        autotuned=False,
-    )
+    for name, targets in (("adapters", ["o_proj"]), ("head adapters", ["o_proj", "lm_head"])):
+        adapted = {"adapter": adapter(folder / name, targets)}
+        asked[name] = Load(
+            {**Engine("eagle3").on_musa(), "enable_lora": True, "max_lora_rank": 8, "lora_target_modules": targets},
+            [
+                dataclasses.replace(one, params={**one.params, "max_tokens": 8, **(adapted if at % 2 == 0 else {})})
+                for at, one in enumerate(loads.by_temperature()[:4])
+            ],
+            autotuned=False,
+        )
     graphs = {gate_of(feature): "on" for feature in ("engine-report", "v2-graph-addresses", *GRAPHS)}
     sides = {"stock": loads.UNPATCHED, "graphs": loads.UNPATCHED | graphs}
     return loads.side_by_side(
@@ -230,7 +237,7 @@ def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     )
 
 
-@pytest.mark.parametrize("name", ["dflash2", "lilicorr", "gemma4", "schedule", "adapters"])
+@pytest.mark.parametrize("name", ["dflash2", "lilicorr", "gemma4", "schedule", "adapters", "head adapters"])
 def test_graphs_change_nothing(name: str, runs: dict[str, dict[str, Run]]) -> None:
     expected, found = runs["stock"][name], runs["graphs"][name]
     loads.assert_same(expected, found)
@@ -250,7 +257,10 @@ def test_fewer_drafts_than_the_schedule_has_at_most_are_left_to_vllm(runs: dict[
 
 
 def test_adapters_change_the_texts_of_those_that_have_them(runs: dict[str, dict[str, Run]]) -> None:
-    found = runs["graphs"]["adapters"]
     plain = {name: answer["tokens"][:8] for name, answer in runs["graphs"]["schedule"].answers.items()}
-    assert found.answers["c"]["tokens"] != plain["c"]
-    assert "adapters" not in found.counted["v2-tail-graph sampling"]
+    for name in ("adapters", "head adapters"):
+        assert runs["graphs"][name].answers["c"]["tokens"] != plain["c"]
+    sampled = {name: runs["graphs"][name].counted["v2-tail-graph sampling"] for name in ("adapters", "head adapters")}
+    assert "adapters" not in sampled["adapters"]
+    # Of logits with adapters there is no graph.
+    assert sampled["head adapters"]["adapters"] > 3
