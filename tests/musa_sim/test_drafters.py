@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from vllm_hwplugin.features import gate_of
 
 from . import loads
-from .loads import Engine, Load, Process, Run
+from .loads import Engine, Load, Process, Request, Run
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
@@ -169,16 +170,25 @@ def gemma4(folder: Path) -> dict[str, Any]:
     )
 
 
-#: Three drafts for up to three requests, one for more.
-SCHEDULE = Engine(
-    "eagle3",
-    more={
-        "speculative_config": {
-            **Engine("eagle3").speculation["speculative_config"],
-            "num_speculative_tokens_per_batch_size": [[1, 3, 3], [4, 6, 1]],
-        }
-    },
-)
+def scheduled(method: str) -> dict[str, Any]:
+    """Four drafts for one request, two for two or three, one for more, up to five of which are padded to six."""
+    engine = Engine(method, drafts=4)
+    schedule = {"num_speculative_tokens_per_batch_size": [[1, 1, 4], [2, 3, 2], [4, 6, 1]]}
+    made = dataclasses.replace(engine, more={"speculative_config": engine.speculation["speculative_config"] | schedule})
+    options = {**made.on_musa(), "num_gpu_blocks_override": 60}
+    # vLLM rounds them up to whole requests of each length.
+    options["compilation_config"]["cudagraph_capture_sizes"] = [5, 12]
+    return options
+
+
+def growing() -> list[Request]:
+    """Requests of which there are one, then some, then many at a time, and fewer again; twice."""
+    asked = loads.by_temperature()
+    begins, tokens = (0, 5, 6, 9, 10, 30), (50, 28, 24, 12, 10, 24)
+    return [
+        dataclasses.replace(one, at=at, params={**one.params, "max_tokens": most})
+        for one, at, most in zip(asked, begins, tokens, strict=True)
+    ]
 
 
 def adapter(folder: Path, targets: Sequence[str]) -> str:
@@ -217,7 +227,8 @@ def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             name: Load({**common, **options}, loads.by_temperature(), initialised=True, autotuned=False)
             for name, options in made.items()
         },
-        "schedule": Load(SCHEDULE.on_musa(), loads.by_temperature(), autotuned=False),
+        "schedule": Load(scheduled("eagle3"), growing(), autotuned=False),
+        "block schedule": Load(scheduled("dflash"), growing(), autotuned=False),
     }
     # Triton's interpreter takes seconds for the kernels of each step.
     for name, targets in (("adapters", ["o_proj"]), ("head adapters", ["o_proj", "lm_head"])):
@@ -237,23 +248,39 @@ def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     )
 
 
-@pytest.mark.parametrize("name", ["dflash2", "lilicorr", "gemma4", "schedule", "adapters", "head adapters"])
+@pytest.mark.parametrize(
+    "name", ["dflash2", "lilicorr", "gemma4", "schedule", "block schedule", "adapters", "head adapters"]
+)
 def test_graphs_change_nothing(name: str, runs: dict[str, dict[str, Run]]) -> None:
     expected, found = runs["stock"][name], runs["graphs"][name]
     loads.assert_same(expected, found)
     assert found.runner == "V2"
     assert set(GRAPHS) <= set(found.used)
-    assert 0 < expected.accepted()[-1] < expected.accepted()[0]
+    assert 0 < expected.accepted()[1] < expected.accepted()[0]
     # Three requests are padded to four.
     assert found.widths() >= {1, 2, 3, 4}
     assert found.counted["v2-tail-graph drafting"]["served"] == found.counted["v2-step-inputs inputs"]["served"] > 3
 
 
-def test_fewer_drafts_than_the_schedule_has_at_most_are_left_to_vllm(runs: dict[str, dict[str, Run]]) -> None:
-    found = runs["graphs"]["schedule"]
-    assert found.counted["v2-tail-graph drafting"]["fewer_drafts"] > 3
-    assert {len(drafts) for step in found.steps for drafts in step["drafts"].values()} == {3}
-    assert {count for step in found.steps for count in step["verified"].values()} == {1, 3}
+@pytest.mark.parametrize("name", ["schedule", "block schedule"])
+def test_graphs_draft_each_number_of_the_schedule(name: str, runs: dict[str, dict[str, Run]]) -> None:
+    """Where as many are verified; where the number changes, vLLM drafts. The states keep what each has drafted."""
+    found = runs["graphs"][name]
+    steps = [
+        (
+            {step["verified"].get(one, 0) for one in step["scheduled"]},
+            {sum(draft >= 0 for draft in drafts) for drafts in step["drafts"].values()},
+        )
+        for step in found.steps
+    ]
+    served = Counter(min(made) for verified, made in steps if verified == made)
+    assert served.keys() == {1, 2, 4}
+    assert min(served.values()) > 2
+    assert found.counted["v2-tail-graph drafting"]["served"] == served.total()
+    # Many, some and one at a time, by the steps between which it changes.
+    changes = [(verified, made) for verified, made in steps if verified != made and 0 not in verified]
+    assert changes[:2] == [({1}, {2}), ({2}, {4})]
+    assert found.noted["v2-tail-graph"].startswith("4 shapes of at most 6 requests")
 
 
 def test_adapters_change_the_texts_of_those_that_have_them(runs: dict[str, dict[str, Run]]) -> None:

@@ -134,7 +134,15 @@ class Context:
         return (metadata[layer], slots[layer]) if layer in metadata else None
 
 
-def config_of(layers: dict[str, Any], *, asynchronous: bool, drawn: bool, mode: CUDAGraphMode, largest: int) -> Any:
+def config_of(
+    layers: dict[str, Any],
+    *,
+    asynchronous: bool,
+    drawn: bool,
+    mode: CUDAGraphMode,
+    largest: int,
+    schedule: Sequence[Sequence[int]] | None,
+) -> Any:
     """What scheduler and runner ask of vLLM's `VllmConfig`.
 
     Args:
@@ -143,6 +151,7 @@ def config_of(layers: dict[str, Any], *, asynchronous: bool, drawn: bool, mode: 
         drawn: whether drafts are drawn by temperature.
         mode: of CUDA graphs.
         largest: tokens of the largest graph.
+        schedule: of numbers of drafts.
     """
 
     def no(*_: Any) -> bool:
@@ -161,7 +170,7 @@ def config_of(layers: dict[str, Any], *, asynchronous: bool, drawn: bool, mode: 
     speculative = types.SimpleNamespace(
         method="eagle",
         num_speculative_tokens=DRAFTS,
-        num_speculative_tokens_per_batch_size=None,
+        num_speculative_tokens_per_batch_size=schedule,
         draft_model_config=draft,
         rejection_sample_method="standard" if drawn else "strict",
         draft_sample_method="probabilistic" if drawn else "greedy",
@@ -170,7 +179,7 @@ def config_of(layers: dict[str, Any], *, asynchronous: bool, drawn: bool, mode: 
         enable_adaptive_verification=False,
         use_eagle=lambda: True,
         use_eagle_block_drop=lambda: True,
-        uses_dynamic_speculative_decoding=no,
+        uses_dynamic_speculative_decoding=lambda: schedule is not None,
         parallel_drafting=False,
         disable_padded_drafter_batch=False,
         use_heterogeneous_vocab=False,
@@ -336,6 +345,7 @@ class Engine:
         drawn: whether drafts are drawn by temperature.
         mode: of CUDA graphs.
         largest: tokens of the largest graph; vLLM's own sizes end at the fullest decode batch.
+        schedule: vLLM's `num_speculative_tokens_per_batch_size`.
 
     Attributes:
         runner: a `GPUModelRunner` that has its KV cache.
@@ -355,11 +365,13 @@ class Engine:
         drawn: bool = False,
         mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY,
         largest: int = (1 + DRAFTS) * MAX_REQS,
+        schedule: list[list[int]] | None = None,
     ) -> None:
         layers = {name: Layer() for name in ("target", "draft")}
         self.context = Context()
         self.models = [Model(name, self.context) for name in layers]
-        self.config = config_of(layers, asynchronous=asynchronous, drawn=drawn, mode=mode, largest=largest)
+        choices: dict[str, Any] = {"asynchronous": asynchronous, "drawn": drawn, "mode": mode, "largest": largest}
+        self.config = config_of(layers, **choices, schedule=schedule)
         groups = [KVCacheGroupSpec(list(layers), layers["target"].get_kv_cache_spec(None))]
         self.kv_cache_config = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
         self._asynchronous, self._grammars = asynchronous, Grammars(VOCAB // 2)

@@ -42,7 +42,7 @@ class Reason(IntEnum):
     NOT_CAPTURED = "there is no graph: none was captured, or they were given up"
     PROMPT = "a request's prompt is computed, or again what it had before it was preempted"
     STRUCTURED_OUTPUT = "a request has to follow a grammar"
-    FEWER_DRAFTS = "a request has, or is to get, fewer drafts than num_speculative_tokens"
+    FEWER_DRAFTS = "a request has, or is to get, another number of drafts than graphs are for"
     LARGER_BATCH = "there are more requests or tokens than the largest graph takes"
     NO_FULL_GRAPH = "the batch runs in no FULL graph of the target, or of the draft"
     SAMPLING_PARAMETERS = "a request asks the sampler for more than the graphs do"

@@ -134,7 +134,7 @@ def in_graph(batch: Batch, states: States, num_reqs: int, gathered: bool) -> Sim
         req_states=SimpleNamespace(prefill_len=prefill_len),
     )
     buffers = TailBuffers(runner, num_reqs + 1, 1 + DRAFTS, torch.int32)
-    buffers.write(batch.rows.numpy(), FREE_ROW, LogitsRows(batch.num_logits, batch.ends, gathered))
+    buffers.write(batch.rows.numpy(), FREE_ROW, 1 + DRAFTS, LogitsRows(batch.num_logits, batch.ends, gathered))
     num_rows = num_reqs * (1 + DRAFTS)
     starts = torch.full((num_reqs + 1,), int(batch.ends[-1]), dtype=torch.int32)
     starts[: len(batch.starts)] = batch.starts

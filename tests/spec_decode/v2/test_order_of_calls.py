@@ -45,7 +45,7 @@ class InOnePlace(Side):
 
 
 @contextmanager
-def both(tree: Any, kind: type[Side] = Side) -> Iterator[Sides]:
+def both(tree: Any, kind: Callable[[ReleasedModules], Side] = Side) -> Iterator[Sides]:
     with host_of_graphs() as monkeypatch:
         kernels = {"language": plain_triton.LANGUAGE, "jit": partial(jit, make=plain_triton.Kernel)}
         stock, patched = (ReleasedModules(tree, STAND_INS, **kernels, **choices) for choices in (UNPATCHED, ALIKE))
@@ -73,6 +73,16 @@ def test_nothing_differs_whatever_happens_to_requests(sides: Sides) -> None:
     assert sampling.keys() >= asked
     assert not (drafting.keys() | inputs.keys()) & asked
     assert drafting["served"] >= inputs["served"]
+
+
+def test_nor_does_it_where_the_number_of_drafts_goes_by_that_of_requests(vllm_tree: Callable[[str], Any]) -> None:
+    with both(vllm_tree(VERSION), partial(Side, schedule=[[1, 1, 2], [2, 4, 1]])) as sides:
+        walk(sides, PLAIN + BEST + MORE, examples=15)
+        tail = sides.both[1].runner.tail_graphs
+    assert tail.most_reqs == {3: 1, 2: 3}
+    assert tail._drafting.outcomes()["served"] > 30
+    # Where the number changes.
+    assert tail._drafting.outcomes()["fewer_drafts"] > 0
 
 
 @pytest.mark.parametrize("half", ["sampling", "drafting"])

@@ -46,6 +46,7 @@ def test_padding_has_no_candidates_to_keep(folder: str, kept: list[int]) -> None
     tokens = 2 * 3
     vars(speculator).update(
         num_speculative_steps=2,
+        num_query_per_req=3,
         sample_idx_mapping=torch.tensor([5, 5, 9, 9]),
         input_buffers=SimpleNamespace(query_start_loc=torch.zeros(3), seq_lens=torch.ones(2)),
         block_tables=SimpleNamespace(slot_mappings=torch.zeros(1, tokens, dtype=torch.int64)),
@@ -56,6 +57,22 @@ def test_padding_has_no_candidates_to_keep(folder: str, kept: list[int]) -> None
     with recorded_with(Padding(alive, starts, starts, dead)):
         mask_block(speculator, torch.zeros(1, tokens, dtype=torch.int64))
     assert speculator.sample_idx_mapping.tolist() == kept
+
+
+def test_a_block_of_all_drafts_is_masked_where_fewer_are_verified() -> None:
+    speculator = SimpleNamespace(
+        num_query_per_req=3,
+        input_buffers=SimpleNamespace(query_start_loc=torch.zeros(3), seq_lens=torch.ones(2)),
+        block_tables=SimpleNamespace(slot_mappings=torch.zeros(1, 8, dtype=torch.int64)),
+    )
+    verified = torch.zeros(1, 8, dtype=torch.int64)
+    dead = torch.tensor([False, False, True, True])
+    with recorded_with(Padding(torch.tensor([1, 0]), torch.tensor([0, 1, 1]), torch.tensor([0, 2, 2]), dead)):
+        mask_block(speculator, verified)
+    assert verified.tolist() == [[0, 0, -1, -1, 0, 0, 0, 0]]
+    assert speculator.block_tables.slot_mappings.tolist() == [[0, 0, 0, -1, -1, -1, 0, 0]]
+    assert speculator.input_buffers.query_start_loc.tolist() == [0, 3, 3]
+    assert speculator.input_buffers.seq_lens.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("version", [version for version in SUPPORTED if Version(version) >= Version("0.28.0")])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ class Batch:
 class Tail:
     """`TailGraphs` with graphs of four requests, which serve whatever they are asked to hold unless `refuses` says."""
 
-    query_len = WIDTH
+    most_reqs: Mapping[int, int] = {WIDTH: 4}
 
     def __init__(self) -> None:
         self.held: Any = None
@@ -45,8 +46,8 @@ class Tail:
     def add(self, companion: Any) -> None:
         """Captures nothing."""
 
-    def hold(self, req_ids: list[str], rows: np.ndarray, num_tokens: int) -> Any:
-        assert num_tokens == 4 * WIDTH
+    def hold(self, req_ids: list[str], rows: np.ndarray, query_len: int, num_tokens: int) -> Any:
+        assert num_tokens == 4 * query_len
         if self.held is None or self.held.req_ids != req_ids:
             self.held = self.refuses or SimpleNamespace(req_ids=req_ids, rows=rows)
         return self.held
@@ -104,7 +105,7 @@ def served() -> tuple[StepInputs, Tail, Graph]:
     )
     tail, graph = Tail(), Graph()
     inputs = StepInputs(runner, tail)  # type: ignore[arg-type]
-    inputs._graphs = {4: graph}  # type: ignore[dict-item]
+    inputs._graphs = {(WIDTH, 4): graph}  # type: ignore[dict-item]
     inputs._moving, inputs._fixed = (blocks,), (torch.zeros(1, 2, dtype=torch.int64),)
     step(inputs, scheduled())
     inputs._step_counts.reset()

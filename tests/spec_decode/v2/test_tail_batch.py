@@ -16,7 +16,7 @@ import torch
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
 from vllm_hwplugin.spec_decode.step_counts import Reason
-from vllm_hwplugin.spec_decode.v2.recording import SamplerParts, no_decode, rungs
+from vllm_hwplugin.spec_decode.v2.recording import SamplerParts, decode_query_len, rungs, scheduled_query_lens
 
 from ...conftest import versions
 
@@ -130,7 +130,19 @@ def test_a_graph_holds_what_vllm_launches_for_the_batch(
 def test_shapes_are_those_in_which_the_target_decodes_in_one_graph() -> None:
     # One request less a token, a mixed batch, and one that is too large.
     graphs = [(1, 4), (2, 4), (2, 3), (8, None), (None, None), (64, 4), (72, 4)]
-    assert rungs(graphs, query_len=4, most=64) == [uniform_shape(4, 64), uniform_shape(4, 2), uniform_shape(4, 1)]
+    assert rungs(graphs, [4] * 64) == [uniform_shape(4, 64), uniform_shape(4, 2), uniform_shape(4, 1)]
+
+
+def test_a_number_of_drafts_has_graphs_of_the_batches_that_it_is_for() -> None:
+    """And none has one without drafts: vLLM has another sampler then."""
+    runner = SimpleNamespace(max_num_reqs=80, decode_query_len=5, speculative_config=SimpleNamespace())
+    assert scheduled_query_lens(runner) == [5] * 64
+    runner.speculative_config.num_speculative_tokens = 4
+    runner.speculative_config.num_speculative_tokens_per_batch_size = [[1, 2, 9], [3, 4, 2], [6, 7, 1], [8, 8, 0]]
+    lens = scheduled_query_lens(runner)
+    assert lens == [5, 5, 3, 3, 3, 2, 2] + [1] * 57
+    graphs = [(size, width) for width in (1, 2, 3, 5) for size in (1, 2, 4, 6, 8, 16)]
+    assert rungs(graphs, lens) == [uniform_shape(*one) for one in ((3, 6), (2, 8), (2, 6), (3, 4), (5, 2), (5, 1))]
 
 
 def batch(**changed: Any) -> SimpleNamespace:
@@ -139,17 +151,26 @@ def batch(**changed: Any) -> SimpleNamespace:
         "num_reqs": 2,
         "num_tokens": 8,
         "num_draft_tokens": 6,
+        "num_scheduled_tokens": np.array([4, 4]),
         "is_prefilling_np": np.array([False, False]),
     }
     return SimpleNamespace(**usual | changed)
 
 
-def test_only_batches_of_decodes_with_all_their_drafts_are_served() -> None:
-    assert no_decode(batch(), 4) is None
+def test_only_batches_of_decodes_with_equally_many_drafts_are_served() -> None:
+    assert decode_query_len(batch(), {4}) == 4
     # A request near its end has fewer drafts.
-    assert no_decode(batch(num_tokens=7, num_draft_tokens=5), 4) is Reason.FEWER_DRAFTS
+    uneven = {"num_tokens": 7, "num_draft_tokens": 5, "num_scheduled_tokens": np.array([4, 3])}
+    assert decode_query_len(batch(**uneven), {4, 3}) is Reason.FEWER_DRAFTS
+    # As many tokens as two requests with two drafts each.
+    uneven = {"num_tokens": 6, "num_draft_tokens": 4, "num_scheduled_tokens": np.array([4, 2])}
+    assert decode_query_len(batch(**uneven), {4, 3}) is Reason.FEWER_DRAFTS
+    narrow = {"num_tokens": 4, "num_draft_tokens": 2, "num_scheduled_tokens": np.array([2, 2])}
+    assert decode_query_len(batch(**narrow), {4, 2}) == 2
+    assert decode_query_len(batch(**narrow), {4}) is Reason.FEWER_DRAFTS
     # Four tokens of a prompt.
     prompt = {"num_draft_tokens": 3, "is_prefilling_np": np.array([True, False])}
-    assert no_decode(batch(**prompt), 4) is no_decode(batch(**prompt, num_tokens=13), 4) is Reason.PROMPT
-    assert no_decode(batch(num_draft_tokens=3), 4) is Reason.FEWER_DRAFTS
-    assert no_decode(batch(is_prefilling_np=np.array([True, False])), 4) is Reason.PROMPT
+    assert decode_query_len(batch(**prompt), {4}) is Reason.PROMPT
+    assert decode_query_len(batch(**prompt, num_tokens=13), {4}) is Reason.PROMPT
+    assert decode_query_len(batch(num_draft_tokens=3), {4}) is Reason.FEWER_DRAFTS
+    assert decode_query_len(batch(is_prefilling_np=np.array([True, False])), {4}) is Reason.PROMPT

@@ -96,7 +96,7 @@ def test_no_graph_of_vllm_reads_a_weight_of_a_draft_model(
         speculative_config=SimpleNamespace(method=method),
         lora_config=None,
     )
-    monkeypatch.setattr(tail_graph, "TailBuffers", lambda *_: SimpleNamespace(write=lambda *_, **__: None))
+    monkeypatch.setattr(tail_graph, "TailBuffers", lambda *_: None)
     monkeypatch.setattr(tail_graph, "idx_dtype", lambda _: torch.int32)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     graphs = TailGraphs(runner)
@@ -179,7 +179,8 @@ def test_graphs_are_of_shapes_whose_states_the_target_keeps(
             decode_query_len=1 + drafts,
             device="cpu",
             cudagraph_manager=manager,
-            speculator=SimpleNamespace(speculative_config=SimpleNamespace(method="eagle3")),
+            speculator=SimpleNamespace(),
+            speculative_config=SimpleNamespace(method="eagle3"),
             req_states=SimpleNamespace(draft_tokens=torch.zeros(1)),
             lora_config=object(),
             model=torch.nn.Linear(1, 1),
@@ -188,7 +189,7 @@ def test_graphs_are_of_shapes_whose_states_the_target_keeps(
     )
     monkeypatch.setattr(tail_graph, "why_not", lambda *_: None)
     monkeypatch.setattr(tail_graph, "graph_capture", lambda **_: contextlib.nullcontext())
-    monkeypatch.setattr(tail_graph, "TailBuffers", lambda *_: SimpleNamespace(write=lambda *_, **__: None))
+    monkeypatch.setattr(tail_graph, "TailBuffers", lambda *_: None)
     monkeypatch.setattr(tail_graph, "idx_dtype", lambda _: torch.int32)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(graphs, "_capture_shape", record_shape)
@@ -231,7 +232,8 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
     graphs._plain[:] = True
     graph: Any = SimpleNamespace(replay=lambda: None)
     one, three = (_Graphs(uniform_shape(width, size), {SamplerParts.PLAIN: graph}, graph) for size in (1, 3))
-    graphs._served = {1: one, 2: three, 3: three}
+    graphs._served = {(width, 1): one, (width, 2): three, (width, 3): three}
+    graphs.most_reqs = {width: 3}
     kept = SimpleNamespace(**dict.fromkeys(("sampled_token_ids", "num_sampled", "num_rejected"), torch.zeros(4)))
     written: list[Any] = []
     buffers: Any = SimpleNamespace(write=lambda *given: written.append(given), outputs=kept)
@@ -257,6 +259,7 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
             "num_tokens": tokens.sum(),
             "num_tokens_after_padding": width if count == 1 else 3 * width,
             "num_draft_tokens": drafts.sum(),
+            "num_scheduled_tokens": tokens,
             "has_structured_output_reqs": False,
             "is_prefilling_np": np.arange(count) >= count - prompts,
             "idx_mapping_np": np.arange(count),
@@ -279,7 +282,7 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
     step(2, short=1, hidden=elsewhere)
     step(2, short=1)
     step(2, hidden=elsewhere)
-    assert [one[2].gathered for one in written[2:]] == [True, True, False, True]
+    assert [one[3].gathered for one in written[2:]] == [True, True, False, True]
     assert graphs.held is None
     # Without drafts vLLM has another sampler.
     step(2, prompts=2, hidden=elsewhere)
@@ -323,7 +326,8 @@ def test_a_graph_with_far_more_logits_than_a_batch_has_is_not_replayed(monkeypat
     )
     graphs = TailGraphs(runner)
     graph: Any = object()
-    graphs._served = {2: _Graphs(uniform_shape(4, 2), {SamplerParts.PLAIN: graph}, graph)}
+    graphs._served = {(4, 2): _Graphs(uniform_shape(4, 2), {SamplerParts.PLAIN: graph}, graph)}
+    graphs.most_reqs = {4: 2}
     needed: Any = Reason.NO_FREE_ROW
     monkeypatch.setattr(graphs, "_needed", lambda *_: needed)
     batch = SimpleNamespace(

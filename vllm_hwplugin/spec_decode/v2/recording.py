@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Final
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
@@ -63,26 +64,51 @@ class SamplerParts(Enum):
         )
 
 
-def rungs(full_graphs: Iterable[tuple[int, int | None]], query_len: int, most: int = MAX_NUM_REQS) -> list[GraphShape]:
-    """The shapes to capture, largest first: those in which the target decodes in a FULL graph.
+def scheduled_query_lens(runner: Any) -> list[int]:
+    """Tokens of a request in a decode batch, by the batch's number of requests from 1 to `MAX_NUM_REQS` at most.
+
+    They are 1 + num_speculative_tokens, or as vLLM's schedule of numbers of drafts has them.
+
+    Args:
+        runner: a `GPUModelRunner` with a drafter.
+    """
+    spec, most = runner.speculative_config, min(runner.max_num_reqs, MAX_NUM_REQS)
+    schedule = getattr(spec, "num_speculative_tokens_per_batch_size", None)
+    if schedule is None:
+        return [runner.decode_query_len] * most
+    drafts = build_dynamic_sd_schedule_lookup(schedule, runner.max_num_reqs, spec.num_speculative_tokens)
+    return [1 + one for one in drafts[1 : 1 + most]]
+
+
+def rungs(full_graphs: Collection[tuple[int, int | None]], query_lens: Sequence[int]) -> list[GraphShape]:
+    """The shapes to capture, most tokens first: those in which the target decodes in a FULL graph.
 
     Args:
         full_graphs: (num_reqs, uniform_token_count) of each of the target's FULL graphs.
-        query_len: tokens of a request in a decode batch.
-        most: requests in the largest.
+        query_lens: tokens of a request in a decode batch, by the batch's number of requests from 1 on.
     """
-    found = {count for count, uniform in full_graphs if uniform == query_len and count <= most}
-    return [uniform_shape(query_len, count) for count in sorted(found, reverse=True)]
+    found = set()
+    for count, query_len in enumerate(query_lens, 1):
+        sizes = [size for size, uniform in full_graphs if uniform == query_len and count <= size <= MAX_NUM_REQS]
+        # Without drafts vLLM has another sampler.
+        if sizes and query_len > 1:
+            found.add(uniform_shape(query_len, min(sizes)))
+    return sorted(found, key=lambda shape: (shape.num_tokens, shape.num_reqs), reverse=True)
 
 
-def no_decode(batch: Any, query_len: int) -> Reason | None:
-    """Why not each request of vLLM's `InputBatch` decodes one token and all the drafts that it can have; or None."""
+def decode_query_len(batch: Any, known: Container[int]) -> int | Reason:
+    """Tokens of each request of vLLM's `InputBatch`, if all decode one token and equally many drafts; else why not.
+
+    Args:
+        known: the numbers of tokens that there are graphs for.
+    """
     if batch.is_prefilling_np.any():
         return Reason.PROMPT
+    query_len = int(batch.num_scheduled_tokens.max())
     full = batch.num_reqs * query_len
-    if batch.num_tokens != full or batch.num_draft_tokens != full - batch.num_reqs:
+    if query_len not in known or batch.num_tokens != full or batch.num_draft_tokens != full - batch.num_reqs:
         return Reason.FEWER_DRAFTS
-    return None
+    return query_len
 
 
 # vLLM's PAD_SLOT_ID: what is to be written there is not written.
@@ -148,9 +174,15 @@ def mask_block(speculator: Any, context_slots: torch.Tensor) -> None:
     if _recorded is None:
         return
     padding, num_tokens = _recorded, _recorded.dead_tokens.shape[0]
-    _mask(speculator, padding, padding.block_start_loc)
     context_slots[..., :num_tokens].masked_fill_(padding.dead_tokens, _NO_SLOT)
-    speculator.block_tables.slot_mappings[:, :num_tokens].masked_fill_(padding.dead_tokens, _NO_SLOT)
+    block, num_reqs = speculator.num_query_per_req, padding.alive.shape[0]
+    starts, dead_tokens = padding.block_start_loc, padding.dead_tokens
+    if num_tokens != num_reqs * block:
+        # It makes a block of all drafts, also where fewer are verified.
+        starts = padding.query_start_loc * block
+        dead_tokens = (padding.alive == 0).unsqueeze(1).expand(-1, block).flatten()
+    _mask(speculator, padding, starts)
+    speculator.block_tables.slot_mappings[:, : num_reqs * block].masked_fill_(dead_tokens, _NO_SLOT)
     if any(hasattr(speculator, name) for name in WALKS):
         # Candidates of a draft that walks through some (DFlash2, LiLiCorr) are kept at the request's row, to be taken
         # out of its probabilities by the next. All of padding has one row, so they would not be those that were put in.

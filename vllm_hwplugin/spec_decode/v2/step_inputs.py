@@ -2,7 +2,7 @@
 """The inputs of a decode step of Model Runner V2 in one CUDA graph.
 
 Before the target's graph vLLM makes the batch anew in each step: copies to the device, five kernels, and attention
-metadata. Where `TailGraphs` serves a step, each of its requests has all its drafts. Then the requests' state has all
+metadata. Where `TailGraphs` serves a step, its requests have equally many drafts. Then the requests' state has all
 that the inputs are made of: one graph makes positions, lengths, token ids, block tables, slots and the metadata's
 device half. The host adds only lengths that no kernel reads. With other requests than in the step before,
 `TailGraphs` has their rows copied first.
@@ -81,7 +81,8 @@ class StepInputs:
 
     def forget(self) -> None:
         """Have no graphs, and nothing that was made for them."""
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        # By tokens of a request and number of requests.
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         # vLLM's tensors that move, and where the graphs read them.
         self._moving: tuple[Any, ...] = ()
         self._fixed: tuple[torch.Tensor, ...] = ()
@@ -105,12 +106,12 @@ class StepInputs:
         stays_stock(V2_STEP_INPUTS, _STOCK, reason)
 
     def capture(
-        self, batches: Mapping[int, Any], buffers: TailBuffers, pool: Any, metadata_asked_for: str | None
+        self, batches: Mapping[tuple[int, int], Any], buffers: TailBuffers, pool: Any, metadata_asked_for: str | None
     ) -> None:
         """Record the graphs for these shapes.
 
         Args:
-            batches: by number of requests, the batch that the tail's graphs were recorded with.
+            batches: by tokens of a request and number of requests, the batch that the tail's graphs were recorded with.
             buffers: where the tail's graphs have the requests' rows.
             pool: memory of the tail's graphs.
             metadata_asked_for: what takes attention metadata of each step; None where nothing does.
@@ -134,8 +135,9 @@ class StepInputs:
         def record_all() -> None:
             self._fixed = tuple(one.gpu.to(runner.device, copy=True) for one in self._moving)
             with buffers.stand_in(), StandIn(self._moving, self._fixed):
-                for num_reqs, batch in batches.items():
-                    self._graphs[num_reqs] = record_graph(self._preparing(batch, buffers, reason is None), pool)
+                for shape, batch in batches.items():
+                    buffers.clear(shape[0])
+                    self._graphs[shape] = record_graph(self._preparing(batch, buffers, reason is None), pool)
 
         if not attempt(V2_STEP_INPUTS, _STOCK, record_all, self.forget):
             return
@@ -153,7 +155,7 @@ class StepInputs:
         runner = self._runner
         inputs, states = runner.input_buffers, runner.req_states
         num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
-        padding = buffers.padding(num_reqs)
+        padding = buffers.padding(num_reqs, num_tokens // num_reqs)
         start_loc = inputs.query_start_loc[: num_reqs + 1]
         attended = dataclasses.replace(batch, query_start_loc=start_loc)
         # On the device, or a graph would copy it from memory of the host that was freed long ago.
@@ -225,11 +227,11 @@ class StepInputs:
             self._blocks_changed = False
         if held is not self._held:
             self._held, self._template = held, self._tail.held_batch()
-        self._graphs[desc.num_reqs].replay()
+        self._graphs[desc.uniform_token_count, desc.num_reqs].replay()
         self._embedded = self._embeds and not scheduled.scheduled_encoder_inputs
         computed = runner.req_states.num_computed_tokens_np[held.rows]
         upper = np.zeros(self._template.num_reqs_after_padding, dtype=np.int32)
-        np.add(computed, self._tail.query_len, out=upper[: len(computed)])
+        np.add(computed, desc.uniform_token_count, out=upper[: len(computed)])
         self._batch = dataclasses.replace(
             self._template,
             has_structured_output_reqs=scheduled.has_structured_output_requests,
@@ -243,10 +245,11 @@ class StepInputs:
         if not self._graphs:
             return Reason.NOT_CAPTURED
         # vLLM sorts a batch by what its requests have, and these all have the same.
-        width, order = self._tail.query_len, list(scheduled.num_scheduled_tokens)
-        drafts = scheduled.scheduled_spec_decode_tokens
+        order, width = list(scheduled.num_scheduled_tokens), max(scheduled.num_scheduled_tokens.values())
+        drafts, most_reqs = scheduled.scheduled_spec_decode_tokens, self._tail.most_reqs.get(width)
         if (
-            scheduled.total_num_scheduled_tokens != len(order) * width
+            most_reqs is None
+            or scheduled.total_num_scheduled_tokens != len(order) * width
             or len(drafts) != len(order)
             or sum(map(len, drafts.values())) != len(order) * (width - 1)
         ):
@@ -255,9 +258,10 @@ class StepInputs:
         # attention metadata, of which a graph leaves nothing on the host.
         if scheduled.num_spec_tokens_to_schedule != width - 1 or getattr(scheduled, "skip_drafts", False):
             return Reason.FEWER_DRAFTS
-        if len(order) > max(self._graphs):
+        if len(order) > most_reqs:
             return Reason.LARGER_BATCH
-        if desc.cg_mode != CUDAGraphMode.FULL or desc.uniform_token_count != width or desc.num_reqs not in self._graphs:
+        shape = (desc.uniform_token_count, desc.num_reqs)
+        if desc.cg_mode != CUDAGraphMode.FULL or shape[0] != width or shape not in self._graphs:
             return Reason.NO_FULL_GRAPH
         held = self._tail.held
         if held is not None and order == held.req_ids and not scheduled.scheduled_new_reqs:
@@ -266,7 +270,7 @@ class StepInputs:
             rows = self._rows(order)
             if self._has_prompt(rows):
                 return Reason.PROMPT
-        return self._tail.hold(order, rows, desc.num_tokens)
+        return self._tail.hold(order, rows, width, desc.num_tokens)
 
     def _rows(self, req_ids: list[str]) -> np.ndarray:
         """[number of requests]: each one's row in the runner's state, as vLLM's own batches have it."""

@@ -28,8 +28,8 @@ class Padding:
     Attributes:
         alive: [num_reqs], int32: 1, or 0 for padding.
         query_start_loc: [num_reqs + 1], int32: of one query token a request; padding has none.
-        block_start_loc: [num_reqs + 1], int32: of 1 + num_speculative_tokens query tokens a request.
-        dead_tokens: [num_reqs * (1 + num_speculative_tokens)], bool: the query tokens of padding.
+        block_start_loc: [num_reqs + 1], int32: of the target's query tokens, as many for each request.
+        dead_tokens: [num_reqs * the target's query tokens of a request], bool: those of padding.
     """
 
     alive: torch.Tensor
@@ -105,11 +105,10 @@ class TailBuffers:
     Args:
         runner: a `GPUModelRunner` of Model Runner V2 that has its KV cache.
         max_num_reqs: of the largest graph.
-        query_len: tokens of a request in a decode batch, 1 + num_speculative_tokens.
+        query_len: tokens of a request in a decode batch, 1 + num_speculative_tokens: with a schedule, at most.
         idx_dtype: what the runner's `idx_mapping` is made of.
 
     Attributes:
-        start_loc: [max_num_reqs + 1], int32: `query_start_loc` of a decode batch.
         cu_num_logits: [max_num_reqs + 1], int32: where each request's logits begin.
         expanded_idx_mapping, local_pos, logits_indices: [max_num_reqs * query_len]: of each row of logits its request's
             row in the runner's state, which of the request's it is, and its token in the batch.
@@ -119,7 +118,6 @@ class TailBuffers:
     """
 
     def __init__(self, runner: Any, max_num_reqs: int, query_len: int, idx_dtype: torch.dtype):
-        self.query_len = query_len
         device, num_tokens = runner.device, max_num_reqs * query_len
         states = runner.sampler.sampling_states
         # As they are named here.
@@ -151,7 +149,6 @@ class TailBuffers:
         self._fixed = tuple(written[name] for name in self._moving)
         self._tokens = np.arange(num_tokens)
         self.temperature, self.seeds = written["temperature"], written["seeds"]
-        self.start_loc = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device) * query_len
         self.cu_num_logits, self.expanded_idx_mapping = written["cu_num_logits"], written["expanded_rows"]
         self.local_pos, self.logits_indices = written["local_pos"], written["logits_indices"]
         self.hidden_rows = written["hidden_rows"]
@@ -169,23 +166,24 @@ class TailBuffers:
         """[num_reqs]: the same with -1 for padding, which `post_update` passes over."""
         return self._packed.device["rows_alive"][:num_reqs]
 
-    def padding(self, num_reqs: int) -> Padding:
-        """Of a graph of `num_reqs` requests."""
+    def padding(self, num_reqs: int, query_len: int) -> Padding:
+        """Of a graph of `num_reqs` requests with `query_len` tokens each."""
         written = self._packed.device
         return Padding(
             written["alive"][:num_reqs],
             written["query_start_loc"][: num_reqs + 1],
             written["block_start_loc"][: num_reqs + 1],
-            written["dead_tokens"][: num_reqs * self.query_len],
+            written["dead_tokens"][: num_reqs * query_len],
         )
 
-    def write(self, rows: np.ndarray, free_row: int, logits: LogitsRows | None = None) -> None:
+    def write(self, rows: np.ndarray, free_row: int, query_len: int, logits: LogitsRows | None = None) -> None:
         """Have these requests in the graphs, each at the row given, with its parameters and its prompt's length.
 
         Args:
             rows: [number of requests], integers.
             free_row: of padding.
-            logits: where the requests have theirs. By default each decodes one token and all its drafts.
+            query_len: tokens of a request in the graphs.
+            logits: where the requests have theirs. By default each has as many as it has tokens.
         """
         host, count = self._packed.host, len(rows)
         most, tokens = len(host["rows"]), self._tokens
@@ -193,10 +191,10 @@ class TailBuffers:
         host["rows_alive"][:count], host["rows_alive"][count:] = rows, -1
         host["alive"][:count], host["alive"][count:] = 1, 0
         np.minimum(np.arange(most + 1), count, out=host["query_start_loc"])
-        np.multiply(host["query_start_loc"], self.query_len, out=host["block_start_loc"])
-        host["dead_tokens"][:] = tokens >= count * self.query_len
+        np.multiply(host["query_start_loc"], query_len, out=host["block_start_loc"])
+        host["dead_tokens"][:] = tokens >= count * query_len
 
-        num_logits: Any = np.full(most, self.query_len if logits is None else 1)
+        num_logits: Any = np.full(most, query_len if logits is None else 1)
         if logits is not None:
             num_logits[:count] = logits.num_logits
         ends = host["cu_num_logits"][1:]
@@ -217,6 +215,10 @@ class TailBuffers:
         for name, moving in self._moving.items():
             host[name][:] = moving.np
         self._packed.copy()
+
+    def clear(self, query_len: int) -> None:
+        """Have padding alone in the graphs, of which each request has `query_len` tokens."""
+        self.write(np.empty(0, dtype=np.int64), 0, query_len)
 
     def stand_in(self) -> StandIn:
         """A context in which vLLM's sampler reads the fixed parameters."""

@@ -14,6 +14,9 @@ Drafting goes over all tokens, and is vLLM's own then.
 Drafting begins with what was sampled, and does not ask how. So where a request needs more of the sampler than a graph
 has, vLLM samples, and the graph drafts.
 
+With vLLM's schedule of numbers of drafts there are graphs for each number, of the batches that it is for. They serve
+steps that verify as many drafts as they make; where the number changes, vLLM drafts.
+
 A batch that is not covered takes vLLM's own way, step by step. One thing is kept between steps: which requests the
 buffers hold.
 """
@@ -51,11 +54,12 @@ from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v2.recording import (
     HiddenRows,
     SamplerParts,
+    decode_query_len,
     idx_dtype,
-    no_decode,
     recorded_with,
     rungs,
     sampling_as,
+    scheduled_query_lens,
     splits_top_p,
     verified_in_chunks,
 )
@@ -84,6 +88,11 @@ class _Graphs:
     shape: GraphShape
     sampling: dict[SamplerParts, torch.cuda.CUDAGraph]
     drafting: torch.cuda.CUDAGraph | Reason
+
+    @property
+    def query_len(self) -> int:
+        """Tokens of each request."""
+        return self.shape.num_tokens // self.shape.num_reqs
 
     def sample(self, needed: SamplerParts | Reason) -> torch.cuda.CUDAGraph | Reason:
         return needed if isinstance(needed, Reason) else self.sampling.get(needed, Reason.NOT_CAPTURED)
@@ -131,14 +140,8 @@ class TailGraphs:
         """Capture `companion` with these graphs from now on."""
         self._companions.append(companion)
 
-    @property
-    def query_len(self) -> int:
-        """Tokens of a request in a decode batch: 1 + num_speculative_tokens."""
-        query_len: int = self._runner.decode_query_len
-        return query_len
-
     def _forget(self) -> None:
-        self._graphs: dict[int, _Graphs] = {}
+        self._graphs: list[_Graphs] = []
         self._buffers: TailBuffers | None = None
         self._pool: Any = None
         self._scratch: list[torch.Tensor] = []
@@ -152,8 +155,11 @@ class TailGraphs:
         self._drafting_graph: torch.cuda.CUDAGraph | Reason = Reason.NOT_CAPTURED
         # Of this step or of the last, as long as graphs draft for them; None where another step came after it.
         self.held: Held | None = None
-        self._served: dict[int, _Graphs] = {}
-        self._batches: dict[int, Any] = {}
+        # By tokens of a request and number of requests.
+        self._served: dict[tuple[int, int], _Graphs] = {}
+        self._batches: dict[tuple[int, int], Any] = {}
+        #: By tokens of a request, how many requests the largest graph has.
+        self.most_reqs: dict[int, int] = {}
         for companion in self._companions:
             companion.forget()
 
@@ -197,14 +203,14 @@ class TailGraphs:
             return
         if profile_only:
             return
-        # The smallest graph that holds a batch.
-        self._served = {
-            count: self._graphs[min(size for size in self._graphs if size >= count)]
-            for count in range(1, shapes[0].num_reqs + 1)
-        }
+        # The smallest graph that holds a batch, which was recorded last.
+        for graphs in self._graphs:
+            self.most_reqs.setdefault(graphs.query_len, graphs.shape.num_reqs)
+            for count in range(1, graphs.shape.num_reqs + 1):
+                self._served[graphs.query_len, count] = graphs
         journal.note(
             V2_TAIL_GRAPH,
-            f"{len(shapes)} shapes of at most {shapes[0].num_reqs} requests, captured in "
+            f"{len(shapes)} shapes of at most {max(self.most_reqs.values())} requests, captured in "
             f"{time.perf_counter() - started:.1f} s, {(reserved_memory() - reserved) / 2**20:.0f} MiB"
             + "".join(f"; {_HALVES[part]}: {reason}" for part, reason in self._vllms.items()),
         )
@@ -215,15 +221,19 @@ class TailGraphs:
             companion.stay_stock(reason)
 
     def _shapes(self) -> list[GraphShape]:
-        """Those in which the target decodes in a FULL graph, largest first, also where it has few of them so far."""
+        """Those in which the target decodes in a FULL graph, largest first, also where it has few of them so far.
+
+        With a schedule, of each number of drafts those that hold a batch which it is for.
+        """
         manager = self._runner.cudagraph_manager
         planned = manager._capture_descs.get(CUDAGraphMode.FULL, ())
-        return rungs(((desc.num_reqs, desc.uniform_token_count) for desc in planned), self.query_len)
+        found = [(desc.num_reqs, desc.uniform_token_count) for desc in planned]
+        return rungs(found, scheduled_query_lens(self._runner))
 
     def _record(self, shapes: Sequence[GraphShape]) -> None:
         runner = self._runner
-        self._buffers = TailBuffers(runner, shapes[0].num_reqs, self.query_len, idx_dtype(runner))
-        self._buffers.write(np.empty(0, dtype=np.int64), free_row=0)
+        most = max(shape.num_reqs for shape in shapes)
+        self._buffers = TailBuffers(runner, most, runner.decode_query_len, idx_dtype(runner))
         self._pool = torch.cuda.graph_pool_handle()
         if runner.lora_config is not None:
             self._adapts_logits = any(isinstance(one, LogitsProcessorWithLoRA) for one in runner.model.modules())
@@ -231,7 +241,7 @@ class TailGraphs:
             none = (0,) * shapes[0].num_tokens
             runner._set_active_loras(none, none, set())
         for shape in shapes:
-            self._graphs[shape.num_reqs] = self._capture_shape(shape, self._pool)
+            self._graphs.append(self._capture_shape(shape, self._pool))
         self._scratch = shared_scratch()
         draft = getattr(runner.speculator, "model", None)
         # What comes before and behind the graphs that vLLM has of its own: it has none of a draft model of its own.
@@ -245,6 +255,8 @@ class TailGraphs:
     def _capture_shape(self, shape: GraphShape, pool: Any) -> _Graphs:
         runner, buffers = self._runner, self._buffers
         assert buffers is not None
+        query_len = shape.num_tokens // shape.num_reqs
+        buffers.clear(query_len)
         # For each of the two runs: the first kernel that reads a plan of FlashMLA's makes it, and a recorded one must.
         prepared = [
             prepare_inputs_to_capture(
@@ -255,26 +267,26 @@ class TailGraphs:
                 runner.block_tables,
                 runner.attn_groups,
                 runner.kv_cache_config,
-                **known_arguments(prepare_inputs_to_capture, full_cudagraph=True, max_query_len=self.query_len),
+                **known_arguments(prepare_inputs_to_capture, full_cudagraph=True, max_query_len=query_len),
             )
             for _ in range(2)
         ]
-        batch = self._batches[shape.num_reqs] = self._recorded_batch(shape)
+        batch = self._batches[query_len, shape.num_reqs] = self._recorded_batch(shape, query_len)
         sampling = {}
         for needed in () if Part.V2_SAMPLING in self._vllms else SamplerParts:
             with sampling_as(runner.sampler, needed), buffers.stand_in():
                 sampling[needed] = record_graph(lambda: self._sample(batch), pool)
         if Part.V2_DRAFTING in self._vllms:
             return _Graphs(shape, sampling, Reason.NOT_CAPTURED)
-        return _Graphs(shape, sampling, record_graph(lambda: self._draft(batch, *prepared.pop()), pool))
+        return _Graphs(shape, sampling, record_graph(lambda: self._draft(batch, query_len, *prepared.pop()), pool))
 
-    def _recorded_batch(self, shape: GraphShape) -> Any:
+    def _recorded_batch(self, shape: GraphShape, query_len: int) -> Any:
         """A decode batch of vLLM's `InputBatch` that fills `shape`, of tensors that stay where they are."""
         runner, buffers = self._runner, self._buffers
         assert buffers is not None
-        num_reqs, num_tokens, query_len = shape.num_reqs, shape.num_tokens, self.query_len
+        num_reqs, num_tokens = shape.num_reqs, shape.num_tokens
         idx_mapping = buffers.idx_mapping(num_reqs)
-        start_loc = buffers.start_loc[: num_reqs + 1]
+        start_loc = torch.arange(num_reqs + 1, dtype=torch.int32, device=runner.device) * query_len
         start_loc_np: Any = np.arange(num_reqs + 1, dtype=np.int32) * query_len
         full: Any = np.full(num_reqs, query_len - 1, dtype=np.int32)
         return dataclasses.replace(
@@ -321,13 +333,15 @@ class TailGraphs:
         )
         self._output = output
 
-    def _draft(self, batch: Any, metadata: Any, slots: Any) -> None:
+    def _draft(self, batch: Any, query_len: int, metadata: Any, slots: Any) -> None:
         """From the requests' new state to the next draft tokens, and these into the requests' state."""
         runner, buffers = self._runner, self._buffers
         assert buffers is not None
         num_reqs, kept = batch.num_reqs, buffers.outputs
         hidden_states, aux_hidden_states = self._target()
-        with recorded_with(buffers.padding(num_reqs)):
+        # From 0.32 on. Before, vLLM always drafts as many as there are at most.
+        asked = known_arguments(runner.speculator.propose, num_speculative_tokens=query_len - 1)
+        with recorded_with(buffers.padding(num_reqs, query_len)):
             drafts = runner.speculator.propose(
                 batch,
                 metadata,
@@ -342,7 +356,10 @@ class TailGraphs:
                 buffers.seeds,
                 # That is, without graphs of its own: a graph cannot be replayed while another is recorded.
                 is_profile=True,
+                **asked,
             )
+        if asked:
+            drafts[:, query_len - 1 :] = -1
         runner.req_states.draft_tokens[batch.idx_mapping] = drafts
 
     def _target(self) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
@@ -411,8 +428,9 @@ class TailGraphs:
 
     def propose(self, batch: Any, *arguments: Any, **settings: Any) -> torch.Tensor:
         """`propose` of the speculator."""
-        speculator, graph = self._runner.speculator, self._drafting_graph
-        if settings.get("num_speculative_tokens") not in (None, speculator.num_speculative_steps):
+        speculator, graph, held = self._runner.speculator, self._drafting_graph, self.held
+        wanted = settings.get("num_speculative_tokens")
+        if held is not None and wanted is not None and wanted != held.graphs.query_len - 1:
             graph = Reason.FEWER_DRAFTS
         if isinstance(graph, Reason):
             self._drafting.missed(graph)
@@ -454,37 +472,39 @@ class TailGraphs:
         """
         if not self._served:
             return Reason.NOT_CAPTURED, Reason.NOT_CAPTURED
-        reason = no_decode(batch, self.query_len)
-        if reason is None and hidden_states.data_ptr() != self._target()[0].data_ptr():
-            reason = Reason.NO_FULL_GRAPH
-        if reason is None:
-            held = self.hold(batch.req_ids, batch.idx_mapping_np, batch.num_tokens_after_padding)
-            if isinstance(held, Held):
-                sampling = Reason.STRUCTURED_OUTPUT if grammar else held.sampling
-                return held.graphs.sample(sampling), held.graphs.drafting
-            reason = held
+        found = decode_query_len(batch, self.most_reqs)
+        if not isinstance(found, Reason):
+            if hidden_states.data_ptr() != self._target()[0].data_ptr():
+                found = Reason.NO_FULL_GRAPH
+            else:
+                held = self.hold(batch.req_ids, batch.idx_mapping_np, found, batch.num_tokens_after_padding)
+                if isinstance(held, Held):
+                    sampling = Reason.STRUCTURED_OUTPUT if grammar else held.sampling
+                    return held.graphs.sample(sampling), held.graphs.drafting
+                found = held
         self.held = None
-        return Reason.STRUCTURED_OUTPUT if grammar else self._sampling_alone(hidden_states, batch, reason), reason
+        return Reason.STRUCTURED_OUTPUT if grammar else self._sampling_alone(hidden_states, batch, found), found
 
-    def hold(self, req_ids: list[str], rows: np.ndarray, num_tokens: int) -> Held | Reason:
+    def hold(self, req_ids: list[str], rows: np.ndarray, query_len: int, num_tokens: int) -> Held | Reason:
         """Have the buffers hold these requests, or say why graphs do not serve them.
 
         Args:
-            req_ids: each past its prompt and with all its drafts, in the order of the batch.
+            req_ids: each past its prompt and with equally many drafts, in the order of the batch.
             rows: [number of requests], integers: each one's row in the runner's state.
+            query_len: tokens of each.
             num_tokens: of the batch, with padding.
         """
-        found = self._served.get(len(req_ids))
+        found = self._served.get((query_len, len(req_ids)))
         if found is None:
             return Reason.LARGER_BATCH if self._served else Reason.NOT_CAPTURED
         if num_tokens != found.shape.num_tokens:
             return Reason.NO_FULL_GRAPH
         # A request that gets another row is prefilled in its next step, which ends what is held.
-        if self.held is not None and req_ids == self.held.req_ids:
+        if self.held is not None and found is self.held.graphs and req_ids == self.held.req_ids:
             return self.held
         if self._lacks_row(len(rows), found):
             return Reason.NO_FREE_ROW
-        self._write(rows)
+        self._write(rows, query_len)
         self.held = Held(req_ids, rows, self._needed(rows), found)
         return self.held
 
@@ -501,11 +521,11 @@ class TailGraphs:
         needed = SamplerParts.of(self._runner.sampler.sampling_states, rows, self._splits_top_p)
         return Reason.SAMPLING_PARAMETERS if needed is None else needed
 
-    def _write(self, rows: np.ndarray, logits: LogitsRows | None = None) -> None:
+    def _write(self, rows: np.ndarray, query_len: int, logits: LogitsRows | None = None) -> None:
         assert self._buffers is not None
         free = self._runner.req_states.free_indices
         # Without padding nothing is written to the row.
-        self._buffers.write(rows, free[-1] if free else int(rows[0]), logits)
+        self._buffers.write(rows, free[-1] if free else int(rows[0]), query_len, logits)
 
     def _sampling_alone(self, hidden_states: torch.Tensor, batch: Any, reason: Reason) -> torch.cuda.CUDAGraph | Reason:
         """The graph that samples for a batch which graphs do not draft for; or why vLLM samples.
@@ -514,7 +534,18 @@ class TailGraphs:
             reason: why graphs do not draft.
         """
         rows, num_logits = batch.idx_mapping_np, np.diff(batch.cu_num_logits_np)
-        found = self._served.get(batch.num_reqs)
+        num_rows = int(num_logits.sum())
+        # With a row for each request of padding.
+        found = min(
+            (
+                graphs
+                for query_len in self.most_reqs
+                if (graphs := self._served.get((query_len, batch.num_reqs)))
+                and graphs.shape.num_tokens - graphs.shape.num_reqs >= num_rows - batch.num_reqs
+            ),
+            key=lambda graphs: graphs.shape.num_tokens,
+            default=None,
+        )
         if found is None:
             return Reason.LARGER_BATCH
         if not found.sampling:
@@ -523,7 +554,7 @@ class TailGraphs:
         # A batch without drafts has another sampler of vLLM's.
         if (
             not batch.num_draft_tokens
-            or graph_logits - int(num_logits.sum()) > _SURPLUS
+            or graph_logits - num_rows > _SURPLUS
             or verified_in_chunks(graph_logits, vocab_size)
         ):
             return reason
@@ -541,7 +572,7 @@ class TailGraphs:
             # The target's own graphs alone write there, and nobody reads what they left.
             torch.index_select(hidden_states, 0, batch.logits_indices, out=states[: len(batch.logits_indices)])
         ends = batch.query_start_loc_np[1 : 1 + batch.num_reqs]
-        self._write(rows, LogitsRows(num_logits, ends, gathered))
+        self._write(rows, found.query_len, LogitsRows(num_logits, ends, gathered))
         return found.sample(needed)
 
     def held_batch(self) -> Any:
@@ -552,9 +583,9 @@ class TailGraphs:
         held, buffers, runner = self.held, self._buffers, self._runner
         assert held is not None
         assert buffers is not None
-        shape, query_len = held.graphs.shape, self.query_len
+        shape, query_len = held.graphs.shape, held.graphs.query_len
         num_reqs, num_tokens = len(held.req_ids), len(held.req_ids) * query_len
-        recorded, states = self._batches[shape.num_reqs], runner.req_states
+        recorded, states = self._batches[query_len, shape.num_reqs], runner.req_states
         start_loc: Any = np.minimum(np.arange(shape.num_reqs + 1), num_reqs).astype(np.int32) * np.int32(query_len)
         return dataclasses.replace(
             recorded,
