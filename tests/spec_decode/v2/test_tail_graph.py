@@ -319,6 +319,21 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
     assert graphs.drafts_of(torch.arange(2)).data_ptr() == runner.speculator.drafts.data_ptr()
 
 
+def test_the_same_requests_are_held_anew_with_another_number_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the graphs read differs, for as many requests."""
+    graphs = TailGraphs(SimpleNamespace(max_num_reqs=8, req_states=SimpleNamespace(free_indices=[7])))
+    graph, written = SimpleNamespace(), []
+    made = {width: _Graphs(uniform_shape(width, 2), {}, graph) for width in (4, 2)}  # type: ignore[arg-type]
+    graphs._served = {(width, 2): one for width, one in made.items()}
+    monkeypatch.setattr(graphs, "_needed", lambda *_: SamplerParts.PLAIN)
+    monkeypatch.setattr(graphs, "_write", lambda rows, query_len: written.append(query_len))
+    for width in (4, 4, 2, 2, 4):
+        held = graphs.hold(["a", "b"], np.array([0, 1]), width, 2 * width)
+        assert not isinstance(held, Reason)
+        assert held.graphs is made[width]
+    assert written == [4, 2, 4]
+
+
 def test_a_graph_with_far_more_logits_than_a_batch_has_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor one whose logits vLLM verifies in chunks: it divides them where the decode batch of the capture has them."""
     runner: Any = SimpleNamespace(
@@ -326,8 +341,10 @@ def test_a_graph_with_far_more_logits_than_a_batch_has_is_not_replayed(monkeypat
     )
     graphs = TailGraphs(runner)
     graph: Any = object()
-    graphs._served = {(4, 2): _Graphs(uniform_shape(4, 2), {SamplerParts.PLAIN: graph}, graph)}
-    graphs.most_reqs = {4: 2}
+    graphs._served = {
+        (width, 2): _Graphs(uniform_shape(width, 2), {SamplerParts.PLAIN: graph}, graph) for width in (4, 2)
+    }
+    graphs.most_reqs = {4: 2, 2: 2}
     needed: Any = Reason.NO_FREE_ROW
     monkeypatch.setattr(graphs, "_needed", lambda *_: needed)
     batch = SimpleNamespace(
@@ -340,6 +357,9 @@ def test_a_graph_with_far_more_logits_than_a_batch_has_is_not_replayed(monkeypat
     assert graphs._sampling_alone(HIDDEN, batch, Reason.PROMPT) is needed
     monkeypatch.setattr(tail_graph, "_SURPLUS", 2)
     assert graphs._sampling_alone(HIDDEN, batch, Reason.PROMPT) is Reason.PROMPT
+    # With a schedule the smallest that holds its logits is replayed.
+    few = SimpleNamespace(**{**vars(batch), "cu_num_logits_np": np.array([0, 2, 3])})
+    assert graphs._sampling_alone(HIDDEN, few, Reason.PROMPT) is needed
     monkeypatch.setattr(tail_graph, "_SURPLUS", 3)
     assert graphs._sampling_alone(HIDDEN, batch, Reason.PROMPT) is needed
     monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", 8 * 4 << 20, raising=False)
