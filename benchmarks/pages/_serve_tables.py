@@ -62,8 +62,8 @@ def live(files: Sequence[Found]) -> str:
     loads = "; ".join(dict.fromkeys(_prompts(file.results["settings"]) for file in files))
     said = (
         f"With the plugin by stock: more tokens/s, and less time to the first token and per token, are better. On one "
-        f"{devices}; {loads}. On a busy host other engines started or ran on another GPU meanwhile. Every figure and its "
-        f"conditions: [serve.md](benchmarks/results/serve.md)."
+        f"{devices}; {loads}. On a busy host other engines started or ran on another GPU meanwhile. Every figure and "
+        f"its conditions: [serve.md](benchmarks/results/serve.md)."
     )
     return "\n".join([*table(names, found), "", paragraph(said)])
 
