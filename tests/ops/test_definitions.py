@@ -215,3 +215,5 @@ def test_a_quantized_cache_is_an_error() -> None:
     one = torch.ones(1, 1, 8)
     with pytest.raises(NotImplementedError, match="kv_cache_dtype=fp8"):
         definitions.reshape_and_cache_flash(one, one, one, one, torch.tensor([0]), "fp8", one, one)
+    with pytest.raises(NotImplementedError, match="concat_and_cache_mla in torch has no kv_cache_dtype=fp8"):
+        definitions.concat_and_cache_mla(one[0], one[0], one, torch.tensor([0]), "fp8", one)

@@ -113,6 +113,46 @@ def cases(ops: Any, own: Callable[[str], Callable[..., None]]) -> dict[str, Case
         one = torch.ones((), device=t["key"].device)
         ops.reshape_and_cache_flash(t["key"], t["value"], *t["cache"].unbind(0), t["slots"], "auto", one, one)
 
+    def latent_inputs(generator: torch.Generator) -> Tensors:
+        made = cache_inputs(generator)
+        return {
+            "latent": normal(generator, TOKENS + 2, 6),
+            "rotary": normal(generator, TOKENS + 2, 2),
+            "cache": normal(generator, 3, 4, 8),
+            "slots": made["slots"],
+        }
+
+    def plain_latent(t: Tensors) -> None:
+        for token, slot in enumerate(t["slots"].tolist()):
+            if slot >= 0:
+                t["cache"][slot // 4, slot % 4] = torch.cat([t["latent"][token], t["rotary"][token]])
+
+    def latent_call(t: Tensors) -> None:
+        one = torch.ones((), device=t["cache"].device)
+        ops.concat_and_cache_mla(t["latent"], t["rotary"], t["cache"], t["slots"], "auto", one)
+
+    def gather_inputs(generator: torch.Generator) -> Tensors:
+        """Of three requests 3, no and 6 rows, from positions 4, 0 and 0 on."""
+        return {
+            "cache": normal(generator, 9, 4, 8),
+            "table": torch.randperm(9, generator=generator).int().view(3, 3),
+            "ends": torch.tensor([0, 3, 3, 9], dtype=torch.int32),
+            "of": torch.tensor([0] * 3 + [2] * 6 + [7], dtype=torch.int32),
+            "from": torch.tensor([4, 0, 0], dtype=torch.int32),
+            "out": normal(generator, 11, 8),
+        }
+
+    def plain_gather(t: Tensors) -> None:
+        rows = [(0, 4), (0, 5), (0, 6), *((2, position) for position in range(6))]
+        for row, (request, position) in enumerate(rows):
+            t["out"][row] = t["cache"][t["table"][request, position // 4], position % 4]
+
+    def gather_call(t: Tensors) -> None:
+        one = torch.ones((), device=t["out"].device)
+        ops.gather_and_maybe_dequant_cache(
+            t["cache"], t["out"], t["table"], t["ends"], t["of"], 9, "auto", one, t["from"]
+        )
+
     def plain_rope(t: Tensors) -> None:
         from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -311,6 +351,8 @@ def cases(ops: Any, own: Callable[[str], Callable[..., None]]) -> dict[str, Case
         "rms_norm": Case(norm_inputs, lambda t: ops.rms_norm(t["out"], t["x"], t["weight"], 1e-6), plain_norm),
         "apply_repetition_penalties_": Case(penalty_inputs, penalties, plain_penalties),
         "reshape_and_cache_flash": Case(cache_inputs, cache_call, plain_cache),
+        "concat_and_cache_mla": Case(latent_inputs, latent_call, plain_latent),
+        "gather_and_maybe_dequant_cache": Case(gather_inputs, gather_call, plain_gather),
         "rotary_embedding": Case(
             rope_inputs,
             lambda t: ops.rotary_embedding(t["positions"], t["query"], None, 64, t["cache"], True),

@@ -224,12 +224,82 @@ def reshape_and_cache_flash(
     Raises:
         NotImplementedError: a quantized cache.
     """
+    _unquantized("reshape_and_cache_flash", kv_cache_dtype)
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        _write_slots(new, cache, slot_mapping)
+
+
+def concat_and_cache_mla(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    scale: torch.Tensor,
+    skip_scale: bool = False,
+) -> None:
+    """Write latents and rotary keys, side by side, into the paged cache.
+
+    Args:
+        kv_c: [tokens or more, latent size].
+        k_pe: [tokens or more, rotary size].
+        kv_cache: [blocks, block_size, latent size + rotary size], any strides. Written.
+        slot_mapping: as above.
+        kv_cache_dtype: as above.
+
+    Raises:
+        NotImplementedError: a quantized cache.
+    """
+    _unquantized("concat_and_cache_mla", kv_cache_dtype)
+    _write_slots(torch.cat([kv_c, k_pe], -1), kv_cache, slot_mapping)
+
+
+def gather_and_maybe_dequant_cache(
+    src_cache: torch.Tensor,
+    dst: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    token_to_seq: torch.Tensor,
+    num_tokens: int,
+    kv_cache_dtype: str,
+    scale: torch.Tensor,
+    seq_starts: torch.Tensor | None = None,
+) -> None:
+    """Read keys of several requests out of the paged cache, one request behind the other.
+
+    Args:
+        src_cache: [blocks, block_size, size], any strides.
+        dst: [num_tokens or more, size]. Its first rows are written.
+        block_table: [requests, blocks of a request], integers.
+        cu_seq_lens: [requests + 1], integers: where each request's rows begin.
+        token_to_seq: [num_tokens or more], integers: the request of each row.
+        num_tokens: how many rows there are.
+        kv_cache_dtype: as above.
+        seq_starts: [requests], integers: the position of each request's first row; None for 0.
+
+    Raises:
+        NotImplementedError: a quantized cache.
+    """
+    _unquantized("gather_and_maybe_dequant_cache", kv_cache_dtype)
+    block_size, requests = src_cache.shape[1], token_to_seq[:num_tokens].long()
+    positions = torch.arange(num_tokens, device=dst.device) - cu_seq_lens[requests]
+    if seq_starts is not None:
+        positions = positions + seq_starts[requests]
+    blocks = block_table[requests, positions // block_size].long()
+    dst[:num_tokens].copy_(src_cache[blocks, positions % block_size])
+
+
+def _unquantized(name: str, kv_cache_dtype: str) -> None:
     if kv_cache_dtype not in ("auto", "bfloat16", "float16"):
         raise NotImplementedError(
-            f"reshape_and_cache_flash in torch has no kv_cache_dtype={kv_cache_dtype}; expected auto, bfloat16 or "
-            "float16: choose another --kv-cache-dtype or attention backend"
+            f"{name} in torch has no kv_cache_dtype={kv_cache_dtype}; expected auto, bfloat16 or float16: choose "
+            "another --kv-cache-dtype or attention backend"
         )
-    tokens, block_size = slot_mapping.shape[0], key_cache.shape[1]
+
+
+def _write_slots(new: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Write rows of ``new`` into blocks of ``cache``, of which a row has the shape."""
+    tokens, block_size = slot_mapping.shape[0], cache.shape[1]
     if tokens == 0:
         return
     written = slot_mapping >= 0
@@ -238,10 +308,9 @@ def reshape_and_cache_flash(
     first = written.int().argmax().view(1)
     slots = torch.where(written, slot_mapping, slot_mapping[first].clamp(min=0))
     places = (slots // block_size, slots % block_size)
-    written = written.view(-1, 1, 1)
-    for new, cache in ((key[:tokens], key_cache), (value[:tokens], value_cache)):
-        rest = torch.where(written[first], new[first].to(cache.dtype), cache[places[0][first], places[1][first]])
-        cache.index_put_(places, torch.where(written, new.to(cache.dtype), rest))
+    new, written = new[:tokens].to(cache.dtype), written.view(-1, *(1,) * (new.dim() - 1))
+    rest = torch.where(written[first], new[first], cache[places[0][first], places[1][first]])
+    cache.index_put_(places, torch.where(written, new, rest))
 
 
 def moe_align_block_size(

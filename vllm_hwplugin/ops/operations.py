@@ -75,6 +75,8 @@ DEFINED: Final = _by_name(
         ("logits",),
     ),
     Operation("reshape_and_cache_flash", "_C_cache_ops", "FLEX_ATTENTION", ("key_cache", "value_cache")),
+    Operation("concat_and_cache_mla", "_C_cache_ops", "MLA, for the keys of each step", ("kv_cache",)),
+    Operation("gather_and_maybe_dequant_cache", "_C_cache_ops", "MLA, for prompts with a context", ("dst",)),
     Operation(
         "moe_align_block_size",
         "_moe_C",
