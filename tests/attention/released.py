@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's attention base classes and FlashAttention backend of any version, executed from their text.
 
-Those two modules are that version's own. What they import of vLLM beside that answers every name with a ``MagicMock``,
-except what a class needs to be built and run without a device: no context parallelism, the cache layout NHD or HND, and
-a plain torch function in place of the Triton kernel that writes the cache. torch is the installed one.
+Those modules, and the one with the base class for MLA's prompts, are that version's own. What they import of vLLM
+beside that answers every name with a ``MagicMock``, except what a class needs to be built and run without a device: no
+context parallelism, the cache layout NHD or HND, and a plain torch function in place of the Triton kernel that writes
+the cache. torch is the installed one.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import torch
 REAL = {
     "vllm.v1.attention.backend": "vllm/v1/attention/backend.py",
     "vllm.v1.attention.backends.flash_attn": "vllm/v1/attention/backends/flash_attn.py",
+    "vllm.v1.attention.backends.mla.prefill.base": "vllm/v1/attention/backends/mla/prefill/base.py",
 }
 # Made anew with each version, because they bind that version's classes.
 OWN = (
     *(f"vllm_hwplugin.attention.{name}" for name in ("flash", "cuda")),
-    *(f"vllm_hwplugin.musa.{name}" for name in ("_mate_warmup", "attention")),
+    *(f"vllm_hwplugin.musa.{name}" for name in ("_mate", "_mate_warmup", "attention", "mla_prefill")),
 )
 PAGED = "vllm_hwplugin.attention.paged"
 

@@ -28,7 +28,9 @@ def mate(calls: list[dict[str, Any]] | None = None) -> ModuleType:
         sys.modules.update(before)
     module._device.TYPE = "cpu"
     if calls is not None:
-        for name in ("flash_attn_varlen_func", "get_scheduler_metadata"):
+        for name in (
+            "flash_attn_varlen_func", "flash_mla_with_kvcache", "get_mla_metadata", "get_scheduler_metadata",
+        ):  # fmt: skip
             setattr(module, name, _noted(getattr(module, name), calls))
     return module  # type: ignore[no-any-return]
 

@@ -44,6 +44,7 @@ def members(*backends: Any) -> dict[str, Any]:
 
 
 TRITON, FLEX, MLA = backend("TRITON_ATTN"), backend("FLEX_ATTENTION"), backend("TRITON_MLA")
+FLASHMLA = backend("FLASHMLA", "vLLM's own class, which is not for this device")
 FLASH = backend("FLASH_ATTN", "vLLM's own class, which is not for this device")
 OWN = "vllm_hwplugin.musa.attention"
 
@@ -75,6 +76,21 @@ def test_mates_flash_attn_is_first_where_it_is_there_and_fits(monkeypatch: pytes
     assert attention.choose(None, Config(), None, known) == "vllm.made.up.TRITON_ATTNBackend"
 
 
+def test_mates_flashmla_is_first_for_mla_where_it_is_there_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    latent, known = Config(head_size=576, use_mla=True), members(MLA, FLASHMLA)
+    monkeypatch.setitem(sys.modules, "vllm_hwplugin.musa.mla", None)
+    assert attention.choose(None, latent, None, known) == "vllm.made.up.TRITON_MLABackend"
+    with pytest.raises(ValueError, match=r"FLASHMLA: ModuleNotFoundError: .*Moore Threads' mate"):
+        attention.choose(FLASHMLA, latent, None, known)
+    own = ModuleType("vllm_hwplugin.musa.mla")
+    monkeypatch.setitem(sys.modules, own.__name__, own)
+    for reasons, chosen in (((), "MusaFlashMLA"), (("block_size not supported",), "TRITON_MLA")):
+        own.MusaFlashMLABackend = backend("MusaFlashMLA", *reasons).get_class()  # type: ignore[attr-defined]
+        assert attention.choose(None, latent, None, known) == f"vllm.made.up.{chosen}Backend"
+    theirs = backend("FLASHMLA", overridden=True)
+    assert attention.choose(None, latent, None, members(MLA, theirs)) == "vllm.made.up.FLASHMLABackend"
+
+
 @pytest.mark.parametrize("version", ["3.2.0", None])
 def test_a_triton_that_cannot_compile_a_backend_is_not_chosen_for_it_unless_it_is_named(
     version: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -82,7 +98,7 @@ def test_a_triton_that_cannot_compile_a_backend_is_not_chosen_for_it_unless_it_i
     monkeypatch.setattr(attention.versions, "installed", {"triton": version}.get)
     caplog.set_level(logging.WARNING, "vllm.hwplugin")
     monkeypatch.setattr(attention.logger, "propagate", True)
-    known = members(TRITON, FLASH, FLEX, MLA)
+    known = members(TRITON, FLASH, FLEX, MLA, FLASHMLA)
     assert attention.choose(None, Config(), None, known) == "vllm.made.up.FLEX_ATTENTIONBackend"
     with pytest.raises(ValueError, match=r"TRITON_MLA: Triton .*3\.6 or later.*--attention-backend TRITON_MLA"):
         attention.choose(None, Config(use_mla=True), None, known)
@@ -90,7 +106,10 @@ def test_a_triton_that_cannot_compile_a_backend_is_not_chosen_for_it_unless_it_i
     assert attention.choose(TRITON, Config(), None, known) == "vllm.made.up.TRITON_ATTNBackend"
     assert len(caplog.records) == 1
     theirs = backend("TRITON_MLA", overridden=True)
-    assert attention.choose(None, Config(use_mla=True), None, members(theirs)) == "vllm.made.up.TRITON_MLABackend"
+    assert (
+        attention.choose(None, Config(use_mla=True), None, members(theirs, FLASHMLA))
+        == "vllm.made.up.TRITON_MLABackend"
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +130,8 @@ def test_the_named_backend_is_taken_or_its_reason_told() -> None:
 @pytest.mark.parametrize(("name", "mla"), [("FLASHINFER", False), ("TRITON_MLA", False), ("TRITON_ATTN", True)])
 def test_a_backend_for_other_devices_is_refused_with_those_that_work(name: str, mla: bool) -> None:
     with pytest.raises(
-        ValueError, match=f"{name} is not supported on MUSA: expected {'TRITON_MLA' if mla else 'FLASH_ATTN'}"
+        ValueError,
+        match=f"{name} is not supported on MUSA: expected {'FLASHMLA or TRITON_MLA' if mla else 'FLASH_ATTN'}",
     ):
         attention.choose(backend(name), Config(use_mla=mla), None, members(TRITON, FLEX, MLA))
 

@@ -79,6 +79,12 @@ KERNELS = {
             "TOPP_ENABLED": True,
         },
     ),
+    "parts of a context, merged": (
+        "vllm.v1.attention.ops.triton_merge_attn_states:merge_attn_states_kernel",
+        "output:fp16 output_lse:fp32 prefix_output:fp16 prefix_lse:fp32 suffix_output:fp16 suffix_lse:fp32",
+        {"HEAD_SIZE": 128, "PADDED_HEAD_SIZE": 128, "OUTPUT_LSE": True, "USE_FP8": False, "output_scale": None}
+        | {"FP8_MIN": -448.0, "FP8_MAX": 448.0, "prefill_tokens_with_context": 64},
+    ),
     "next tokens of drafters": (
         "vllm.v1.spec_decode.utils:eagle_prepare_next_token_padded_kernel",
         "discard_request_mask:i1",

@@ -153,6 +153,8 @@ def test_the_musa_class_makes_a_configuration_on_the_real_vllm(run: Run) -> None
         latent = causal._replace(head_size=576, use_mla=True)
         for named, asked_for in ((AttentionBackendEnum.FLEX_ATTENTION, causal), (None, latent)):
             print(">", current_platform.get_attn_backend_cls(named, asked_for).rpartition(".")[2])
+        from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+        print(">", MLAPrefillBackendEnum.FLASH_ATTN.get_path().rpartition(".")[2])
         # Another project's package of that name.
         sys.modules["mate"] = type(sys)("mate")
         try:
@@ -186,6 +188,7 @@ def test_the_musa_class_makes_a_configuration_on_the_real_vllm(run: Run) -> None
         "MTT S5000 3",
         "FlexAttentionBackend",
         "TritonMLABackend",
+        "MusaMLAPrefillBackend",
         "True",
         "True",
         "2",

@@ -2,9 +2,9 @@
 """Which of vLLM's attention backends the MUSA platform uses.
 
 vLLM's compiled kernels (``vllm._C``, FlashAttention, FlashInfer, FlashMLA, CUTLASS) are built for other devices. The
-plugin's FLASH_ATTN is left, if mate is installed, and what compiles on the host: Triton kernels, if Triton is new
-enough for them, and FlexAttention through ``torch.compile``. Then each backend's own declarations decide, by vLLM's own
-``validate_configuration``. Not run on MUSA hardware.
+plugin's FLASH_ATTN and FLASHMLA are left, if mate is installed, and what compiles on the host: Triton kernels, if
+Triton is new enough for them, and FlexAttention through ``torch.compile``. Then each backend's own declarations decide,
+by vLLM's own ``validate_configuration``. Not run on MUSA hardware.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ logger = logging.getLogger("vllm.hwplugin")
 # Best first, as vllm-musa has them: mate is the vendor's library, and its kernels depend on no release of Triton. Names
 # and not members: vLLM's list of backends differs from version to version.
 DECODER: Final = (MUSA.name, "TRITON_ATTN", "FLEX_ATTENTION")
-MLA: Final = ("TRITON_MLA",)
+MLA: Final = ("FLASHMLA", "TRITON_MLA")
+# The plugin's classes in place of vLLM's: module and name.
+_OWN: Final = {
+    MUSA.name: (MUSA.module, MUSA.cls),
+    "FLASHMLA": ("vllm_hwplugin.musa.mla", "MusaFlashMLABackend"),
+}
 _IN_TRITON: Final = ("TRITON_ATTN", "TRITON_MLA")
 
 
@@ -63,8 +68,7 @@ def _first(members: Sequence[Any], config: Any, capability: Any, *, named: bool)
     asked = config._asdict()
     for member in members:
         try:
-            own = _is_own(member)
-            backend = getattr(importlib.import_module(MUSA.module), MUSA.cls) if own else member.get_class()
+            backend = _own_class(member) if _is_own(member) else member.get_class()
         except Exception as error:
             # Importing it runs what it needs (mate, Triton), and those raise whatever they like without a device or in
             # a wrong build. That ends this backend and not the choice.
@@ -112,4 +116,9 @@ def _unavailable(member: Any, error: Exception) -> str:
 
 def _is_own(member: Any) -> bool:
     """Whether the plugin's class stands in place of vLLM's."""
-    return bool(member.name == MUSA.name and not member.is_overridden())
+    return bool(member.name in _OWN and not member.is_overridden())
+
+
+def _own_class(member: Any) -> Any:
+    module, name = _OWN[member.name]
+    return getattr(importlib.import_module(module), name)

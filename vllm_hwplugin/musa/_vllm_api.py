@@ -20,6 +20,9 @@ _FUSIONS: Final = ("enable_sp", "enable_qk_norm_rope_fusion")
 # What tells of kernels that are compiled while requests are served: from 0.21 on, under the second name from 0.25 on.
 _JIT_MONITORS: Final = ("vllm.triton_utils.jit_monitor", "vllm.utils.jit_monitor")
 
+# Which classes compute the prompts of MLA: from 0.21 on, and others than vLLM's from 0.23 on.
+_MLA_PREFILLS: Final = "vllm.v1.attention.backends.mla.prefill.registry"
+
 
 def switch_off_fusions(pass_config: Any) -> tuple[str, ...]:
     """Switch off the passes that fuse into kernels of ``vllm._C``, and return the names of those that were on."""
@@ -115,3 +118,25 @@ def taken_for_cuda(device_config: Any, cuda: Any, musa: Any) -> Iterator[None]:
     finally:
         device_config.device_type = device_type
         cuda.is_available = is_available
+
+
+@functools.cache
+def register_mla_prefill(path: str) -> None:
+    """Have vLLM compute the prompts of MLA by a class, which has the name FLASH_ATTN there. Can be done from 0.23 on.
+
+    On a device without a compute capability vLLM takes FLASH_ATTN, whose own class is for other devices. Another
+    plugin's stays.
+
+    Args:
+        path: the qualified name of a ``MLAPrefillBackend``. It is imported when a layer is made.
+    """
+    try:
+        registry: Any = importlib.import_module(_MLA_PREFILLS)
+        register, member = registry.register_mla_prefill_backend, registry.MLAPrefillBackendEnum.FLASH_ATTN
+    except (ImportError, AttributeError):
+        logger.warning(
+            "models with MLA cannot be served on MUSA by this vLLM, but from 0.23 on: their prompts need mate"
+        )
+        return
+    if not member.is_overridden():
+        register(member, path)

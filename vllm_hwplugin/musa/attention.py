@@ -8,9 +8,8 @@ computes the attention, and the Triton kernel of vLLM's TRITON_ATTN writes the c
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import mate  # type: ignore[import-not-found]  # MUSA hosts only
@@ -29,30 +28,14 @@ from vllm.version import __version__
 from ..attention.backends import MUSA
 from ..attention.classes import declares
 from ..attention.flash import has_images, split, symmetric
+from ._mate import checked, other_type
 from ._mate_schedule import ARGUMENTS, Schedule, Schedules
 from ._mate_warmup import dummy_batches
 
 logger = logging.getLogger("vllm.hwplugin")
 
-
-def _checked(name: str, arguments: Sequence[str]) -> Callable[..., torch.Tensor]:
-    """A function of mate's that takes all of these, and requires no more.
-
-    mate changed names of arguments from release to release, and one that is left out would be a wrong answer: a model
-    without its sinks, or a mask that is causal.
-    """
-    function: Callable[..., torch.Tensor] = getattr(mate, name)
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(arguments))
-    except (TypeError, ValueError) as error:
-        raise ImportError(
-            f"mate.{name} cannot be called as FLASH_ATTN calls it, with {', '.join(arguments)}: {error}. mate 0.2.2 "
-            "can; TRITON_ATTN and FLEX_ATTENTION need no mate"
-        ) from error
-    return function
-
-
-_attend = _checked(
+_attend = checked(
+    "FLASH_ATTN",
     "flash_attn_varlen_func",
     (
         "q", "k", "v", "out", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k", "page_table",
@@ -62,7 +45,7 @@ _attend = _checked(
 )  # fmt: skip
 _plan: Callable[..., torch.Tensor] | None = None
 if hasattr(mate, "get_scheduler_metadata"):
-    _plan = _checked("get_scheduler_metadata", ARGUMENTS)
+    _plan = checked("FLASH_ATTN", "get_scheduler_metadata", ARGUMENTS)
 else:
     logger.warning(
         "FLASH_ATTN on MUSA does not split the keys of a request: mate has no get_scheduler_metadata. Decodes of few "
@@ -329,9 +312,7 @@ class MusaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  #
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any
     ) -> str | None:
         """A cache of another type than the queries'. vLLM's own answer compares with CUDA architectures."""
-        if kv_cache_dtype in (None, "auto") or str(dtype) == f"torch.{kv_cache_dtype}":
-            return None
-        return f"FLASH_ATTN on MUSA needs keys of the queries' type {dtype}, and the KV cache is {kv_cache_dtype}"
+        return other_type("FLASH_ATTN", dtype, kv_cache_dtype)
 
 
 def _refuse_images(ranges: Mapping[int, list[Any]] | None) -> None:

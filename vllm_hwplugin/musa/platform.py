@@ -53,6 +53,7 @@ _ENVIRONMENT = {
 # Up to 0.23 the kernels are `_C` and `_moe_C`; later ones are built on torch's stable interface. A build for MUSA may
 # have any of them.
 _KERNELS = ("vllm._C", "vllm._C_stable_libtorch", "vllm._moe_C", "vllm._moe_C_stable_libtorch")
+_MLA_PREFILL = "vllm_hwplugin.musa.mla_prefill.MusaMLAPrefillBackend"
 # vLLM asks torch for a mode that torch_musa does not have, in 0.25 to 0.27 also where it has no effect otherwise.
 _SYNC_CHECK = "VLLM_GPU_SYNC_CHECK"
 
@@ -221,6 +222,8 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
             selected_backend, attn_selector_config, cls.get_device_capability(), AttentionBackendEnum
         )
         logger.info("attention backend on MUSA: %s", chosen)
+        if attn_selector_config.use_mla:
+            _vllm_api.register_mla_prefill(_MLA_PREFILL)
         return chosen
 
     @classmethod

@@ -16,6 +16,17 @@ _SCHEMAS = {
         "Tensor? sink, Tensor? metadata, float scale, bool causal, int left, int right, float softcap, int num_splits, "
         "int tile_m, int tile_n, bool packed, bool local, int units, int longest) -> ()"
     ),
+    # lse: (heads, tokens); k and v: (keys, heads, size).
+    "packed": (
+        "(Tensor(a!) out, Tensor(b!) lse, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+        "float scale, bool causal, int longest_q, int longest_k, bool built) -> ()"
+    ),
+    # out: (requests, tokens, heads, 512); lse: (requests, tokens, heads); cache: (pages, 64, 1, 576).
+    "latent": (
+        "(Tensor(a!) out, Tensor(b!) lse, Tensor q, Tensor cache, Tensor block_table, Tensor lengths, Tensor parts, "
+        "Tensor num_splits, float scale, bool causal) -> ()"
+    ),
+    "latent_plan": "(Tensor(a!) parts, Tensor(b!) num_splits, Tensor lengths) -> ()",
     "schedule": (
         "(Tensor(a!) metadata, Tensor cu_seqlens_q, Tensor seqused_k, bool causal, bool local, int left, int right, "
         "int num_splits, int tile_m, int tile_n, int rows, int heads, int units) -> ()"
@@ -75,6 +86,106 @@ def attention(
             hidden = hidden | (behind > left) | (-behind > right)
         scores = scores.masked_fill(hidden, float("-inf"))
         out[start:end] = _combined(scores, values, sink, splits, tile_n)
+
+
+def packed(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scale: float,
+    causal: bool,
+    longest_q: int,
+    longest_k: int,
+    built: bool,
+) -> None:
+    for name, starts, longest, rows in (("q", cu_seqlens_q, longest_q, q), ("k", cu_seqlens_k, longest_k, k)):
+        found = int(starts.diff().max())
+        if found > longest or int(starts[-1]) > len(rows):
+            raise RuntimeError(f"max_seqlen_{name} is {longest}, and a request has {found} of {len(rows)}")
+    groups = q.shape[1] // k.shape[1]
+    for request in range(len(cu_seqlens_q) - 1):
+        rows, keys = (slice(*starts[request : request + 2].tolist()) for starts in (cu_seqlens_q, cu_seqlens_k))
+        if rows.start == rows.stop:
+            continue
+        if keys.start == keys.stop:
+            if built:
+                raise RuntimeError(f"request {request} has no keys, and what the built kernel does then is not known")
+            out[rows], lse[:, rows] = 0, float("-inf")
+            continue
+        found_out, found_lse = _rows(
+            q[rows].double(),
+            *(one[keys].double().repeat_interleave(groups, 1) for one in (k, v)),
+            scale,
+            causal,
+        )
+        out[rows], lse[:, rows] = found_out, found_lse
+
+
+def _rows(q: Any, keys: Any, values: Any, scale: float, causal: bool) -> tuple[Any, Any]:
+    """Attention, and the log-sum-exp of each head and row; the last query goes with the last key."""
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
+    if causal:
+        behind = torch.arange(len(keys) - len(q), len(keys))[:, None] - torch.arange(len(keys))[None, :]
+        scores = scores.masked_fill(behind < 0, float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values), scores.logsumexp(-1)
+
+
+def latent(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    parts: torch.Tensor,
+    num_splits: torch.Tensor,
+    scale: float,
+    causal: bool,
+) -> None:
+    right = torch.empty_like(parts), torch.empty_like(num_splits)
+    latent_plan(*right, lengths)
+    if not torch.equal(parts[:, :5], right[0][:, :5]) or not torch.equal(num_splits, right[1]):
+        raise RuntimeError(f"the plan is not that of the batch: found {parts[:, :5].tolist()}, {num_splits.tolist()}")
+    for request, length in enumerate(lengths.tolist()):
+        if length == 0:
+            # Nobody may use it.
+            out[request], lse[request] = float("nan"), float("nan")
+            continue
+        pages = block_table[request, : -(-length // cache.shape[1])].long()
+        if len(pages) * cache.shape[1] < length or int(pages.max()) >= len(cache):
+            raise RuntimeError(f"request {request} has {length} keys, and the block table does not hold them")
+        keys = cache[pages].flatten(0, 1)[:length].double().expand(-1, q.shape[2], -1)
+        found, sums = _rows(q[request].double(), keys, keys[..., : out.shape[-1]], scale, causal)
+        out[request], lse[request] = found, sums.transpose(0, 1)
+
+
+def latent_plan(parts: torch.Tensor, num_splits: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Give each part about as many pages, where a request costs five pages more than it has.
+
+    Of each part: its first request and page there, its last request and the page behind its last one, and how many
+    parts of its first request come before it. Behind these five is what was there.
+    """
+    pages = [max(-(-length // 64), 1) for length in lengths.tolist()]
+    room = -(-sum(count + 5 for count in pages) // len(parts)) + 5
+    request = done = before = 0
+    ends = [0]
+    for part in parts:
+        first, left = (request, done, before), room
+        while request < len(pages):
+            rest = pages[request] - done
+            if left < rest + 5:
+                taken = max(left - 5, 0)
+                done, before = done + taken, before + (taken > 0)
+                break
+            ends.append(ends[-1] + before + 1)
+            request, done, before, left = request + 1, 0, 0, left - rest - 5
+        last = (request, done) if done else (request - 1, pages[request - 1] if lengths[request - 1] else 0)
+        part[:5] = torch.tensor([*first[:2], *last, first[2]], dtype=torch.int32)
+    num_splits.copy_(torch.tensor(ends, dtype=torch.int32))
 
 
 def _combined(scores: Any, values: Any, sink: torch.Tensor | None, splits: int, tile_n: int) -> Any:
@@ -160,10 +271,16 @@ def _parts(
 # Several tests may load the package, each as a module of its own; an operation can be defined once in a process.
 if not hasattr(torch.ops.mate_standin, "attention"):
     _library = torch.library.Library("mate_standin", "DEF")
-    for _name, _function in (("attention", attention), ("schedule", schedule)):
+    for _name, _function in (
+        ("attention", attention), ("schedule", schedule), ("packed", packed), ("latent", latent),
+        ("latent_plan", latent_plan),
+    ):  # fmt: skip
         _library.define(_name + _SCHEMAS[_name])
         _library.impl(_name, _function, "CPU")
     torch.ops.mate_standin.library = _library
 
 attend = torch.ops.mate_standin.attention
 plan = torch.ops.mate_standin.schedule
+attend_packed = torch.ops.mate_standin.packed
+attend_latent = torch.ops.mate_standin.latent
+plan_latent = torch.ops.mate_standin.latent_plan

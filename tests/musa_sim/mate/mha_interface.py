@@ -50,12 +50,29 @@ def flash_attn_varlen_func(
     cp_tot_seqused_k: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> Any:
-    _refuse(
-        seqused_q is not None, qv is not None, attention_chunk, sm_margin, cp_world_size != 1, return_softmax_lse,
-        backend != "auto", cu_seqlens_k is not None,
-    )  # fmt: skip
+    _refuse(seqused_q is not None, qv is not None, attention_chunk, sm_margin, cp_world_size != 1)
     # What else mate takes, the plugin does not give it.
     assert cu_seqlens_q is not None
+    if cu_seqlens_k is not None:
+        assert page_table is None, "page_table is not supported with cu_seqlens_k"
+        _refuse(seqused_k is not None, learnable_sink is not None, softcap, scheduler_metadata is not None, num_splits)
+        _refuse(tuple(window_size or (-1, -1)) != (-1, -1))
+        found = _packed(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            softmax_scale,
+            causal,
+            pack_gqa,
+            backend,
+            out,
+        )
+        return found if return_softmax_lse else found[0]
+    _refuse(return_softmax_lse, backend != "auto")
     assert page_table is not None
     assert seqused_k is not None
     assert max_seqlen_q is not None
@@ -117,6 +134,71 @@ def flash_attn_varlen_func(
         _TILE_N, packed, local, _device.COMPUTE_UNITS, max_seqlen_q,
     )  # fmt: skip
     return out
+
+
+def _packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    softmax_scale: float | None,
+    causal: bool,
+    pack_gqa: bool | None,
+    backend: str,
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys of one request behind the other, without a cache: the result, and the log-sum-exp, (heads, queries)."""
+    assert max_seqlen_q is not None
+    heads, size = q.shape[-2:]
+    kv_heads, size_v = v.shape[-2:]
+    _on_device(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    assert q.dtype in _TYPES, "inputs must be float16 or bfloat16"
+    assert q.dtype == k.dtype == v.dtype, "inputs must have the same dtype"
+    _lengths_are_int32(cu_seqlens_q, cu_seqlens_k)
+    assert k.shape == (len(k), kv_heads, size)
+    assert v.shape == (len(k), kv_heads, size_v)
+    assert cu_seqlens_k.shape == cu_seqlens_q.shape, "cu_seqlens_k must have shape (batch_size + 1,)"
+    assert heads % kv_heads == 0, "num_head must be divisible by num_head_kv"
+    # Kernels that come built have these heads alone.
+    built = (size, size_v) == (192, 128) or size == size_v <= 128
+    backend = ("mubin" if built and max_seqlen_k is not None else "mutlass") if backend == "auto" else backend
+    if out is None:
+        out = torch.empty(len(q), heads, size_v, dtype=q.dtype, device=q.device)
+    assert out.shape == (len(q), heads, size_v)
+    assert out.dtype == q.dtype
+    assert out.device == q.device
+    if backend == "mubin":
+        assert built, "HeadDim unsupported"
+        assert max_seqlen_k is not None
+        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1, "must have contiguous last dimension"
+        assert out.is_contiguous()
+        assert max_seqlen_q > 0
+        assert max_seqlen_k > 0
+        need("flash_attention_ops", {})
+    else:
+        assert backend == "mutlass", f"Get unknown backend {backend}!"
+        tile_m, packed, sizes = _tiles(max_seqlen_q, heads // kv_heads, size, size_v, pack_gqa)
+        need(
+            "fmha_fwd",
+            {
+                "causal": causal,
+                "packed": packed,
+                "dtype": str(q.dtype),
+                "tile_m": tile_m,
+                "sizes": sizes,
+                "paged": False,
+            },
+        )
+    lse = torch.empty(heads, len(q), dtype=torch.float32, device=q.device)
+    scale = size**-0.5 if softmax_scale is None else softmax_scale
+    longest_k = len(k) if max_seqlen_k is None else max_seqlen_k
+    _kernels.attend_packed(
+        out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, max_seqlen_q, longest_k, backend == "mubin"
+    )
+    return out, lse
 
 
 def get_scheduler_metadata(

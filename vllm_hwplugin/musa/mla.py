@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLASHMLA on Moore Threads GPUs, over ``mate.flash_mla_with_kvcache``. Not run on MUSA hardware.
+
+Decodes alone: prompts are :mod:`.mla_prefill`'s. The KV cache and the metadata are those of vLLM's MLA backends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+
+from ._mate import checked, other_type
+from .mla_prefill import MusaMLAPrefillBackend
+
+_attend = checked(
+    "FLASHMLA",
+    "flash_mla_with_kvcache",
+    (
+        "q", "k_cache", "block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata", "num_splits",
+        "softmax_scale", "causal",
+    ),
+)  # fmt: skip
+_plan = checked("FLASHMLA", "get_mla_metadata", ("cache_seqlens", "num_q_tokens_per_head_k", "num_heads_k"))
+
+# Elements of a latent and of a rotary key, and tokens of a page: mate (0.2.2) has kernels for no others.
+_LATENT, _ROTARY, _PAGE = 512, 64, 64
+_NOT_IN_MLA = ("alibi_slopes", "sliding_window", "logits_soft_cap")
+
+
+@dataclasses.dataclass
+class MusaFlashMLADecodeMetadata(MLACommonDecodeMetadata):  # type: ignore[misc]  # as below
+    """vLLM's, and mate's plan.
+
+    Attributes:
+        parts: (parts that run side by side, 8), int32: where each begins and ends.
+        num_splits: (requests + 1,), int32: how many parts the requests up to each have.
+    """
+
+    parts: torch.Tensor
+    num_splits: torch.Tensor
+
+
+class MusaFlashMLAMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]  # as below
+    """vLLM's, with mate's plan of each decode batch.
+
+    A kernel makes the plan of the lengths. A graph reads it where it was at capture, so there is one place for it for
+    each number of requests and of their tokens, which each build writes to.
+    """
+
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[Any] = QueryLenSupport.UNIFORM
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._plans: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def _build_decode(self, **given: Any) -> MusaFlashMLADecodeMetadata:
+        requests, tokens = given["seq_lens_device"].shape[0], given["num_decode_tokens"]
+        made = _plan(
+            cache_seqlens=given["seq_lens_device"],
+            num_q_tokens_per_head_k=tokens // requests * self.num_heads,
+            num_heads_k=1,
+        )
+        kept = self._plans.setdefault((requests, tokens), made)
+        if kept is not made:
+            # What was made in this mode can be written to in no other, and vLLM builds metadata inside and outside.
+            with torch.inference_mode():
+                for old, new in zip(kept, made, strict=True):
+                    old.copy_(new)
+        return MusaFlashMLADecodeMetadata(**vars(super()._build_decode(**given)), parts=kept[0], num_splits=kept[1])
+
+    def warm_up(self, *, drafts: bool = False, causal: bool = True) -> int:
+        """Call mate for each kernel that these layers need, as MusaFlashAttentionMetadataBuilder does.
+
+        All that decodes need is one module, so one call of it is enough.
+        """
+        _plan(
+            cache_seqlens=torch.ones(1, dtype=torch.int32, device=self.device),
+            num_q_tokens_per_head_k=self.num_heads,
+            num_heads_k=1,
+        )
+        if not isinstance(self._prefill_backend, MusaMLAPrefillBackend):
+            return 1
+        longest = min(self.model_config.max_model_len, self.vllm_config.scheduler_config.max_num_batched_tokens)
+        return 1 + self._prefill_backend.warm_up(longest, self.model_config.dtype, self.device)
+
+
+class MusaFlashMLAImpl(MLACommonImpl):  # type: ignore[misc]  # as below
+    """MLA of decoder layers.
+
+    Raises:
+        ValueError: the layer needs what mate's kernels do not have.
+    """
+
+    # It takes the log-sum-exp of each rank, for which mate's docstring and its code have different shapes.
+    supports_dcp = False
+    supports_pcp = False
+
+    def __init__(self, **layer: Any) -> None:
+        super().__init__(**layer)
+        sizes = (layer["kv_lora_rank"], layer["qk_rope_head_dim"])
+        cache = layer["kv_cache_dtype"]
+        for unfit, what in (
+            (sizes != (_LATENT, _ROTARY), f"latents and rotary keys of {sizes} elements, only of {(_LATENT, _ROTARY)}"),
+            (cache not in MusaFlashMLABackend.supported_kv_cache_dtypes, f"KV cache type {cache}"),
+            (layer["attn_type"] != AttentionType.DECODER, f"attention type {layer['attn_type']}"),
+            (any(layer[name] for name in _NOT_IN_MLA), " or ".join(_NOT_IN_MLA)),
+        ):
+            if unfit:
+                raise ValueError(f"FLASHMLA on MUSA does not support {what}; use TRITON_MLA")
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any,
+        layer: torch.nn.Module,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of decodes over the cache, in the space of latents.
+
+        Args:
+            q: (tokens, heads, 576), as many tokens for each request; or its parts of 512 and of 64 elements.
+            kv_c_and_k_pe_cache: (blocks, 64, 576), of q's type.
+
+        Returns:
+            (tokens, heads, 512), and None.
+        """
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        decode = attn_metadata.decode
+        out, _ = _attend(
+            q=query.unflatten(0, (attn_metadata.num_decodes, -1)),
+            k_cache=kv_c_and_k_pe_cache.unsqueeze(-2),
+            block_table=decode.block_table,
+            cache_seqlens=decode.seq_lens,
+            head_dim_v=self.kv_lora_rank,
+            tile_scheduler_metadata=decode.parts,
+            num_splits=decode.num_splits,
+            softmax_scale=self.scale,
+            causal=True,
+        )
+        return out.flatten(0, 1), None
+
+
+class MusaFlashMLABackend(MLACommonBackend):  # type: ignore[misc]  # vLLM is not there where types are checked
+    """vLLM's FLASHMLA by name, without an fp8 cache: mate refuses one that is dense."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASHMLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[MusaFlashMLAImpl]:
+        return MusaFlashMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MusaFlashMLAMetadataBuilder]:
+        return MusaFlashMLAMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        return [_PAGE]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [_LATENT + _ROTARY]
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """No: KV transfer that copies blocks is not supported on MUSA."""
+        return False
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any
+    ) -> str | None:
+        return other_type("FLASHMLA", dtype, kv_cache_dtype)
