@@ -407,6 +407,7 @@ def test_trtllm_kernels_serve_a_draft_whose_queries_see_no_later_ones(
     [
         (FLASH_MLA, Part(0)),
         ("vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder", Part(0)),
+        ("vllm_hwplugin.musa.mla.MusaFlashMLAMetadataBuilder", Part(0)),
         (f"{BACKENDS}.mla.flashmla.FlashMLAMetadataBuilder", Part.V2_METADATA),
     ],
 )

@@ -72,6 +72,10 @@ BUILDERS: Final[Mapping[str, Builder]] = {
     f"{_BACKENDS}.mla.flashattn_mla.FlashAttnMLAMetadataBuilder": Builder(
         passes=True, one_token=True, decode=True, why="each build plans a schedule into one buffer of the builder's"
     ),
+    # Not as vLLM's FLASHMLA: each build has a kernel plan, in tensors of the builder's.
+    "vllm_hwplugin.musa.mla.MusaFlashMLAMetadataBuilder": Builder(
+        passes=True, one_token=True, decode=True, why="each build makes a plan in tensors of the builder's"
+    ),
     f"{_BACKENDS}.mla.flashmla.FlashMLAMetadataBuilder": Builder(
         passes=True,
         one_token=True,
