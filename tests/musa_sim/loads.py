@@ -39,8 +39,6 @@ VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Its key names an attribute of AMD's GPUs where torch.version.cuda is None; torch for MUSA is patched there.
-    "VLLM_USE_AOT_COMPILE": "0",
 }
 #: Leaves vLLM's own code as it is.
 UNPATCHED = {feature.gate: "off" for feature in load_catalogue().features}

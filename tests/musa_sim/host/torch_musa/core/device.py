@@ -20,6 +20,12 @@ class _MusaDeviceProperties(NamedTuple):
     multi_processor_count: int
     total_memory: int
 
+    @property
+    def gcnArchName(self):
+        # torch's cache of compiled code asks what is no CUDA device for AMD's name. The vendor's torch has a change of its
+        # own there (torch_patches in torch_musa), by which a device without one has no part in the key, as by this error.
+        raise RuntimeError("this is no GPU of AMD's")
+
 
 def _exchange_device(device):
     return torch._C._accelerator_exchangeDevice(device)
