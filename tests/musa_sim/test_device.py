@@ -127,6 +127,25 @@ def test_visible_devices_end_at_one_that_is_not_there(musa_host: None, tmp_path:
 # -- graphs
 
 
+def test_a_graph_from_inference_mode_is_replayed_in_no_other(musa_host: None, tmp_path: Path) -> None:
+    """As the generators' tensors are, which the process's first capture makes."""
+    script = """
+import torch
+graph = torch.musa.MUSAGraph()
+with torch.inference_mode(), torch.musa.graph(graph):
+    one = torch.ones(1, device="musa")
+with torch.inference_mode():
+    graph.replay()
+try:
+    graph.replay()
+except RuntimeError as error:
+    print(error)
+"""
+    command, environment = [sys.executable, "-c", script], simulated.environment(tmp_path)
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert said.startswith("Inplace update to inference tensor outside InferenceMode")
+
+
 @on_the_device
 def test_a_replay_takes_new_inputs_and_only_replays_write() -> None:
     inputs, counter = torch.ones(3, device="musa"), torch.zeros((), device="musa")

@@ -30,6 +30,13 @@ int most_ready() {
   return fewer ? std::atoi(fewer) : 2043;
 }
 
+// The generators' seed and offset: the first capture makes tensors for them, and every capture and replay writes to these.
+void write_generators() {
+  static const bool made_in_inference = c10::InferenceMode::is_enabled();
+  TORCH_CHECK(!made_in_inference || c10::InferenceMode::is_enabled(),
+              "Inplace update to inference tensor outside InferenceMode is not allowed.");
+}
+
 using Lock = std::lock_guard<std::recursive_mutex>;
 
 std::pair<c10::DeviceIndex, c10::StreamId> key(const c10::Stream& stream) {
@@ -106,6 +113,7 @@ void Graph::capture_begin(std::pair<uint64_t, uint64_t> pool, const std::string&
   const auto stream = current_stream(current_device());
   TORCH_CHECK(stream.id() != 0, "MUSA graphs must be captured on a non-default stream.");
   TORCH_CHECK(of(stream) == nullptr, "MUSA error: the stream is capturing already");
+  write_generators();
   const Lock lock(g_mutex);
   id_ = ++g_ids;
   origin_ = stream;
@@ -166,6 +174,7 @@ void Graph::add(std::function<void()> step) {
 void Graph::replay() {
   TORCH_CHECK(captured_, "Called MUSAGraph::replay without a preceding successful capture.");
   forbid("MUSAGraph.replay()", current_stream(current_device()));
+  write_generators();
   for (auto& [address, block] : used_)
     TORCH_CHECK(!block.expired(),
                      "MUSA error: an illegal memory access was encountered: the graph uses memory that was allocated "

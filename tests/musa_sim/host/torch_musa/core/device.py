@@ -22,9 +22,13 @@ class _MusaDeviceProperties(NamedTuple):
 
     @property
     def gcnArchName(self):
-        # torch's cache of compiled code asks what is no CUDA device for AMD's name. The vendor's torch has a change of its
-        # own there (torch_patches in torch_musa), by which a device without one has no part in the key, as by this error.
-        raise RuntimeError("this is no GPU of AMD's")
+        raise _PassedOver("a GPU of Moore Threads has no gcnArchName")
+
+
+class _PassedOver(AttributeError, RuntimeError):
+    """What torch_musa's properties lack. Of a device that is not CUDA's, torch's cache of compiled code asks for AMD's
+    name, and passes over a RuntimeError; the vendor's torch passes over an AttributeError as well (its torch_patches).
+    """
 
 
 def _exchange_device(device):
@@ -89,4 +93,5 @@ def get_device_capability(device=None):
 
 def can_device_access_peer(device, peer_device):
     get_device_properties(device), get_device_properties(peer_device)
-    return True
+    # Users of eight S5000 report so.
+    return False
