@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,11 @@ from .test_engines import OTHERS, V1, requests, texts
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
 
+_PLAIN, _EAGLE3 = Engine(None, graphs_of=(1, 2)), Engine("eagle3", "FULL", graphs_of=(1, 2))
+_DFLASH = Engine("dflash", "FULL", 7, (1, 2), {"max_num_batched_tokens": 112, "num_gpu_blocks_override": 24})
+ENGINES = {"experts, Eagle3": _EAGLE3, "experts, DFlash": _DFLASH, "FP8 blocks": _PLAIN, "W4A16": _PLAIN}
+
+
 def _models(folder: Path) -> dict[str, tuple[Path, Path]]:
     """By kind: the checkpoint, and the twin that the CPU serves."""
     mixture = checkpoints.mixture()
@@ -26,7 +32,8 @@ def _models(folder: Path) -> dict[str, tuple[Path, Path]]:
     blocks, of_blocks = checkpoints.quantized(mixture, checkpoints.fp8_blocks)
     bits, of_bits = checkpoints.quantized(checkpoints.dense(), checkpoints.four_bits)
     return {
-        "experts": (experts, experts),
+        "experts, Eagle3": (experts, experts),
+        "experts, DFlash": (experts, experts),
         "FP8 blocks": (
             checkpoints.write(folder / "blocks", blocks, **checkpoints.MIXTURE, **checkpoints.FP8_BLOCKS),
             checkpoints.write(folder / "of blocks", of_blocks, **checkpoints.MIXTURE),
@@ -45,16 +52,20 @@ def runs(
     """By kind, the texts on MUSA and those on the CPU."""
     folder = tmp_path_factory.mktemp("checkpoints")
     models, asked = _models(folder / "models"), requests(tokens=8, prompts=2)
-    graphs, eager = Engine(None, graphs_of=(1, 2)).on_musa(), Engine(None).on_cpu()
-    there = {kind: Load({**graphs, "model": str(model)}, asked) for kind, (model, _) in models.items()}
+    eager = Engine(None).on_cpu()
+    there = {kind: Load({**ENGINES[kind].on_musa(), "model": str(model)}, asked) for kind, (model, _) in models.items()}
     here = {kind: Load({**eager, "model": str(twin)}, asked) for kind, (_, twin) in models.items()}
     processes = {"musa": Process(there, loads.musa(folder / "host", **V1)), "cpu": Process(here, loads.cpu())}
     found = loads.side_by_side(processes, folder)
-    assert {run.platform for run in found["musa"].values()} == {"MusaPlatform"}
+    for kind, run in found["musa"].items():
+        assert run.platform == "MusaPlatform"
+        if ENGINES[kind].method is not None:
+            assert run.accepted()[0] > 0
+            assert run.counts["draft_phases_in_graphs"] == run.counts["draft_phases"] > 0
     return {kind: (texts(found["musa"][kind]), texts(found["cpu"][kind])) for kind in models}
 
 
-@pytest.mark.parametrize("kind", ["experts", "FP8 blocks", "W4A16"])
+@pytest.mark.parametrize("kind", ENGINES)
 def test_texts_are_those_of_the_cpu(kind: str, runs: dict[str, tuple[list[list[int]], list[list[int]]]]) -> None:
     found, expected = runs[kind]
     if kind == "FP8 blocks":
@@ -67,6 +78,30 @@ def test_texts_are_those_of_the_cpu(kind: str, runs: dict[str, tuple[list[list[i
         assert sum(same) > sum(map(len, expected)) / 2
     else:
         assert found == expected
+
+
+def test_two_gpus_share_experts_and_communicate_by_mccl(
+    runs: dict[str, tuple[list[list[int]], list[list[int]]]], tmp_path: Path
+) -> None:
+    """The engine's core and its workers are processes of their own. Nothing chooses their model runner."""
+    model = checkpoints.write(tmp_path / "experts", checkpoints.mixture(), **checkpoints.MIXTURE)
+    options = {**_EAGLE3.on_musa(), "model": str(model), "tensor_parallel_size": 2}
+    more = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    environment = simulated.environment(tmp_path / "host", devices=2, mate=True) | loads.VARIABLES | more
+    file = tmp_path / "found.json"
+    jobs = {"two GPUs": Load(options, requests(tokens=8, prompts=2))}
+    loads.run_child("tests.musa_sim.two_gpus_child", jobs, file, environment, tmp_path / "engine")
+    found: dict[str, Any] = json.loads(file.read_text())
+    assert found["texts"] == runs["experts, Eagle3"][1]
+    assert len({found["process"], *(worker["process"] for worker in found["workers"])}) == 3
+    for index, worker in enumerate(found["workers"]):
+        assert (worker["device"], worker["runner"], worker["communicator"]) == (
+            f"musa:{index}",
+            "V1",
+            "MusaCommunicator",
+        )
+        assert worker["graph_replays"]["target"] > worker["steps"] // 2
+        assert worker["draft_phases_in_graphs"] == worker["draft_phases"] > 0
 
 
 #: The kernel, and how far its outputs may be from float32's, by the largest of them. FP8 has 3 bits behind the point.

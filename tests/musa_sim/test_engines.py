@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real vLLM on a simulated Moore Threads GPU with gates as they are by default: eager and in graphs, with drafters,
-on two GPUs. Texts have to be those of vLLM on the CPU.
+"""The real vLLM on a simulated Moore Threads GPU with gates as they are by default: eager and in graphs, with drafters.
+Texts have to be those of vLLM on the CPU.
 
 It shows control flow, names, shapes and types. It cannot show numerics, speed, what ``mcc`` and Triton for MUSA
 compile, or work that is still under way when the host goes on.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -92,27 +91,6 @@ def test_a_dflash_drafter_runs_in_graphs(on_musa: dict[str, Run]) -> None:
     assert "dflash-full-graph" in run.used
     assert run.accepted()[0] > 0
     assert run.counts["draft_phases_in_graphs"] == run.counts["draft_phases"] > 0
-
-
-def test_two_gpus_communicate_by_mccl(musa_host: None, on_cpu: list[list[int]], tmp_path: Path) -> None:
-    """The engine's core and its workers are processes of their own. Nothing chooses their model runner."""
-    options = {**Engine("eagle3", "FULL").on_musa(), "tensor_parallel_size": 2}
-    more = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    environment = simulated.environment(tmp_path / "host", devices=2, mate=True) | loads.VARIABLES | more
-    file = tmp_path / "found.json"
-    jobs = {"two GPUs": Load(options, requests())}
-    loads.run_child("tests.musa_sim.two_gpus_child", jobs, file, environment, tmp_path / "engine")
-    found: dict[str, Any] = json.loads(file.read_text())
-    assert found["texts"] == on_cpu
-    assert len({found["process"], *(worker["process"] for worker in found["workers"])}) == 3
-    for index, worker in enumerate(found["workers"]):
-        assert (worker["device"], worker["runner"], worker["communicator"]) == (
-            f"musa:{index}",
-            "V1",
-            "MusaCommunicator",
-        )
-        assert worker["graph_replays"]["target"] > worker["steps"] // 2
-        assert worker["draft_phases_in_graphs"] == worker["draft_phases"] > 0
 
 
 @pytest.mark.smoke
