@@ -492,6 +492,8 @@ def test_larger_graphs_of_mixed_batches_are_kept_where_they_win(
     config = made(config_of(seqs=seqs, v2=True), fill_of(tree))
     monkeypatch.setattr(mixed_sizes, "reserved_memory", lambda: 0)
     monkeypatch.setattr(mixed_sizes, "time", SimpleNamespace(perf_counter=lambda: clock.read(passes)))
+    settled: list[list[tuple[int, str]]] = []
+    monkeypatch.setattr(mixed_sizes, "settle_all_reduce", lambda: settled.append(passes[-2:]))
 
     class Timed(Manager):
         def __setattr__(self, name: str, value: Any) -> None:
@@ -507,6 +509,10 @@ def test_larger_graphs_of_mixed_batches_are_kept_where_they_win(
     if largest < LARGEST_MIXED:
         assert manager.serves(9, largest + 1) == f"NONE {largest + 1}"
     assert f"up to {largest} tokens" in entry.decisions["capture-sizes of mixed batches"]
+    # Ranks of tensor parallelism exchange what a graph reads behind its capture, and before it is replayed.
+    captured = [run for run in settled if run[1][1] == "PIECEWISE"]
+    assert captured
+    assert all(run == [(run[0][0], "NONE"), (run[0][0], "PIECEWISE")] for run in captured)
     # As after vLLM's profile of memory: what was found holds, and nothing is timed again.
     passes.clear()
     again = Timed(tree, config, monkeypatch, full)
