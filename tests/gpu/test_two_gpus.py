@@ -51,6 +51,7 @@ FULL = {"compilation_config": {"cudagraph_mode": "FULL"}}
 TP = {"tensor_parallel_size": 2, **FULL}
 #: vLLM measures memory and makes its own sizes, and the plugin larger ones.
 WHOLE = {**PROFILED_ENGINE, "max_num_seqs": 256, "max_num_batched_tokens": 8192, "num_gpu_blocks_override": 512}
+WHOLE["kv_cache_memory_bytes"] = None
 CASES: dict[str, dict[str, Any]] = {
     "tp gemma": {"tensor_parallel_size": 2},
     "tp eagle3": {"speculative_config": speculation("eagle3", 3), **TP},
@@ -64,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
         "enable_sleep_mode": True,
         "tensor_parallel_size": 2,
     },
+    "tp profiled": {"speculative_config": speculation("eagle3", 3), **TP, **WHOLE},
     "tp broken": {"speculative_config": speculation("eagle3", 3), "tensor_parallel_size": 2, **WHOLE},
     "tp broken v2": {"speculative_config": speculation("eagle3", 3), "tensor_parallel_size": 2, **WHOLE},
     "pp eagle3": {"speculative_config": speculation("eagle3", 3), "pipeline_parallel_size": 2, **FULL},
@@ -85,7 +87,6 @@ def on_v2(name: str) -> bool:
 def job_of(name: str, side: str, folder: Path) -> dict[str, Any]:
     options = {**SMALL_ENGINE, "dtype": "float16", **CASES[name]}
     if name in BROKEN:
-        del options["kv_cache_memory_bytes"]
         options["worker_extension_cls"] = "failing_rank.FailingRank"
     if name == "tp gemma":
         prompts, tokens = requests()
@@ -198,7 +199,7 @@ def acceptance(answer: dict[str, Any]) -> list[float]:
     return [count / answer["drafts"] for count in answer["accepted"]]
 
 
-@pytest.mark.parametrize("name", ["tp eagle3", "tp dflash"])
+@pytest.mark.parametrize("name", ["tp eagle3", "tp dflash", "tp profiled"])
 def test_tensor_parallel_workers_draft_in_graphs_as_stock_does(name: str, tmp_path: Path) -> None:
     stock, patched = served(tmp_path, name)
     agree(stock, patched)

@@ -317,7 +317,9 @@ def test_the_memory_on_record_is_that_of_the_phases_alone_and_counted_once(
 def test_the_memory_profile_needs_what_the_largest_shape_needs(
     make_dflash: Any, monkeypatch: pytest.MonkeyPatch, profiled: int
 ) -> None:
-    """Whatever the shape is that vLLM measures. What is recorded then is not kept."""
+    """Whatever the shape is that vLLM measures. What is recorded then is not kept, but until the ranks of tensor
+    parallelism have exchanged what it reads.
+    """
     _, target = prepared(make_dflash, monkeypatch)
     boot(target.host.drafter, CUDAGraphMode.FULL_DECODE_ONLY, target.runner)
     record, shapes, made = PhaseRecorder.record, [], []
@@ -328,10 +330,13 @@ def test_the_memory_profile_needs_what_the_largest_shape_needs(
         made.append(weakref.ref(graphs))
         return graphs
 
+    exchanged: list[bool] = []
     monkeypatch.setattr(PhaseRecorder, "record", watched)
+    monkeypatch.setattr(draft_phase, "settle_all_reduce", lambda: exchanged.append(made[0]() is not None))
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda: 0)
     target.capture(profiled, profiling=True)
     assert shapes == [8 if profiled >= 8 else 4]
+    assert exchanged == [True]
     assert made[0]() is None
 
 
