@@ -46,8 +46,8 @@ that part as without the plugin, and the log and `vllm-hwplugin doctor` say all 
 This page is made from `vllm_hwplugin/spec_decode/obstacles.py` (`make docs`).
 
 On V1 `v1-draft-phase` samples in graphs only where it drafts in them, and it and `draft-loop-graph` need the graphs of
-`draft-full-graph`. On Model Runner V2 `v2-step-inputs` needs drafting of `v2-tail-graph`: a graph of inputs leaves no
-attention metadata on the host, which vLLM's drafter may take.
+`draft-full-graph`. On Model Runner V2 `v2-step-inputs` needs a graph of `v2-tail-graph`. Where vLLM drafts, vLLM makes
+each step's attention metadata, which its drafter takes.
 
 | | {columns} |
 |---|{lines}
