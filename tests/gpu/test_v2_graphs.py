@@ -55,3 +55,13 @@ def test_nor_with_drafters_that_vllm_has_no_graph_for(method: str, since: str, t
     asked |= {"prompt_lookup_max": 3} if method == "ngram" else {"model": str(SMALL.target)}
     made = {**options("eagle3", "FULL_AND_PIECEWISE"), "speculative_config": asked}
     compare(Load(made, [*loads.mixed(), *loads.two_alone()]), tmp_path, "V2", graphs(method))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nor_with_a_schedule_of_numbers_of_drafts(method: str, tmp_path: Path) -> None:
+    if Version(importlib.metadata.version("vllm")) < Version("0.32.0"):
+        pytest.skip("this vLLM drafts as many as it can at most, or ends the start")
+    made = options(method, "FULL_AND_PIECEWISE")
+    schedule = [[1, 1, METHODS[method]], [2, 3, 2], [4, 6, 1]]
+    made["speculative_config"]["num_speculative_tokens_per_batch_size"] = schedule
+    compare(Load(made, [*loads.mixed(), *loads.two_alone()]), tmp_path, "V2", graphs(method))
