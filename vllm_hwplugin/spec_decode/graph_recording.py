@@ -189,16 +189,12 @@ def settle_all_reduce() -> None:
     where memory is gone by then; where a rank had failed first, and so has fewer, graphs would read inputs of others.
     So this comes before a replay and before graphs go. All ranks of tensor parallelism have to call it together.
     """
-    if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
-        return
-    group = get_tp_group()
-    custom = getattr(group.device_communicator, "ca_comm", None)
+    custom = getattr(get_tp_group().device_communicator, "ca_comm", None) if _tensor_parallel() else None
     if custom is None or custom.disabled:
         return
     _, offsets = _custom_ops.get_graph_buffer_ipc_meta(custom._ptr)
-    most = torch.tensor([len(offsets)], dtype=torch.int64)
-    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
-    lacking = int(most.item()) - len(offsets)
+    most = _over_ranks(len(offsets), torch.distributed.ReduceOp.MAX)
+    lacking = most - len(offsets)
     if lacking:
         # It reads 16 bytes at a time.
         nothing = torch.zeros(4, dtype=torch.float32, device=custom.device)
@@ -208,17 +204,26 @@ def settle_all_reduce() -> None:
         for _ in range(lacking):
             custom.all_reduce(nothing, out=out, registered=True)
         graph.capture_end()
-    if most.item():
+    if most:
         custom.register_graph_buffers()
 
 
 def all_ranks(agreed: bool) -> bool:
     """Whether all ranks of tensor parallelism say so, which wait for each other."""
-    if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
-        return agreed
-    flag = torch.tensor([agreed], dtype=torch.int32)
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
-    return bool(flag.item())
+    return bool(_over_ranks(agreed, torch.distributed.ReduceOp.MIN))
+
+
+def _over_ranks(value: int, op: Any) -> int:
+    """What `op` makes of every rank's value."""
+    if not _tensor_parallel():
+        return value
+    found = torch.tensor([value], dtype=torch.int64)
+    torch.distributed.all_reduce(found, op=op, group=get_tp_group().cpu_group)
+    return int(found.item())
+
+
+def _tensor_parallel() -> bool:
+    return bool(model_parallel_is_initialized() and get_tp_group().world_size > 1)
 
 
 def _in_a_line(failure: BaseException) -> str:
