@@ -239,8 +239,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "choice",
         "mixed",
         "Feature capture-sizes: decode batches of up to 2048 tokens have CUDA graphs where the user names no size "
-        "(decode); on Model Runner V2 batches with prompts, too, where a measurement at the start says that they gain "
-        "(mixed).",
+        "(decode); batches with prompts, too, where a measurement at the start says that they gain (mixed).",
         affects=("patches",),
         choices=("off", "decode", "mixed"),
         since="0.2.0",

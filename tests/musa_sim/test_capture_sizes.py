@@ -25,11 +25,14 @@ REQUESTS = [
 LOAD = Load({**ENGINE.on_musa(), "compilation_config": GRAPHS}, REQUESTS, ceiling=OWN)
 
 
-@pytest.fixture(scope="module")
-def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+RUNNERS = {"V1": loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "0", gate_of("engine-report"): "on"}, "V2": WITH_GRAPHS}
+
+
+@pytest.fixture(scope="module", params=RUNNERS)
+def runs(request: pytest.FixtureRequest, musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """The load without the feature, and with it for prompts, too."""
     folder = tmp_path_factory.mktemp("capture sizes")
-    sides = {gate: WITH_GRAPHS | {gate_of(CAPTURE_SIZES): gate} for gate in ("off", "mixed")}
+    sides = {gate: RUNNERS[request.param] | {gate_of(CAPTURE_SIZES): gate} for gate in ("off", "mixed")}
     processes = {gate: Process({gate: LOAD}, loads.musa(folder / f"host, {gate}", **sides[gate])) for gate in sides}
     return {gate: found[gate] for gate, found in loads.side_by_side(processes, folder).items()}
 
@@ -39,6 +42,7 @@ def test_tokens_and_drafts_are_the_same(runs: dict[str, Run]) -> None:
     assert {len(step["scheduled"]) for step in runs["mixed"].steps} >= {3, 6}
 
 
+@pytest.mark.parametrize("runs", ["V2"], indirect=True)
 def test_every_decode_batch_has_graphs_of_target_and_tail(runs: dict[str, Run]) -> None:
     without, found = ({**runs[gate].counted["v2-tail-graph drafting"]} for gate in ("off", "mixed"))
     # Each step without a prompt.

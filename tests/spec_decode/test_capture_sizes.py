@@ -19,6 +19,7 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.spec_decode import capture_sizes as feature
+from vllm_hwplugin.spec_decode import mixed_sizes
 from vllm_hwplugin.spec_decode.capture_sizes import (
     LARGEST,
     LARGEST_MIXED,
@@ -27,7 +28,8 @@ from vllm_hwplugin.spec_decode.capture_sizes import (
     max_num_splits,
 )
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
-from vllm_hwplugin.spec_decode.v2 import mixed_graphs, mixed_sizes
+from vllm_hwplugin.spec_decode.v1 import mixed_sizes as v1_mixed_sizes
+from vllm_hwplugin.spec_decode.v2 import mixed_graphs
 
 from ..conftest import versions
 from .released import Modules, texts
@@ -93,12 +95,14 @@ def test_few_sizes_are_added(engine: tuple[int, int, int, int]) -> None:
 def test_batches_with_prompts_have_sizes_up_to_the_bound_for_any_number_of_requests(
     engine: tuple[int, int, int, int],
 ) -> None:
-    block, _, batched, _ = engine
+    block, seqs, batched, _ = engine
     own = own_of(*engine)
     sizes, mixed = (capture_sizes(*engine[:3], own, mixed=mixed) for mixed in (False, True))
     assert set(sizes) <= set(mixed)
     bound = min(batched, LARGEST_MIXED)
     assert bound - block < max(mixed) <= max(bound, *own, block)
+    # A DFlash drafter's buffers on the V1 runner hold the fullest decode batch and no more.
+    assert seqs * block > max(mixed) or seqs * block in mixed
     assert [size for size in mixed if size <= max(own)] == [size for size in sizes if size <= max(own)]
 
 
@@ -173,7 +177,8 @@ def stock(config: Any) -> None:
         compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = own, own[-1]
 
 
-def test_what_is_decided_is_on_record_and_stays(entry: journal.Journal) -> None:
+def test_what_is_decided_is_on_record_and_stays(entry: journal.Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "decode")
     config = made(config_of(), stock)
     said, sizes = entry.decisions["capture-sizes"], config.compilation_config.cudagraph_capture_sizes
     assert sizes[-1] == config.compilation_config.max_cudagraph_capture_size == LARGEST
@@ -376,12 +381,21 @@ def test_why_vllms_sizes_become_whole_blocks(version: str, vllm_tree: Any, monke
     assert stock_manager.serves(4, 12) == ("FULL 12" if version == "0.29.0" else "PIECEWISE 16")
 
 
+def dispatcher_of(tree: Any, config: Any) -> Any:
+    """A released dispatcher of the V1 runner, with its keys."""
+    name = "vllm.v1.cudagraph_dispatcher"
+    dispatcher = Modules(texts(tree), [name])(name).CudagraphDispatcher(config)
+    dispatcher.initialize_cudagraph_keys(MODE, config.uniform_decode_query_len)
+    return dispatcher
+
+
 @pytest.mark.parametrize("k", [2, 3, 6, 15])
 @pytest.mark.parametrize("version", versions(*V1))
 def test_released_v1_runners_decode_in_full_graphs(
     entry: journal.Journal, version: str, k: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree, name = vllm_tree(version), "vllm.v1.cudagraph_dispatcher"
+    monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "decode")
+    tree = vllm_tree(version)
     config = made(config_of(k), fill_of(tree))
     compilation, own = config.compilation_config, largest_own(config.compilation_config)
     assert own is not None
@@ -395,8 +409,7 @@ def test_released_v1_runners_decode_in_full_graphs(
     large = [size for size in compilation.cudagraph_capture_sizes if size > k]
     rounding(compilation, 1 + k, *([1] if rounding.__code__.co_argcount == 3 else []))
     assert compilation.cudagraph_capture_sizes == sorted({1 + k, *large})
-    dispatcher = Modules(texts(tree), [name])(name).CudagraphDispatcher(config)
-    dispatcher.initialize_cudagraph_keys(MODE, 1 + k)
+    dispatcher = dispatcher_of(tree, config)
     for requests in range(1, LARGEST // (1 + k) + 1):
         assert dispatcher.dispatch(requests * (1 + k), uniform_decode=True)[0] == CUDAGraphMode.FULL, requests
     assert dispatcher.dispatch(own)[0] == CUDAGraphMode.PIECEWISE
@@ -472,11 +485,16 @@ class Clock:
         return self._now
 
 
-@pytest.mark.parametrize(
-    ("per_token", "largest"),
-    # 0.6B: the host's launches take longer than 4096 tokens. 8B: they do not, from 500 tokens on; between them, 1024.
-    [(2.2e-6, LARGEST_MIXED), (26e-6, 512), (12e-6, 1024)],
-)
+def timed_by(clock: Clock, passes: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_sizes, "reserved_memory", lambda: 0)
+    monkeypatch.setattr(mixed_sizes, "time", SimpleNamespace(perf_counter=lambda: clock.read(passes)))
+
+
+#: 0.6B: the host's launches take longer than 4096 tokens. 8B: they do not, from 500 tokens on; between them, 1024.
+TARGETS = pytest.mark.parametrize(("per_token", "largest"), [(2.2e-6, LARGEST_MIXED), (26e-6, 512), (12e-6, 1024)])
+
+
+@TARGETS
 @pytest.mark.parametrize("seqs", [64, 1024])
 @pytest.mark.parametrize("version", versions(*V2, among=("0.24.0", "0.26.0", "0.33.0")))
 def test_larger_graphs_of_mixed_batches_are_kept_where_they_win(
@@ -490,8 +508,7 @@ def test_larger_graphs_of_mixed_batches_are_kept_where_they_win(
 ) -> None:
     tree, clock, passes = vllm_tree(version), Clock(per_token), []
     config = made(config_of(seqs=seqs, v2=True), fill_of(tree))
-    monkeypatch.setattr(mixed_sizes, "reserved_memory", lambda: 0)
-    monkeypatch.setattr(mixed_sizes, "time", SimpleNamespace(perf_counter=lambda: clock.read(passes)))
+    timed_by(clock, passes, monkeypatch)
     settled: list[list[tuple[int, str]]] = []
     monkeypatch.setattr(mixed_sizes, "settle_all_reduce", lambda: settled.append(passes[-2:]))
 
@@ -519,3 +536,75 @@ def test_larger_graphs_of_mixed_batches_are_kept_where_they_win(
     assert again.captured("PIECEWISE") == manager.captured("PIECEWISE")
     assert passes.count((LARGEST_MIXED, "PIECEWISE")) <= 1
     assert again.made.hidden_states.shape[0] == max(*again.captured("FULL"), *again.captured("PIECEWISE"))
+
+
+class Runner:
+    """What the V1 runner's dispatchers and passes are for `settled`; it holds the graphs that vLLM's wrappers would."""
+
+    def __init__(self, tree: Any, config: Any, passes: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.compilation_config, self.parallel_config = config.compilation_config, config.parallel_config
+        self.cudagraph_dispatcher = dispatcher_of(tree, config)
+        self.drafter = SimpleNamespace(cudagraph_dispatcher=dispatcher_of(tree, config))
+        self.model, self._passes = object(), passes
+        self.graphs: dict[Any, object] = {}
+        wrapper = SimpleNamespace(concrete_cudagraph_entries=self.graphs)
+        monkeypatch.setattr(mixed_sizes.CUDAGraphWrapper, "_all_instances", [wrapper])
+
+    def _dummy_run(self, num_tokens: int, *, cudagraph_runtime_mode: CUDAGraphMode, **more: bool) -> None:
+        assert more == {"skip_eplb": True, "remove_lora": False, "is_graph_capturing": True}
+        self._passes.append((num_tokens, cudagraph_runtime_mode.name))
+        if cudagraph_runtime_mode != CUDAGraphMode.NONE:
+            self.graphs[self.cudagraph_dispatcher.dispatch(num_tokens)[1]] = object()
+
+    def captured(self) -> dict[str, int]:
+        """Tokens of the largest graph by mode, as vLLM's `capture_model` would capture them."""
+        found = v1_mixed_sizes.settled(self, self.cudagraph_dispatcher.get_capture_descs())
+        return {mode.name: descs[0].num_tokens for mode, descs in found}
+
+
+@TARGETS
+@pytest.mark.parametrize("seqs", [64, 1024])
+@pytest.mark.parametrize("version", versions(*V1))
+def test_larger_graphs_of_mixed_batches_are_kept_on_the_v1_runner(
+    entry: journal.Journal,
+    version: str,
+    seqs: int,
+    per_token: float,
+    largest: int,
+    vllm_tree: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree, clock, passes = vllm_tree(version), Clock(per_token), []
+    config = made(config_of(seqs=seqs), fill_of(tree))
+    timed_by(clock, passes, monkeypatch)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(v1_mixed_sizes, "reserved_memory", lambda: 0)
+    runner = Runner(tree, config, passes, monkeypatch)
+    expected = {"PIECEWISE": largest, "FULL": min(max(largest, LARGEST), 4 * seqs)}
+    assert runner.captured() == expected
+    assert f"up to {largest} tokens" in entry.decisions["capture-sizes of mixed batches"]
+    # What vLLM measures of the first capture includes what the graphs of the comparison needed.
+    assert not runner.graphs
+    # vLLM has measured what the graphs need, and begins anew: nothing is timed again.
+    passes.clear()
+    for dispatcher in (runner.cudagraph_dispatcher, runner.drafter.cudagraph_dispatcher):
+        dispatcher.initialize_cudagraph_keys(MODE, config.uniform_decode_query_len)
+    assert runner.captured() == expected
+    assert not passes
+    # No batch is padded to a graph that was not captured.
+    for dispatcher in (runner.cudagraph_dispatcher, runner.drafter.cudagraph_dispatcher):
+        assert dispatcher.dispatch(largest - 1)[0] == CUDAGraphMode.PIECEWISE
+        assert dispatcher.dispatch(largest + 1)[0] == CUDAGraphMode.NONE
+        decodes = expected["FULL"]
+        assert dispatcher.dispatch(decodes, uniform_decode=True)[0] == CUDAGraphMode.FULL
+        assert dispatcher.dispatch(decodes + 4, uniform_decode=True)[0] == CUDAGraphMode.NONE or decodes < largest
+
+
+@pytest.mark.parametrize("version", versions("vllm/v1/worker/gpu_model_runner.py"))
+def test_released_v1_runners_ask_what_is_captured_wherever_they_capture(version: str, vllm_tree: Any) -> None:
+    """What graphs need is measured on those that will be captured; both functions need a device."""
+    text = texts(vllm_tree(version))("vllm/v1/worker/gpu_model_runner.py")
+    captures = methods(text or "", "GPUModelRunner")
+    for name in ("profile_cudagraph_memory", "capture_model"):
+        loops = [ast.unparse(node.iter) for node in ast.walk(captures[name]) if isinstance(node, ast.For)]
+        assert sum(one.startswith("settled(self, ") for one in loops) == 1, name

@@ -70,7 +70,9 @@ def select(own: Catalogue, named: Sequence[str] = ()) -> Selection:
             continue
         known = next((each for each in catalogues if each.manifest.name == name), None)
         chosen += (known or _from_folder(name, catalogues, own)).features
-    return Selection(found._replace(catalogues=tuple(catalogues)).behind(own), tuple(dict.fromkeys(chosen)))
+    # A catalogue may be named twice, by its name and by its folder.
+    each = {feature.id: feature for feature in chosen}
+    return Selection(found._replace(catalogues=tuple(catalogues)).behind(own), tuple(each.values()))
 
 
 def _from_folder(name: str, catalogues: list[Outside], own: Catalogue) -> Outside:

@@ -3,9 +3,9 @@
 
 A decode batch has a FULL graph if its tokens are a whole multiple of 1 + k, and no more than the largest size. vLLM's
 own list counts tokens and ends at 512 of them, which are 128 requests with three drafts and 32 with fifteen; larger
-decode batches run without any graph. To these sizes come whole blocks of 1 + k tokens, up to `LARGEST`. Batches with
-prompts keep to vLLM's sizes on the V1 runner, because a padded graph loses where the device is busy anyway. Model
-Runner V2 times the larger ones before it captures them (`v2.mixed_sizes`).
+decode batches run without any graph. To these sizes come whole blocks of 1 + k tokens, up to `LARGEST`. A larger graph
+of a batch with prompts is padded, and loses where the device is busy anyway: so both runners time some before they
+capture them (`mixed_sizes`).
 
 vLLM calls a platform twice in `VllmConfig.__post_init__`: before it fills in defaults, and when everything is decided.
 The first call leaves on the configuration object itself that the user named no size, and the second takes it away. What
@@ -16,7 +16,7 @@ imported here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from vllm_hwplugin import gates, journal
@@ -35,6 +35,7 @@ _RUNGS_PER_OCTAVE: Final = 8
 _METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
 _UNNAMED: Final = "_hwplugin_unnamed_sizes"
 _OWN: Final = "_hwplugin_own_capture_size"
+_MIXED: Final = "_hwplugin_largest_mixed"
 
 
 class CaptureSizesError(HwpluginError, RuntimeError):
@@ -49,7 +50,8 @@ def capture_sizes(
     Those of vLLM from a block on become whole blocks, as the V1 runner makes them anyway: Model Runner V2 of 0.25 to
     0.28 looks for a decode batch's FULL graph at the next size only, and a size that is no whole block has none. The
     fullest decode batch has a size of its own, up to `LARGEST`. Between vLLM's largest and that there are eight an
-    octave, or up to `LARGEST_MIXED` for batches with prompts.
+    octave, or up to `LARGEST_MIXED` for batches with prompts; the fullest decode batch has one up to there as well,
+    because a DFlash drafter of the V1 runner has buffers for no larger one.
 
     Args:
         block: tokens of a request in a decode batch, 1 + num_speculative_tokens.
@@ -61,9 +63,10 @@ def capture_sizes(
     own = {size if size < block else min(_whole_blocks(size, block), max_num_batched_tokens) for size in own_sizes}
     largest = max(own)
     bound, most = (min(max_num_batched_tokens, max(one, largest)) // block for one in (LARGEST, LARGEST_MIXED))
-    top = min(max_num_seqs, bound)
-    ladder = {count * block for count in _request_counts(most if mixed else top) if count * block > largest}
-    return tuple(sorted(own | ladder | ({top * block} if top else set())))
+    tops = {min(max_num_seqs, one) for one in ((bound, most) if mixed else (bound,))} - {0}
+    counts = _request_counts(most if mixed else min(max_num_seqs, bound))
+    ladder = {count * block for count in counts if count * block > largest}
+    return tuple(sorted(own | ladder | {top * block for top in tops}))
 
 
 def _whole_blocks(size: int, block: int) -> int:
@@ -155,15 +158,11 @@ def _why_left(vllm_config: Any) -> str | None:
 
 
 def _set(vllm_config: Any) -> str:
-    from vllm import envs
-
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     block = 1 + vllm_config.speculative_config.num_speculative_tokens
     own = list(compilation.cudagraph_capture_sizes)
     seqs, batched = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-    # 0.20 and 0.21 have the variable alone.
-    v2 = getattr(vllm_config, "use_v2_model_runner", envs.VLLM_USE_V2_MODEL_RUNNER)
-    sizes = list(capture_sizes(block, seqs, batched, own, mixed=v2 and wants_mixed()))
+    sizes = list(capture_sizes(block, seqs, batched, own, mixed=wants_mixed()))
     if sizes == own:
         return f"left to vLLM: its {len(own)} sizes hold every decode batch"
     compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes, sizes[-1]
@@ -190,8 +189,34 @@ def wants_mixed() -> bool:
     return gates.read(gate_of(CAPTURE_SIZES)).text == "mixed"
 
 
+def settled_bounds(compilation_config: Any, find: Callable[[], int]) -> tuple[int, int]:
+    """Tokens of the largest graph of a batch with prompts, and of a decode batch.
+
+    Args:
+        compilation_config: whose sizes are the plugin's.
+        find: says the first of them; called once in a worker.
+    """
+    if _MIXED not in vars(compilation_config):
+        vars(compilation_config)[_MIXED] = find()
+    largest: int = vars(compilation_config)[_MIXED]
+    # The sizes for batches with prompts are decode batches' as well.
+    return largest, max(largest, LARGEST)
+
+
 def piecewise_sizes(compilation_config: Any) -> Sequence[int]:
-    """Sizes of PIECEWISE graphs on the V1 runner, and of its drafters; for its patched `CudagraphDispatcher`."""
+    """Sizes of PIECEWISE graphs on the V1 runner, for its patched `CudagraphDispatcher`: all that are timed, before
+    they are.
+    """
+    sizes: Sequence[int] = compilation_config.cudagraph_capture_sizes
+    own = largest_own(compilation_config)
+    if own is None:
+        return sizes
+    largest = vars(compilation_config).get(_MIXED, sizes[-1] if wants_mixed() else own)
+    return [size for size in sizes if size <= largest]
+
+
+def own_sizes(compilation_config: Any) -> Sequence[int]:
+    """Sizes up to vLLM's largest."""
     sizes: Sequence[int] = compilation_config.cudagraph_capture_sizes
     own = largest_own(compilation_config)
     return sizes if own is None else [size for size in sizes if size <= own]

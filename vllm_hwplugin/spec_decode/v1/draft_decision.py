@@ -21,7 +21,7 @@ import torch
 from vllm.config import CUDAGraphMode
 
 from vllm_hwplugin.spec_decode.builders import refusing
-from vllm_hwplugin.spec_decode.capture_sizes import piecewise_sizes
+from vllm_hwplugin.spec_decode.capture_sizes import own_sizes
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, uniform_shape
 from vllm_hwplugin.spec_decode.obstacles import Part, builder_classes, why_not
 
@@ -183,7 +183,7 @@ def _planned(proposer: Any, target_mode: CUDAGraphMode, decode_threshold: int | 
     keys = plan_keys(
         first_pass_of(proposer),
         # Not the larger ones that decode batches of the target have: a drafter's graphs have memory of their own.
-        tuple(piecewise_sizes(config.compilation_config) or ()),
+        tuple(own_sizes(config.compilation_config) or ()),
         spec.num_speculative_tokens,
         config.scheduler_config.max_num_seqs,
         mixed=target_mode.mixed_mode() == CUDAGraphMode.FULL,
