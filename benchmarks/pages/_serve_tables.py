@@ -19,8 +19,8 @@ _HEAD = """# As clients see it
 Made from the files `serve-*.json` by `make docs`; do not edit.
 """
 _HOW = (
-    "What is measured of a file's sides was alive together on one GPU and had its rounds in turn. tok/s is the best "
-    "round's, the slowest one's in brackets, and `by stock` compares the best with stock vLLM's on the same model "
+    "What is measured of a file's sides was alive together on the same GPUs and had its rounds in turn. tok/s is the "
+    "best round's, the slowest one's in brackets, and `by stock` compares the best with stock vLLM's on the same model "
     "runner (MRV2 is Model Runner V2): within what a side's own rounds differ by, it says nothing. `round s` is how "
     "many seconds the shortest round took: below 5 it is mostly its start and its end. `GPU busy` is the share of the "
     "rounds' time in which the GPU ran a kernel, as its driver says. Latencies are those of all rounds together: "
@@ -35,6 +35,7 @@ _BY_ENGINE = (
     "Not over HTTP: vLLM's asynchronous engine, its core in a process of its own, was asked directly, and all requests "
     "of a round count."
 )
+_COUNTED = {1: "one", 2: "two", 4: "four", 8: "eight"}
 
 
 def over_http(files: Sequence[Found]) -> list[Found]:
@@ -43,8 +44,11 @@ def over_http(files: Sequence[Found]) -> list[Found]:
 
 
 def live(files: Sequence[Found]) -> str:
-    """README.md's table: what clients of a server see, a row for each case and model runner of files over HTTP."""
-    files = over_http(files)
+    """README.md's table: what clients of a server see, a row for each case and model runner of files over HTTP.
+
+    Without what the plugin does only where it is asked to.
+    """
+    files = [file for file in over_http(files) if not file.results["settings"]["patched_environment"]]
     found = [row for file in files for case in file.results["cases"] for row in _live_rows(file, case)]
     if not found:
         return "What clients of a server see was not measured."
@@ -59,11 +63,12 @@ def live(files: Sequence[Found]) -> str:
         "GPU busy, stock",
     ]
     devices = " or ".join(sorted({file.device for file in files}))
+    numbers = " or ".join(_COUNTED[one] for one in sorted({_gpus(file.results["settings"]) for file in files}))
     loads = "; ".join(dict.fromkeys(_prompts(file.results["settings"]) for file in files))
     said = (
-        f"With the plugin by stock: more tokens/s, and less time to the first token and per token, are better. On one "
-        f"{devices}; {loads}. On a busy host other engines started or ran on another GPU meanwhile. Every figure and "
-        f"its conditions: [serve.md](benchmarks/results/serve.md)."
+        f"With the plugin by stock: more tokens/s, and less time to the first token and per token, are better. On "
+        f"{numbers} {devices}; {loads}. On a busy host other engines started or ran on another GPU meanwhile. "
+        f"Every figure and its conditions: [serve.md](benchmarks/results/serve.md)."
     )
     return "\n".join([*table(names, found), "", paragraph(said)])
 
@@ -134,7 +139,19 @@ def _missing(results: Mapping[str, Any]) -> Iterator[str]:
 
 def _target(settings: Mapping[str, Any]) -> str:
     shape = settings["shape"]
-    return str(settings["target"]) if shape is None else "tiny" if shape == TINY else SHAPES[shape].title
+    if shape is None:
+        return str(settings["target"])
+    if shape == TINY:
+        return "tiny"
+    # The title of a shape that needs them says so.
+    more = _gpus(settings) > SHAPES[shape].tensor_parallel_size
+    return f"{SHAPES[shape].title} on {_COUNTED[_gpus(settings)]} GPUs" if more else SHAPES[shape].title
+
+
+def _gpus(settings: Mapping[str, Any]) -> int:
+    """Of an engine."""
+    needed = 1 if settings["shape"] in (None, TINY) else SHAPES[settings["shape"]].tensor_parallel_size
+    return max(needed, settings["tensor_parallel_size"])
 
 
 def _extra(settings: Mapping[str, Any]) -> str:
