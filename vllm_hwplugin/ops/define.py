@@ -62,19 +62,20 @@ def _schema(reference: Callable[..., None], writes: tuple[str, ...]) -> str:
     return re.sub(r"\(\w+!\)", "!", inferred.replace("SymInt", "int"))
 
 
-def define(schema: str, reference: Callable[..., None] | None = None) -> None:
+def define(schema: str, reference: Callable[..., Any] | None = None, shape: Callable[..., Any] | None = None) -> None:
     """Define an operation by its schema.
 
     Args:
         schema: as ``torch.library.Library.define`` takes it.
         reference: serves every device that no kernel is loaded for; None where nothing does.
+        shape: gives the results for tensors without data; None where the operation has no results.
     """
     name = schema.partition("(")[0]
     library = torch.library.Library("hwplugin", "FRAGMENT")
     library.define(schema)
     if reference is not None:
         library.impl(name, reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"hwplugin::{name}", _no_shape, lib=library)
+    torch.library.register_fake(f"hwplugin::{name}", shape or _no_shape, lib=library)
     _libraries[name], SCHEMAS[name] = library, schema
 
 

@@ -66,6 +66,12 @@ _KERNELS: Final = (
         ),
     ),
     KernelSpec(
+        "skinny_linear",
+        "linear layers of few tokens are cuBLAS's",
+        cuda_arch=("9.0a",),
+        excluded=MappingProxyType({"mcc": "written for Hopper's copy engine and its overlap of kernels"}),
+    ),
+    KernelSpec(
         "silu_and_mul_per_block_quant",
         "activation and quantisation by groups are about a dozen PyTorch operations with temporaries in float32",
     ),

@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0
+// The host's side: checks, the copy engine's view of weights and inputs, launches.
+//
+// Kernels of this folder follow one another by programmatic dependent launch: each lets the next one start at once, and
+// waits for the one before it before it reads what that wrote, and before it writes anything. So what overlaps is the
+// start of a kernel and its requests of weights. Behind another kernel, which does not let the next one start, and in
+// front of one that is launched without the attribute, they run in the stream's order as any kernel does.
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include "common/arguments.h"
+#include "common/stream.h"
+#include "linear.cuh"
+#include "norm.cuh"
+
+namespace {
+
+using namespace skinny;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// One block on a multiprocessor, which leaves room for one of a norm: 1 KB of a block is the system's, and a block that
+// cannot start beside the linear layer before it would end the overlap.
+constexpr int64_t kSharedBytes = 224 * 1024;
+constexpr int kMostTokens = 16;
+
+using EncodeTiled = CUresult (*)(
+    CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+    const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's function, without linking against the driver: the library has to load where there is none.
+EncodeTiled encode_tiled() {
+  static const EncodeTiled function = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+#else
+    const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+#endif
+    STD_TORCH_CHECK(
+        error == cudaSuccess && result == cudaDriverEntryPointSuccess && found != nullptr,
+        "skinny_linear: the driver has no cuTensorMapEncodeTiled; it is of CUDA 12.0 or later");
+    return reinterpret_cast<EncodeTiled>(found);
+  }();
+  return function;
+}
+
+// A matrix as the copy engine sees it: chunks of 64 columns, each row by row, of which one copy takes `depth` / 64. Its
+// rows may be two halves, of each of which a copy takes `box_rows` / 2. Rows beyond the last arrive as zeros.
+CUtensorMap map_of(
+    const char* name, const void* data, int64_t rows, int64_t columns, int64_t stride, int halves, int box_rows,
+    int depth) {
+  const cuuint64_t sizes[4] = {
+      kChunk, static_cast<cuuint64_t>(rows / halves), static_cast<cuuint64_t>(halves),
+      static_cast<cuuint64_t>(columns / kChunk)};
+  const cuuint64_t strides[3] = {
+      static_cast<cuuint64_t>(stride * 2),
+      // Means nothing where there is one half.
+      static_cast<cuuint64_t>((halves > 1 ? rows / halves : 1) * stride * 2), kChunk * 2};
+  const cuuint32_t box[4] = {
+      kChunk, static_cast<cuuint32_t>(box_rows / halves), static_cast<cuuint32_t>(halves),
+      static_cast<cuuint32_t>(depth / kChunk)};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = encode_tiled()(
+      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(data), sizes, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  STD_TORCH_CHECK(
+      result == CUDA_SUCCESS, "skinny_linear: the driver refused the layout of ", name, " (error ",
+      static_cast<int>(result), ")");
+  return map;
+}
+
+template <typename... Parameters, typename... Given>
+void start(
+    const char* op, void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes, bool overlap,
+    cudaStream_t stream, const Given&... given) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = overlap ? 1 : 0;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, given...);
+  STD_TORCH_CHECK(error == cudaSuccess, op, ": the kernel did not start: ", cudaGetErrorString(error));
+}
+
+struct Operands {
+  const Tensor& x;
+  const Tensor& weight;
+  bool overlap;
+  int32_t device;
+  cudaStream_t stream;
+};
+
+template <int kRows, int kTokens, int kDepth>
+void launch_tile(Problem p, const Operands& given) {
+  using Shape = Tile<kRows, kTokens, kDepth>;
+  const int64_t rows = given.weight.size(0), columns = given.weight.size(1);
+  STD_TORCH_CHECK(
+      rows % kRows == 0 && columns % kDepth == 0, "skinny_linear: weight is [", rows, ", ", columns,
+      "]; expected multiples of ", kRows, " and ", kDepth);
+  int multiprocessors = 0;
+  const cudaError_t asked = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, given.device);
+  STD_TORCH_CHECK(
+      asked == cudaSuccess && multiprocessors > 0, "skinny_linear: no answer from the device: ",
+      cudaGetErrorString(asked));
+  p.tiles = static_cast<int>(rows / kRows);
+  p.steps = static_cast<int>(columns / kDepth);
+  // As few blocks as have the same most tiles each: the others' multiprocessors are free for what comes next.
+  const int each = (p.tiles + multiprocessors - 1) / multiprocessors;
+  const int blocks = (p.tiles + each - 1) / each;
+  const int64_t sums = each > 1 ? Shape::kPartialBytes : 0;
+  p.stages = static_cast<int>(std::min<int64_t>(
+      {(kSharedBytes - kBoxAlignment - sums) / Shape::kStageBytes, int64_t{each} * p.steps, kMostStages}));
+  const int64_t ring = std::max<int64_t>(int64_t{p.stages} * Shape::kStageBytes + sums, Shape::kPartialBytes);
+  const int64_t bytes = kBoxAlignment + ring;
+  const auto kernel = linear_kernel<kRows, kTokens, kDepth>;
+  // Once for a device would do; the call costs less than finding out.
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
+  STD_TORCH_CHECK(
+      error == cudaSuccess, "skinny_linear: a block needs ", kSharedBytes, " bytes of shared memory: ",
+      cudaGetErrorString(error));
+  const CUtensorMap weight_map = map_of(
+      "weight", given.weight.const_data_ptr(), rows, columns, columns, p.gated ? 2 : 1, kRows, kDepth);
+  // The stride of a single row may be anything.
+  const int64_t stride = p.tokens > 1 ? given.x.stride(0) : columns;
+  const CUtensorMap x_map = map_of("x", given.x.const_data_ptr(), p.tokens, columns, stride, 1, kTokens, kDepth);
+  start(
+      "skinny_linear", kernel, blocks, kThreads, static_cast<size_t>(bytes), given.overlap, given.stream, weight_map,
+      x_map, p);
+}
+
+template <int kRows, int kDepth>
+void launch_rows(const Problem& p, const Operands& given) {
+  p.tokens <= 8 ? launch_tile<kRows, 8, kDepth>(p, given) : launch_tile<kRows, 16, kDepth>(p, given);
+}
+
+// What the copy engine and loads of 16 bytes ask.
+void check_rows(const Checks& checks, const Tensor& tensor, const char* name) {
+  checks.check_device(tensor, name);
+  checks.check_type(tensor, name, ScalarType::BFloat16);
+  STD_TORCH_CHECK(tensor.dim() == 2, checks.op, ": ", name, " has ", tensor.dim(), " dimensions; expected 2");
+  checks.check_last_stride(tensor, name);
+  STD_TORCH_CHECK(
+      tensor.size(0) <= 1 || (tensor.stride(0) >= tensor.size(1) && tensor.stride(0) % 8 == 0), checks.op, ": ", name,
+      " has rows ", tensor.stride(0), " elements apart; expected a multiple of 8, not below ", tensor.size(1));
+  STD_TORCH_CHECK(
+      aligned(tensor.const_data_ptr(), 16), checks.op, ": ", name, " does not start at a multiple of 16 bytes");
+}
+
+void skinny_linear_out(
+    Tensor out, Tensor x, Tensor weight, bool gated, int64_t rows, int64_t depth, bool overlap) {
+  const Checks checks("skinny_linear", "x", x);
+  check_rows(checks, x, "x");
+  check_rows(checks, weight, "weight");
+  check_rows(checks, out, "out");
+  const int64_t tokens = x.size(0), columns = weight.size(0) / (gated ? 2 : 1);
+  STD_TORCH_CHECK(
+      tokens <= kMostTokens && x.size(1) == weight.size(1) && out.size(0) == tokens && out.size(1) == columns,
+      "skinny_linear: x is [", tokens, ", ", x.size(1), "], weight [", weight.size(0), ", ", weight.size(1),
+      "] and out [", out.size(0), ", ", out.size(1), "]; expected [tokens, in], [outputs, in] and [tokens, ",
+      gated ? "outputs / 2" : "outputs", "] with up to ", kMostTokens, " tokens");
+  STD_TORCH_CHECK(out.is_contiguous() && weight.is_contiguous(), "skinny_linear: out or weight is not contiguous");
+  STD_TORCH_CHECK(
+      weight.size(0) <= INT32_MAX && weight.size(1) <= INT32_MAX, "skinny_linear: weight is too large");
+  if (tokens == 0 || columns == 0) {
+    return;
+  }
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Operands given{
+      x, weight, overlap, x.get_device_index(), current_stream("skinny_linear", x.get_device_index())};
+  Problem p{};
+  p.out = static_cast<__nv_bfloat16*>(out.mutable_data_ptr());
+  p.tokens = static_cast<int>(tokens);
+  p.columns = static_cast<int>(columns);
+  p.gated = gated;
+  if (rows == 16 && depth == 512) {
+    launch_rows<16, 512>(p, given);
+  } else if (rows == 32 && depth == 256) {
+    launch_rows<32, 256>(p, given);
+  } else if (rows == 32 && depth == 512) {
+    launch_rows<32, 512>(p, given);
+  } else if (rows == 48 && depth == 256) {
+    launch_rows<48, 256>(p, given);
+  } else if (rows == 64 && depth == 256) {
+    launch_rows<64, 256>(p, given);
+  } else {
+    STD_TORCH_CHECK(false, "skinny_linear: there is no tile of ", rows, " rows and ", depth, " columns");
+  }
+}
+
+void chained_norm_out(
+    Tensor out, std::optional<Tensor> sum, Tensor x, std::optional<Tensor> residual, Tensor weight, double epsilon,
+    bool overlap) {
+  const Checks checks("chained_norm", "x", x);
+  check_rows(checks, x, "x");
+  check_rows(checks, out, "out");
+  const int64_t tokens = x.size(0), hidden = x.size(1);
+  STD_TORCH_CHECK(
+      hidden % (32 * kNormWidth) == 0 && hidden <= kMostNormThreads * kNormWidth, "chained_norm: x has ", hidden,
+      " columns; expected a multiple of ", 32 * kNormWidth, " up to ", kMostNormThreads * kNormWidth);
+  checks.check_device(weight, "weight");
+  checks.check_type(weight, "weight", ScalarType::BFloat16);
+  STD_TORCH_CHECK(
+      weight.dim() == 1 && weight.size(0) == hidden && weight.is_contiguous() && aligned(weight.const_data_ptr(), 16),
+      "chained_norm: weight is not [", hidden, "], contiguous and at a multiple of 16 bytes");
+  STD_TORCH_CHECK(
+      out.is_contiguous() && out.size(0) == tokens && out.size(1) == hidden, "chained_norm: out is not as x");
+  STD_TORCH_CHECK(
+      sum.has_value() == residual.has_value(), "chained_norm: a residual has a sum, and a sum has a residual");
+  Norm p{};
+  if (residual.has_value()) {
+    check_rows(checks, *residual, "residual");
+    check_rows(checks, *sum, "sum");
+    STD_TORCH_CHECK(
+        residual->size(0) == tokens && residual->size(1) == hidden && sum->is_contiguous() &&
+            sum->size(0) == tokens && sum->size(1) == hidden,
+        "chained_norm: residual or sum is not as x");
+    p.residual = static_cast<const __nv_bfloat16*>(residual->const_data_ptr());
+    p.residual_stride = residual->stride(0);
+    p.sum = static_cast<__nv_bfloat16*>(sum->mutable_data_ptr());
+  }
+  if (tokens == 0) {
+    return;
+  }
+  STD_TORCH_CHECK(tokens <= INT32_MAX, "chained_norm: x has ", tokens, " rows");
+  p.out = static_cast<__nv_bfloat16*>(out.mutable_data_ptr());
+  p.x = static_cast<const __nv_bfloat16*>(x.const_data_ptr());
+  p.weight = static_cast<const __nv_bfloat16*>(weight.const_data_ptr());
+  p.x_stride = x.stride(0);
+  p.hidden = static_cast<int>(hidden);
+  p.epsilon = static_cast<float>(epsilon);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const cudaStream_t stream = current_stream("chained_norm", x.get_device_index());
+  const int threads = static_cast<int>(hidden / kNormWidth);
+  start(
+      "chained_norm", residual.has_value() ? norm_kernel<true> : norm_kernel<false>, tokens, threads, 0, overlap,
+      stream, p);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(hwplugin, CUDA, library) {
+  library.impl("skinny_linear_out", TORCH_BOX(&skinny_linear_out));
+  library.impl("chained_norm_out", TORCH_BOX(&chained_norm_out));
+}

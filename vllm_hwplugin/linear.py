@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Body of the feature ``linear``: which of vLLM's layers are those of :mod:`vllm_hwplugin.ops.skinny_linear`.
+
+The functions are traced by torch.compile, so what they ask is known when a graph is made: types and sizes of weights,
+and not the number of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from vllm import envs
+from vllm.platforms import current_platform
+
+from .ops.skinny_linear import norm_fits, tile_for
+
+_CAPABILITY: Final = (9, 0)
+
+# Heads have norms as well, which Inductor joins with what comes before and after.
+_SMALLEST_NORM: Final = 512
+
+
+def _on_hopper() -> bool:
+    # cuBLAS serves more tokens, so a token's result would depend on how many are in the batch.
+    if not current_platform.is_cuda() or envs.VLLM_BATCH_INVARIANT:
+        return False
+    capability = current_platform.get_device_capability()
+    return capability is not None and (capability.major, capability.minor) == _CAPABILITY
+
+
+# Once: torch.compile cannot trace the question.
+_HERE: Final = _on_hopper()
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """An unquantized linear layer, any number of dimensions."""
+    if bias is None and x.dim() == 2 and is_served(weight):
+        return torch.ops.hwplugin.skinny_linear(x, weight)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def takes_norm(layer: Any, x: torch.Tensor) -> bool:
+    """Whether the plugin's kernel serves this `RMSNorm`: one of hidden states, between linear layers."""
+    return (
+        _HERE
+        and x.dim() == 2
+        and x.dtype is torch.bfloat16
+        and layer.has_weight
+        and layer.variance_size_override is None
+        and layer.weight.dtype is torch.bfloat16
+        and x.shape[-1] >= _SMALLEST_NORM
+        and norm_fits(x.shape[-1])
+    )
+
+
+def norm(
+    layer: Any, x: torch.Tensor, residual: torch.Tensor | None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """As `RMSNorm.forward_native`."""
+    weight = layer.weight.data
+    if residual is None:
+        return torch.ops.hwplugin.chained_norm(x, weight, layer.variance_epsilon)
+    return torch.ops.hwplugin.chained_add_norm(x, residual, weight, layer.variance_epsilon)
+
+
+def is_served(weight: torch.Tensor) -> bool:
+    """Whether the plugin's operation is for a layer with these weights."""
+    return (
+        _HERE
+        and weight.dim() == 2
+        and weight.dtype is torch.bfloat16
+        and tile_for(weight.shape[0], weight.shape[1]) is not None
+    )

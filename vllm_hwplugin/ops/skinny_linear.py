@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``torch.ops.hwplugin.skinny_linear`` and the norms beside it: linear layers of few tokens that overlap, on Hopper.
+
+A step of a few tokens is the time of reading weights, and between two linear layers the memory idles: a kernel ends,
+the next starts, and only then asks for its weights. These kernels ask for theirs while the one before them ends
+(csrc/skinny_linear). Up to 16 tokens are served so. Any other call is cuBLAS's, inside the operation: a graph of
+torch.compile has one operation for any number of tokens.
+
+Sums are in float32 and in a fixed order: the same operands give the same bits, with overlap and without.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+
+from .. import features, journal
+from .compile.jit import GPUS, ensure
+from .compile.spec import KERNELS
+from .define import define
+
+_KERNEL: Final = KERNELS["skinny_linear"]
+
+#: More tokens than these are cuBLAS's.
+MOST_TOKENS: Final = 16
+
+#: Rows and columns of weights of a block's tile, as ``csrc/skinny_linear`` has them.
+TILES: Final = ((16, 512), (32, 256), (32, 512), (48, 256), (64, 256))
+
+# Of a layer with fewer outputs too few blocks would read.
+_FEWEST_OUTPUTS: Final = 1024
+
+#: Tiles that a measurement found better than the rule of :func:`tile_for`: (outputs, inputs, tokens <= 8) -> tile.
+TUNED: Final[dict[tuple[int, int, bool], tuple[int, int]]] = {}
+
+#: Whether kernels may start while the one before them ends; results do not differ. The variable is for the measurement
+#: of gate 1, to see what of a gain is the overlap's. Graphs keep what it was when they were captured.
+overlap: bool = os.environ.get("HWPLUGIN_LINEAR_OVERLAP", "1") != "0"
+
+define(
+    "skinny_linear_out(Tensor(a!) out, Tensor x, Tensor weight, bool gated, int rows, int depth, bool overlap) -> ()"
+)
+define(
+    "chained_norm_out(Tensor(a!) out, Tensor(b!)? sum, Tensor x, Tensor? residual, Tensor weight, float epsilon, "
+    "bool overlap) -> ()"
+)
+
+
+def tile_for(outputs: int, inputs: int, tokens: int = 1) -> tuple[int, int] | None:
+    """The tile for weights [outputs, inputs]; None where the kernel is not for them."""
+    if outputs < _FEWEST_OUTPUTS:
+        return None
+    if (tuned := TUNED.get((outputs, inputs, tokens <= 8))) is not None:
+        return tuned
+    order: tuple[tuple[int, int], ...]
+    # Large tiles read x less often; small ones are enough for all multiprocessors.
+    if outputs >= 64 * 132:
+        order = ((64, 256), (48, 256), (32, 256))
+    elif outputs >= 48 * 64:
+        order = ((48, 256), (32, 512), (32, 256), (16, 512))
+    elif outputs >= 32 * 64:
+        order = ((32, 512), (32, 256), (16, 512))
+    else:
+        order = ((16, 512), (32, 256))
+    return next((tile for tile in order if outputs % tile[0] == 0 and inputs % tile[1] == 0), None)
+
+
+def skinny_linear(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
+    """``x @ weight.T``, or of halves of that ``silu(first) * second``.
+
+    Args:
+        x: [tokens, inputs], bfloat16 for the kernel.
+        weight: [outputs, inputs], contiguous for the kernel. Nothing may write to it in the kernels before this call.
+        gated: the first half of the weight's rows are gates.
+
+    Returns:
+        [tokens, outputs], or [tokens, outputs / 2]; contiguous.
+    """
+    # Also where it is not needed now: what loads the kernel must come before any graph is captured.
+    if _is_loaded(x) and (tile := _tile_of(x, weight)) is not None:
+        out = x.new_empty(x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0])
+        torch.ops.hwplugin.skinny_linear_out(out, x, weight, gated, *tile, overlap)
+        return out
+    product = F.linear(x, weight)
+    return _gate(product) if gated else product
+
+
+def chained_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """RMS norm of each row, in float32 up to the result.
+
+    Args:
+        x: [tokens, hidden]
+        weight: [hidden]
+    """
+    if _is_loaded(x) and _norm_serves(x, weight):
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        torch.ops.hwplugin.chained_norm_out(out, None, x, None, weight, epsilon, overlap and len(x) <= MOST_TOKENS)
+        return out
+    return _norm(x.float(), weight, epsilon).to(x.dtype)
+
+
+def chained_add_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS norm of each row of ``x + residual``, and that sum. See :func:`chained_norm`."""
+    if _is_loaded(x) and _norm_serves(x, weight, residual):
+        out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+        torch.ops.hwplugin.chained_norm_out(out, total, x, residual, weight, epsilon, overlap and len(x) <= MOST_TOKENS)
+        return out, total
+    added = x.float() + residual.float()
+    return _norm(added, weight, epsilon).to(x.dtype), added.to(x.dtype)
+
+
+def _is_loaded(x: torch.Tensor) -> bool:
+    """Whether the kernel can serve this device; loads it at the first call outside a graph."""
+    global _loaded
+    if _loaded is None and x.device.type in GPUS and not torch.cuda.is_current_stream_capturing():
+        _loaded = _KERNEL.is_for(torch.cuda.get_device_capability(x.device)) and ensure(_KERNEL)
+        how = "the plugin's kernels" if _loaded else "cuBLAS: the kernel is not to be had here, the log says why"
+        journal.note(features.LINEAR, f"linear layers of up to {MOST_TOKENS} tokens: {how}")
+    return bool(_loaded) and x.device.type in GPUS
+
+
+_loaded: bool | None = None
+
+
+def _rows_serve(rows: torch.Tensor) -> bool:
+    """What the copy engine and loads of 16 bytes ask."""
+    return (
+        rows.dim() == 2
+        and rows.dtype is torch.bfloat16
+        and rows.stride(1) == 1
+        and (rows.shape[0] <= 1 or (rows.stride(0) >= rows.shape[1] and rows.stride(0) % 8 == 0))
+        and rows.data_ptr() % 16 == 0
+    )
+
+
+def _tile_of(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int] | None:
+    serves = x.dim() == 2 and 0 < x.shape[0] <= MOST_TOKENS and _rows_serve(x) and _rows_serve(weight)
+    # Weights that are kept on the host are on another device.
+    if not serves or weight.device != x.device or not weight.is_contiguous():
+        return None
+    return tile_for(weight.shape[0], weight.shape[1], x.shape[0])
+
+
+def _norm_serves(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
+    return (
+        len(x) > 0
+        and _rows_serve(x)
+        and (residual is None or _rows_serve(residual))
+        and norm_fits(x.shape[1])
+        and weight.device == x.device
+        and weight.dtype is torch.bfloat16
+        and weight.is_contiguous()
+        and weight.data_ptr() % 16 == 0
+    )
+
+
+def norm_fits(hidden: int) -> bool:
+    """Whether the kernel is for rows of that many elements."""
+    return hidden % 256 == 0 and hidden <= 8192
+
+
+def _norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + epsilon) * weight.float()
+
+
+def _gate(product: torch.Tensor) -> torch.Tensor:
+    half = product.shape[-1] // 2
+    if product.is_cuda and hasattr(torch.ops._C, "silu_and_mul"):
+        out = product.new_empty(*product.shape[:-1], half)
+        torch.ops._C.silu_and_mul(out, product)
+        return out
+    return F.silu(product[..., :half]) * product[..., half:]
+
+
+def _shape_of_linear(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // 2 if gated else weight.shape[0])
+
+
+def _shape_of_norm(x: torch.Tensor, *others: Any) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _shapes_of_add_norm(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+define("skinny_linear(Tensor x, Tensor weight, bool gated=False) -> Tensor", skinny_linear, _shape_of_linear)
+define("chained_norm(Tensor x, Tensor weight, float epsilon) -> Tensor", chained_norm, _shape_of_norm)
+define(
+    "chained_add_norm(Tensor x, Tensor residual, Tensor weight, float epsilon) -> (Tensor, Tensor)",
+    chained_add_norm,
+    _shapes_of_add_norm,
+)
