@@ -23,6 +23,8 @@ from ._read import ResultsError, read_all
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "benchmarks/results"
 RESULTS = ROOT / _FOLDER
+#: Pages that say what a step takes with a feature and without -> what its files are called.
+_COSTS = {"docs/linear.md": "cost-linear-", "docs/nwor.md": "cost-nwor-", "docs/kernels.md": "cost-ops-"}
 
 
 def pages(root: Path = ROOT) -> dict[str, str]:
@@ -43,7 +45,10 @@ def pages(root: Path = ROOT) -> dict[str, str]:
             gains=_engines.first_screen(engines),
             costs=_readme_tables.starts_in_short(read_all(results, "starts-")),
         ),
-        "docs/nwor.md": _within(root, "docs/nwor.md", costs=_readme_tables.costs(read_all(results, "cost-nwor-"))),
+        **{
+            page: _within(root, page, costs=_readme_tables.costs(read_all(results, kind)))
+            for page, kind in _COSTS.items()
+        },
         "docs/platforms.md": _within(root, "docs/platforms.md", versions=_musa_versions.markdown()),
         "docs/benchmarks.md": _engines.page(engines, soaks, read_all(results, "starts-")),
         "docs/kernel-benchmarks.md": _kernels.page(kernels),

@@ -16,7 +16,9 @@ _OF_KERNELS = ("date", "commit", "plugin", "host", "settings", "processes", "cel
 #: None: the files of `probe` and `start_cost.py`, of which no page is made.
 _FORMATS: Mapping[str, tuple[str, Any, tuple[str, ...]] | None] = {
     "engines-": ("format", results.FORMAT, _OF_ENGINES),
+    "cost-linear-": ("format", results.FORMAT, _OF_ENGINES),
     "cost-nwor-": ("format", results.FORMAT, _OF_ENGINES),
+    "cost-ops-": ("format", results.FORMAT, _OF_ENGINES),
     "kernels-attention-": ("kernels_format", micro.FORMAT, _OF_KERNELS),
     "kernels-ops-": ("kernels_format", micro.FORMAT, _OF_KERNELS),
     "soak-": ("format", soak.FORMAT, ("date", "commit", "plugin", "host", "settings", "sides", "failures")),

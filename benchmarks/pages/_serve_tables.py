@@ -151,7 +151,7 @@ def _target(settings: Mapping[str, Any]) -> str:
 def _gpus(settings: Mapping[str, Any]) -> int:
     """Of an engine."""
     needed = 1 if settings["shape"] in (None, TINY) else SHAPES[settings["shape"]].tensor_parallel_size
-    return max(needed, settings["tensor_parallel_size"])
+    return max(needed, int(settings["tensor_parallel_size"]))
 
 
 def _extra(settings: Mapping[str, Any]) -> str:

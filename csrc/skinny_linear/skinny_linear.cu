@@ -168,7 +168,7 @@ void check_rows(const Checks& checks, const Tensor& tensor, const char* name) {
       aligned(tensor.const_data_ptr(), 16), checks.op, ": ", name, " does not start at a multiple of 16 bytes");
 }
 
-void skinny_linear_out(
+void skinny_linear(
     Tensor out, Tensor x, Tensor weight, bool gated, int64_t rows, int64_t depth, bool overlap) {
   const Checks checks("skinny_linear", "x", x);
   check_rows(checks, x, "x");
@@ -209,25 +209,25 @@ void skinny_linear_out(
   }
 }
 
-void chained_norm_out(
+void skinny_norm(
     Tensor out, std::optional<Tensor> sum, Tensor x, std::optional<Tensor> residual, Tensor weight, double epsilon,
     bool overlap) {
-  const Checks checks("chained_norm", "x", x);
+  const Checks checks("skinny_norm", "x", x);
   check_rows(checks, x, "x");
   check_rows(checks, out, "out");
   const int64_t tokens = x.size(0), hidden = x.size(1);
   STD_TORCH_CHECK(
-      hidden % (32 * kNormWidth) == 0 && hidden <= kMostNormThreads * kNormWidth, "chained_norm: x has ", hidden,
+      hidden % (32 * kNormWidth) == 0 && hidden <= kMostNormThreads * kNormWidth, "skinny_norm: x has ", hidden,
       " columns; expected a multiple of ", 32 * kNormWidth, " up to ", kMostNormThreads * kNormWidth);
   checks.check_device(weight, "weight");
   checks.check_type(weight, "weight", ScalarType::BFloat16);
   STD_TORCH_CHECK(
       weight.dim() == 1 && weight.size(0) == hidden && weight.is_contiguous() && aligned(weight.const_data_ptr(), 16),
-      "chained_norm: weight is not [", hidden, "], contiguous and at a multiple of 16 bytes");
+      "skinny_norm: weight is not [", hidden, "], contiguous and at a multiple of 16 bytes");
   STD_TORCH_CHECK(
-      out.is_contiguous() && out.size(0) == tokens && out.size(1) == hidden, "chained_norm: out is not as x");
+      out.is_contiguous() && out.size(0) == tokens && out.size(1) == hidden, "skinny_norm: out is not as x");
   STD_TORCH_CHECK(
-      sum.has_value() == residual.has_value(), "chained_norm: a residual has a sum, and a sum has a residual");
+      sum.has_value() == residual.has_value(), "skinny_norm: a residual has a sum, and a sum has a residual");
   Norm p{};
   if (residual.has_value()) {
     check_rows(checks, *residual, "residual");
@@ -235,7 +235,7 @@ void chained_norm_out(
     STD_TORCH_CHECK(
         residual->size(0) == tokens && residual->size(1) == hidden && sum->is_contiguous() &&
             sum->size(0) == tokens && sum->size(1) == hidden,
-        "chained_norm: residual or sum is not as x");
+        "skinny_norm: residual or sum is not as x");
     p.residual = static_cast<const __nv_bfloat16*>(residual->const_data_ptr());
     p.residual_stride = residual->stride(0);
     p.sum = static_cast<__nv_bfloat16*>(sum->mutable_data_ptr());
@@ -243,7 +243,7 @@ void chained_norm_out(
   if (tokens == 0) {
     return;
   }
-  STD_TORCH_CHECK(tokens <= INT32_MAX, "chained_norm: x has ", tokens, " rows");
+  STD_TORCH_CHECK(tokens <= INT32_MAX, "skinny_norm: x has ", tokens, " rows");
   p.out = static_cast<__nv_bfloat16*>(out.mutable_data_ptr());
   p.x = static_cast<const __nv_bfloat16*>(x.const_data_ptr());
   p.weight = static_cast<const __nv_bfloat16*>(weight.const_data_ptr());
@@ -251,16 +251,16 @@ void chained_norm_out(
   p.hidden = static_cast<int>(hidden);
   p.epsilon = static_cast<float>(epsilon);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const cudaStream_t stream = current_stream("chained_norm", x.get_device_index());
+  const cudaStream_t stream = current_stream("skinny_norm", x.get_device_index());
   const int threads = static_cast<int>(hidden / kNormWidth);
   start(
-      "chained_norm", residual.has_value() ? norm_kernel<true> : norm_kernel<false>, tokens, threads, 0, overlap,
+      "skinny_norm", residual.has_value() ? norm_kernel<true> : norm_kernel<false>, tokens, threads, 0, overlap,
       stream, p);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(hwplugin, CUDA, library) {
-  library.impl("skinny_linear_out", TORCH_BOX(&skinny_linear_out));
-  library.impl("chained_norm_out", TORCH_BOX(&chained_norm_out));
+  library.impl("skinny_linear", TORCH_BOX(&skinny_linear));
+  library.impl("skinny_norm", TORCH_BOX(&skinny_norm));
 }

@@ -25,6 +25,7 @@ WITHOUT_REFERENCE = {
     "paged_attention": "vllm_hwplugin.attention.paged._hopper",
     "log_draft_rows": "vllm_hwplugin.nwor.rows",
     "restore_draft_rows": "vllm_hwplugin.nwor.rows",
+    "skinny_linear": "vllm_hwplugin.linear.operations",
 }
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -69,7 +70,9 @@ def worker(v2: bool = False, drafter: Any = ..., **changes: Any) -> SimpleNamesp
         speculative_config=spec,
         compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
         attention_config=SimpleNamespace(backend=None),
-        model_config=SimpleNamespace(is_mm_prefix_lm=False, enable_sleep_mode=False, has_inner_state=False),
+        model_config=SimpleNamespace(
+            dtype=torch.float16, is_mm_prefix_lm=False, enable_sleep_mode=False, has_inner_state=False
+        ),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1, data_parallel_size=1, data_parallel_index=0, decode_context_parallel_size=1
         ),
@@ -203,6 +206,17 @@ def test_capture_sizes_are_used_where_they_are_set_and_captured() -> None:
         one = worker(v2, **changes)
         vars(one.vllm_config.compilation_config)[capture_sizes._OWN] = 512
         assert ("capture-sizes" in used(one)) is expected
+
+
+def test_linear_layers_overlap_where_the_gpu_and_the_models_type_have_the_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = [(False, torch.bfloat16), (True, torch.float16), (True, torch.bfloat16)]
+    found = []
+    for here, dtype in asked:
+        monkeypatch.setattr(worker_use.layers, "ON_HOPPER", here)
+        found.append("linear" in used(worker(True, model_config__dtype=dtype)))
+    assert found == [False, False, True]
 
 
 def test_an_operation_that_honours_weight_rows_leaves_the_norm_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

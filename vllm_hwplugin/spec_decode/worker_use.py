@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
 from packaging.version import Version
 from vllm.platforms import current_platform
 
 from vllm_hwplugin import features
 from vllm_hwplugin.journal import Journal
+from vllm_hwplugin.linear import layers
 from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, step_counts
 from vllm_hwplugin.spec_decode.engine_report import Findings, report, use_of
 from vllm_hwplugin.spec_decode.v1.draft_decision import drafter_obstacle
@@ -148,6 +150,10 @@ def _unused(worker: Any, vllm: Version) -> dict[str, Mapping[str, object]]:
         features.V2_GRAPH_ADDRESSES: on_v1
         | {"the engine never sleeps: sleep mode is off": not model.enable_sleep_mode},
         features.NWOR: speculates,
+        features.LINEAR: {
+            "this is no GPU of compute capability 9.0, or VLLM_BATCH_INVARIANT is on": not layers.ON_HOPPER,
+            "the model is not in bfloat16": model.dtype is not torch.bfloat16,
+        },
         # Some of them work in the scheduler; that they are used follows from the configuration that a worker has, too.
         features.BACKPORT_DP_DRAFTER: of(*_CACHED_DRAFTS) | drafts | one_rank | on_v2("drafters"),
         features.BACKPORT_DRAFT_LOOKAHEAD: of(*_CACHED_DRAFTS)

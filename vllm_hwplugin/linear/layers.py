@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Body of the feature ``linear``: which of vLLM's layers are those of :mod:`vllm_hwplugin.ops.skinny_linear`.
+"""Which of vLLM's layers are those of :mod:`.operations`.
 
 The functions are traced by torch.compile, so what they ask is known when a graph is made: types and sizes of weights,
 and not the number of tokens.
@@ -13,7 +13,7 @@ import torch
 from vllm import envs
 from vllm.platforms import current_platform
 
-from .ops.skinny_linear import norm_fits, tile_for
+from vllm_hwplugin.linear.operations import norm_fits, tile_for
 
 _CAPABILITY: Final = (9, 0)
 
@@ -29,21 +29,27 @@ def _on_hopper() -> bool:
     return capability is not None and (capability.major, capability.minor) == _CAPABILITY
 
 
-# Once: torch.compile cannot trace the question.
-_HERE: Final = _on_hopper()
+#: Whether this process's GPU is one that the kernels are for. Asked once: torch.compile cannot trace the question.
+ON_HOPPER: Final = _on_hopper()
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """An unquantized linear layer, any number of dimensions."""
-    if bias is None and x.dim() == 2 and is_served(weight):
-        return torch.ops.hwplugin.skinny_linear(x, weight)
+def gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As vLLM's `default_unquantized_gemm`: ``x @ weight.T + bias``.
+
+    Args:
+        x: [..., inputs]
+        weight: [outputs, inputs]
+        bias: [outputs]
+    """
+    if bias is None and x.dim() == 2 and serves(weight):
+        return torch.ops.hwplugin.linear(x, weight)
     return torch.nn.functional.linear(x, weight, bias)
 
 
 def takes_norm(layer: Any, x: torch.Tensor) -> bool:
     """Whether the plugin's kernel serves this `RMSNorm`: one of hidden states, between linear layers."""
     return (
-        _HERE
+        ON_HOPPER
         and x.dim() == 2
         and x.dtype is torch.bfloat16
         and layer.has_weight
@@ -60,14 +66,14 @@ def norm(
     """As `RMSNorm.forward_native`."""
     weight = layer.weight.data
     if residual is None:
-        return torch.ops.hwplugin.chained_norm(x, weight, layer.variance_epsilon)
-    return torch.ops.hwplugin.chained_add_norm(x, residual, weight, layer.variance_epsilon)
+        return torch.ops.hwplugin.rms_norm(x, weight, layer.variance_epsilon)
+    return torch.ops.hwplugin.add_rms_norm(x, residual, weight, layer.variance_epsilon)
 
 
-def is_served(weight: torch.Tensor) -> bool:
+def serves(weight: torch.Tensor) -> bool:
     """Whether the plugin's operation is for a layer with these weights."""
     return (
-        _HERE
+        ON_HOPPER
         and weight.dim() == 2
         and weight.dtype is torch.bfloat16
         and tile_for(weight.shape[0], weight.shape[1]) is not None

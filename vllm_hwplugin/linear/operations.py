@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch.ops.hwplugin.skinny_linear`` and the norms beside it: linear layers of few tokens that overlap, on Hopper.
+"""``torch.ops.hwplugin.linear``, ``rms_norm`` and ``add_rms_norm``: layers of few tokens that overlap, on Hopper.
 
 A step of a few tokens is the time of reading weights, and between two linear layers the memory idles: a kernel ends,
 the next starts, and only then asks for its weights. These kernels ask for theirs while the one before them ends
@@ -11,16 +11,15 @@ Sums are in float32 and in a fixed order: the same operands give the same bits, 
 
 from __future__ import annotations
 
-import os
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 
-from .. import features, journal
-from .compile.jit import GPUS, ensure
-from .compile.spec import KERNELS
-from .define import define
+from vllm_hwplugin import features, journal
+from vllm_hwplugin.ops.compile.jit import GPUS, ensure
+from vllm_hwplugin.ops.compile.spec import KERNELS
+from vllm_hwplugin.ops.define import define
 
 _KERNEL: Final = KERNELS["skinny_linear"]
 
@@ -33,28 +32,17 @@ TILES: Final = ((16, 512), (32, 256), (32, 512), (48, 256), (64, 256))
 # Of a layer with fewer outputs too few blocks would read.
 _FEWEST_OUTPUTS: Final = 1024
 
-#: Tiles that a measurement found better than the rule of :func:`tile_for`: (outputs, inputs, tokens <= 8) -> tile.
-TUNED: Final[dict[tuple[int, int, bool], tuple[int, int]]] = {}
-
-#: Whether kernels may start while the one before them ends; results do not differ. The variable is for the measurement
-#: of gate 1, to see what of a gain is the overlap's. Graphs keep what it was when they were captured.
-overlap: bool = os.environ.get("HWPLUGIN_LINEAR_OVERLAP", "1") != "0"
-
+define("skinny_linear(Tensor(a!) out, Tensor x, Tensor weight, bool gated, int rows, int depth, bool overlap) -> ()")
 define(
-    "skinny_linear_out(Tensor(a!) out, Tensor x, Tensor weight, bool gated, int rows, int depth, bool overlap) -> ()"
-)
-define(
-    "chained_norm_out(Tensor(a!) out, Tensor(b!)? sum, Tensor x, Tensor? residual, Tensor weight, float epsilon, "
+    "skinny_norm(Tensor(a!) out, Tensor(b!)? sum, Tensor x, Tensor? residual, Tensor weight, float epsilon, "
     "bool overlap) -> ()"
 )
 
 
-def tile_for(outputs: int, inputs: int, tokens: int = 1) -> tuple[int, int] | None:
+def tile_for(outputs: int, inputs: int) -> tuple[int, int] | None:
     """The tile for weights [outputs, inputs]; None where the kernel is not for them."""
     if outputs < _FEWEST_OUTPUTS:
         return None
-    if (tuned := TUNED.get((outputs, inputs, tokens <= 8))) is not None:
-        return tuned
     order: tuple[tuple[int, int], ...]
     # Large tiles read x less often; small ones are enough for all multiprocessors.
     if outputs >= 64 * 132:
@@ -68,7 +56,7 @@ def tile_for(outputs: int, inputs: int, tokens: int = 1) -> tuple[int, int] | No
     return next((tile for tile in order if outputs % tile[0] == 0 and inputs % tile[1] == 0), None)
 
 
-def skinny_linear(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
     """``x @ weight.T``, or of halves of that ``silu(first) * second``.
 
     Args:
@@ -82,13 +70,13 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) ->
     # Also where it is not needed now: what loads the kernel must come before any graph is captured.
     if _is_loaded(x) and (tile := _tile_of(x, weight)) is not None:
         out = x.new_empty(x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0])
-        torch.ops.hwplugin.skinny_linear_out(out, x, weight, gated, *tile, overlap)
+        torch.ops.hwplugin.skinny_linear(out, x, weight, gated, *tile, True)
         return out
     product = F.linear(x, weight)
     return _gate(product) if gated else product
 
 
-def chained_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """RMS norm of each row, in float32 up to the result.
 
     Args:
@@ -97,18 +85,18 @@ def chained_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch
     """
     if _is_loaded(x) and _norm_serves(x, weight):
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        torch.ops.hwplugin.chained_norm_out(out, None, x, None, weight, epsilon, overlap and len(x) <= MOST_TOKENS)
+        torch.ops.hwplugin.skinny_norm(out, None, x, None, weight, epsilon, len(x) <= MOST_TOKENS)
         return out
     return _norm(x.float(), weight, epsilon).to(x.dtype)
 
 
-def chained_add_norm(
+def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMS norm of each row of ``x + residual``, and that sum. See :func:`chained_norm`."""
+    """RMS norm of each row of ``x + residual``, and that sum. See :func:`rms_norm`."""
     if _is_loaded(x) and _norm_serves(x, weight, residual):
         out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-        torch.ops.hwplugin.chained_norm_out(out, total, x, residual, weight, epsilon, overlap and len(x) <= MOST_TOKENS)
+        torch.ops.hwplugin.skinny_norm(out, total, x, residual, weight, epsilon, len(x) <= MOST_TOKENS)
         return out, total
     added = x.float() + residual.float()
     return _norm(added, weight, epsilon).to(x.dtype), added.to(x.dtype)
@@ -143,7 +131,7 @@ def _tile_of(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int] | None:
     # Weights that are kept on the host are on another device.
     if not serves or weight.device != x.device or not weight.is_contiguous():
         return None
-    return tile_for(weight.shape[0], weight.shape[1], x.shape[0])
+    return tile_for(weight.shape[0], weight.shape[1])
 
 
 def _norm_serves(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
@@ -189,10 +177,10 @@ def _shapes_of_add_norm(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, to
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-define("skinny_linear(Tensor x, Tensor weight, bool gated=False) -> Tensor", skinny_linear, _shape_of_linear)
-define("chained_norm(Tensor x, Tensor weight, float epsilon) -> Tensor", chained_norm, _shape_of_norm)
+define("linear(Tensor x, Tensor weight, bool gated=False) -> Tensor", linear, _shape_of_linear)
+define("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor", rms_norm, _shape_of_norm)
 define(
-    "chained_add_norm(Tensor x, Tensor residual, Tensor weight, float epsilon) -> (Tensor, Tensor)",
-    chained_add_norm,
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float epsilon) -> (Tensor, Tensor)",
+    add_rms_norm,
     _shapes_of_add_norm,
 )
