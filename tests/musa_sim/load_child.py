@@ -279,8 +279,26 @@ def waiting(names: Sequence[str]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def knowing_no_builder() -> Iterator[None]:
+    """While it lasts, no builder is known, and none may build while a graph is recorded: vLLM may update metadata."""
+    import torch
+
+    from vllm_hwplugin.musa.attention import MusaFlashAttentionMetadataBuilder as Builder
+    from vllm_hwplugin.spec_decode import builders
+
+    def build(self, *args, original=Builder.build, **kwargs):
+        assert not torch.cuda.is_current_stream_capturing()
+        return original(self, *args, **kwargs)
+
+    with mock.patch.object(builders, "BUILDERS", {}), mock.patch.object(Builder, "build", build):
+        yield
+
+
 def not_knowing(what: str) -> contextlib.AbstractContextManager:
     """While it lasts, each drafter of Model Runner V2 is another's, or builders may make all metadata on the host."""
+    if what == "any builder":
+        return knowing_no_builder()
     # Where this is not asked for, the module is none that the runs come of.
     from vllm_hwplugin.spec_decode import obstacles
 

@@ -91,7 +91,8 @@ class Load:
         calls: methods of the worker, or of `load_child.CALLS`, by the engine's step before which they are called.
         ceiling: tokens of the largest size that vLLM captures by itself, in place of 512.
         waits: functions, as ``module:name``, that wait for the device while the engine starts: no graph can hold them.
-        unknown: what the plugin does not know, and leaves to vLLM: the ``drafter``, or ``builders`` of metadata.
+        unknown: what the plugin does not know, and leaves to vLLM: the ``drafter``, whether ``builders`` of metadata
+            work on the host, or ``any builder``.
     """
 
     options: Mapping[str, Any]

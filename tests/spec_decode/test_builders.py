@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.flex_attention import FlexAttentionMetadataBuild
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 
 import vllm_hwplugin
-from vllm_hwplugin.spec_decode.builders import BUILDERS, host_work, refusing, why_not_in_graph
+from vllm_hwplugin.spec_decode.builders import BUILDERS, host_work, refusing, updated_in_place, why_not_in_graph
 from vllm_hwplugin.versions import Versions
 
 from ..conftest import versions
@@ -280,6 +280,37 @@ def test_flashinfers_trtllm_kernels_have_graphs_where_they_are_asked_for(monkeyp
     assert why_not_in_graph(made, "chain") is not None
     group.get_metadata_builder(0).flashinfer_trtllm_api_decode_kernel = Kernel.XQA
     assert why_not_in_graph(made) is not None
+
+
+class Unread:
+    """A builder that nobody has read, such as those of sparse MLA."""
+
+    def __init__(self, updates: bool = True) -> None:
+        self.supports_draft_decode_metadata_update = updates
+
+
+@pytest.mark.parametrize(
+    ("builders", "expected"),
+    [
+        ([Unread()], True),
+        ([Unread(), FlashAttentionMetadataBuilder], True),
+        # vLLM updates all or none.
+        ([Unread(), Unread(False)], False),
+        # What is known of one holds: it builds in the graph, or plans on the host whatever it says of updates.
+        ([FlashAttentionMetadataBuilder], False),
+        ([Unread(), FlexAttentionMetadataBuilder], False),
+        ([], False),
+    ],
+)
+def test_metadata_of_unread_builders_is_updated_where_vllm_can(builders: list[Any], expected: bool) -> None:
+    made = [one if isinstance(one, Unread) else one.__new__(one) for one in builders]
+    for one in made:
+        vars(one).setdefault("supports_draft_decode_metadata_update", True)
+    groups = [[types.SimpleNamespace(get_metadata_builder=lambda _, one=one: one)] for one in made]
+    speculator = types.SimpleNamespace(attn_groups=groups, _generate_fused_drafts=None)
+    assert updated_in_place(speculator) is expected
+    # One that drafts all tokens at once, and vLLM before 0.28.
+    assert not updated_in_place(types.SimpleNamespace(attn_groups=groups))
 
 
 def test_context_parallelism_is_refused() -> None:

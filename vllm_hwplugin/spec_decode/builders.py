@@ -17,6 +17,10 @@ A captured kernel reads the tensors that its metadata named at capture, and what
 - *A decode batch*, the same for several tokens a request: only lengths, slots and block tables change from step to
   step.
 
+A builder that is not listed may say that vLLM's own update brings its metadata of one token a request up to date on the
+device (`supports_draft_decode_metadata_update`, from 0.28 on; sparse MLA and its indexer do). A graph of draft steps
+then has the update in it, and metadata that was built before (`updated_in_place`).
+
 For passes and chains each class was read in vLLM 0.20.2, 0.26.0 and 0.32.0, for the others in the last release of each
 minor version from 0.20 to 0.33. A class that is not listed, or that overrides what was read, gets no graph.
 """
@@ -159,6 +163,23 @@ def why_not_in_graph(
         elif getattr(builder, "makes_schedules", False):
             refused[type(builder).__name__] = "its schedules are made for the batches that Model Runner V1 shows it"
     return _joined(refused)
+
+
+def updated_in_place(speculator: Any) -> bool:
+    """Whether no graph may build the metadata of a draft's steps, and vLLM's own update in it makes up for that.
+
+    vLLM updates all or none, between the steps of a drafter that makes one token after the other. Only a builder that
+    was not read needs it: what is known of another holds.
+    """
+    groups = getattr(speculator, "attn_groups", ())
+    found = [group.get_metadata_builder(0) for one in groups for group in one]
+    entries = [known(type(builder)) for builder in found]
+    return (
+        hasattr(speculator, "_generate_fused_drafts")
+        and _UNKNOWN in entries
+        and all(entry is _UNKNOWN or entry.one_token for entry in entries)
+        and all(getattr(builder, "supports_draft_decode_metadata_update", False) for builder in found)
+    )
 
 
 def host_work(builder: Any) -> str | None:

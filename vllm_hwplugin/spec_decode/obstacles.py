@@ -21,7 +21,7 @@ from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.sample import logits_processor
 
-from vllm_hwplugin.spec_decode.builders import host_work, known, refusing, why_not_in_graph
+from vllm_hwplugin.spec_decode.builders import host_work, known, refusing, updated_in_place, why_not_in_graph
 
 _VERIFIED: Final = "how many drafts are verified changes from step to step"
 
@@ -186,6 +186,8 @@ def _draft_groups(runner: Any) -> Any:
 
 def _not_in_graph(runner: Any) -> str | None:
     """The first pass of a draft model of its own has more tokens a request than some builders take for a decode."""
+    if updated_in_place(runner.speculator):
+        return None
     standalone = type(runner.speculator).__name__ in _STANDALONE
     causal = not getattr(runner.speculator, "requires_non_causal", False)
     return why_not_in_graph(_draft_groups(runner), "chain" if standalone else "one_token", causal=causal)

@@ -15,10 +15,18 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 from vllm.sampling_params import SamplingParams
 
-from vllm_hwplugin.spec_decode.v2.recording import WALKS, SamplerParts, mask_block, recorded_with, sampling_as
+from vllm_hwplugin.spec_decode.v2.recording import (
+    WALKS,
+    SamplerParts,
+    mask_block,
+    metadata_of_steps,
+    recorded_with,
+    sampling_as,
+)
 from vllm_hwplugin.spec_decode.v2.tail_buffers import Padding
 from vllm_hwplugin.versions import SUPPORTED
 
+from ...conftest import versions
 from .samplers import sampler
 
 
@@ -80,3 +88,55 @@ def test_a_draft_that_walks_through_candidates_is_known_by_what_it_has(vllm_tree
     folder = "vllm/v1/worker/gpu/spec_decode"
     plain, walks = (vllm_tree(version).read(f"{folder}/{name}/speculator.py") for name in ("dflash", "dflash2"))
     assert [sum(f"self.{name} = " in text for name in WALKS) for text in (plain, walks)] == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["_build_uniform_attn_metadata", "_build_draft_attn_metadata"])
+def test_a_recording_updates_the_metadata_of_the_run_before_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    table = object()
+
+    class Group(SimpleNamespace):
+        def map_to_kernel_block_table(self, found: object) -> None:
+            assert found is table
+            calls.append("mapped")
+
+        def update_draft_decode_metadata(self, metadata: str) -> None:
+            calls.append(f"{metadata} updated")
+
+    class Speculator(SimpleNamespace):
+        def draft(self) -> str:
+            return getattr(self, name)(step=1)
+
+    setattr(Speculator, name, lambda self, step: calls.append("built") or f"metadata {calls.count('built')}")
+    speculator = Speculator(
+        attn_groups=[[Group(kv_cache_group_id=1)]],
+        block_tables=SimpleNamespace(input_block_tables=[None, table]),
+    )
+    recording = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+    for shape in (1, 2):
+        with metadata_of_steps(speculator):
+            recording = False
+            assert speculator.draft() == f"metadata {shape}"
+            recording = True
+            assert speculator.draft() == f"metadata {shape}"
+    # Behind it vLLM builds as before.
+    assert speculator.draft() == "metadata 3"
+    assert calls == [
+        *("built", "mapped", "metadata 1 updated"),
+        *("built", "mapped", "metadata 2 updated"),
+        "built",
+    ]
+
+
+@pytest.mark.parametrize(
+    "version", versions("vllm/v1/worker/gpu/spec_decode/", among=SUPPORTED[SUPPORTED.index("0.28.0") :])
+)
+def test_released_drafters_build_by_one_of_these_names_and_update(version: str, vllm_tree: Any) -> None:
+    folder = "vllm/v1/worker/gpu/spec_decode"
+    files = ("speculator", "autoregressive/speculator", "target_dependent_ar/speculator")
+    text = "".join(vllm_tree(version).read(f"{folder}/{file}.py") or "" for file in files)
+    names = ("_build_uniform_attn_metadata", "_build_draft_attn_metadata")
+    assert [name for name in names if f"def {name}(" in text] == [names[Version(version) < Version("0.30")]]
+    assert "def _generate_fused_drafts(" in text
+    assert "group.update_draft_decode_metadata(attn_metadata)" in text

@@ -129,6 +129,38 @@ def recorded_with(padding: Padding) -> Iterator[None]:
         _recorded = None
 
 
+@contextmanager
+def metadata_of_steps(speculator: Any) -> Iterator[None]:
+    """While it lasts, metadata of draft steps is built by the run before a recording, and the recording updates it.
+
+    For a drafter whose builders may work on the host, which no graph can do, where vLLM can bring what they have built
+    up to date (`builders.updated_in_place`). vLLM does that before each step, up to 0.31 but for the first one, for
+    which it has built the metadata.
+    """
+    # In 0.28 and 0.29 by the former name.
+    name = next(
+        name for name in ("_build_uniform_attn_metadata", "_build_draft_attn_metadata") if hasattr(speculator, name)
+    )
+    build, made = getattr(speculator, name), list[Any]()
+
+    def built_or_updated(*args: Any, **kwargs: Any) -> Any:
+        if not torch.cuda.is_current_stream_capturing():
+            made[:] = [build(*args, **kwargs)]
+            return made[0]
+        for group in (group for groups in speculator.attn_groups for group in groups):
+            # Blocks of a cache may be larger than those of a kernel. Building maps them, updating does not.
+            if hasattr(group, "map_to_kernel_block_table"):
+                group.map_to_kernel_block_table(speculator.block_tables.input_block_tables[group.kv_cache_group_id])
+            group.update_draft_decode_metadata(made[0])
+        return made[0]
+
+    setattr(speculator, name, built_or_updated)
+    try:
+        yield
+    finally:
+        delattr(speculator, name)
+
+
 def mask_decode(speculator: Any) -> None:
     """Keep padding out of the KV cache in the one-token steps of a drafter whose `propose` is being recorded.
 

@@ -27,6 +27,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -41,6 +42,7 @@ from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_TAIL_GRAPH
 from vllm_hwplugin.nwor import runner as nwor
+from vllm_hwplugin.spec_decode.builders import updated_in_place
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, asks_for_nothing_else
 from vllm_hwplugin.spec_decode.graph_recording import (
     attempt,
@@ -56,6 +58,7 @@ from vllm_hwplugin.spec_decode.v2.recording import (
     SamplerParts,
     decode_query_len,
     idx_dtype,
+    metadata_of_steps,
     recorded_with,
     rungs,
     sampling_as,
@@ -278,7 +281,9 @@ class TailGraphs:
                 sampling[needed] = record_graph(lambda: self._sample(batch), pool)
         if Part.V2_DRAFTING in self._vllms:
             return _Graphs(shape, sampling, Reason.NOT_CAPTURED)
-        return _Graphs(shape, sampling, record_graph(lambda: self._draft(batch, query_len, *prepared.pop()), pool))
+        with metadata_of_steps(runner.speculator) if updated_in_place(runner.speculator) else nullcontext():
+            drafting = record_graph(lambda: self._draft(batch, query_len, *prepared.pop()), pool)
+        return _Graphs(shape, sampling, drafting)
 
     def _recorded_batch(self, shape: GraphShape, query_len: int) -> Any:
         """A decode batch of vLLM's `InputBatch` that fills `shape`, of tensors that stay where they are."""
