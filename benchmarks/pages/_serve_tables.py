@@ -65,9 +65,20 @@ def live(files: Sequence[Found]) -> str:
     devices = " or ".join(sorted({file.device for file in files}))
     numbers = " or ".join(_COUNTED[one] for one in sorted({_gpus(file.results["settings"]) for file in files}))
     loads = "; ".join(dict.fromkeys(_prompts(file.results["settings"]) for file in files))
+    full = {
+        after["concurrency"]: _target(file.results["settings"])
+        for file in files
+        for case in file.results["cases"]
+        for patched, stock in STOCK_OF.items()
+        for before, after in _pairs(case, stock, patched)
+        # A full core of the one process, and somebody has to wait for it.
+        if after.get("cpu", {}).get("server", 0) >= 1 and after["ttft_ms"]["p50"] > before["ttft_ms"]["p50"]
+    }
+    told = " and ".join(f"{count} at once ({full[count]})" for count in sorted(full))
+    waits = f" With {told} vLLM's API server had its core full, and requests waited there." if full else ""
     said = (
         f"With the plugin by stock: more tokens/s, and less time to the first token and per token, are better. On "
-        f"{numbers} {devices}; {loads}. On a busy host other engines started or ran on another GPU meanwhile. "
+        f"{numbers} {devices}; {loads}.{waits} On a busy host other engines started or ran on another GPU meanwhile. "
         f"Every figure and its conditions: [serve.md](benchmarks/results/serve.md)."
     )
     return "\n".join([*table(names, found), "", paragraph(said)])
@@ -76,10 +87,7 @@ def live(files: Sequence[Found]) -> str:
 def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
     settings = file.results["settings"]
     for patched, stock in STOCK_OF.items():
-        sides = [case["sides"].get(side, {"loads": {}})["loads"] for side in (stock, patched)]
-        pairs = [(before, after) for name, before in sides[0].items() if before and (after := sides[1].get(name))]
-        # The best of more rounds is better by chance alone.
-        pairs = [(before, after) for before, after in pairs if before["rounds"] == after["rounds"]]
+        pairs = _pairs(case, stock, patched)
         pairs.sort(key=lambda pair: (pair[0]["concurrency"] or float("inf"), pair[0]["request_rate"]))
         if pairs:
             ratios = [
@@ -101,6 +109,13 @@ def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
                 *(" / ".join(f"{ratio:.2f}" for ratio in some) for some in ratios),
                 " / ".join(busy),
             ]
+
+
+def _pairs(case: Mapping[str, Any], stock: str, patched: str) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """The loads that both sides have had, for as many rounds: the best of more is better by chance alone."""
+    sides = [case["sides"].get(side, {"loads": {}})["loads"] for side in (stock, patched)]
+    pairs = [(before, after) for name, before in sides[0].items() if before and (after := sides[1].get(name))]
+    return [(before, after) for before, after in pairs if before["rounds"] == after["rounds"]]
 
 
 def markdown(files: Sequence[Found]) -> str:
