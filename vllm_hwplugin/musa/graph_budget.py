@@ -13,7 +13,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ..spec_decode.capture_sizes import piecewise_sizes
+from ..spec_decode.capture_sizes import leave_mixed_to_vllm, piecewise_sizes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,7 +30,8 @@ _WHOLE: Final = 10
 def fit(vllm_config: VllmConfig, *, named: bool) -> None:
     """Leave out capture sizes of an engine whose graphs would be more than `MOST`; tell the user of those he named.
 
-    Those go first without which batches are padded least. The largest one stays.
+    The plugin's for batches with prompts go first, then those without which batches are padded least. The largest one
+    of decode batches stays.
 
     Args:
         vllm_config: when its sizes are decided.
@@ -39,16 +40,18 @@ def fit(vllm_config: VllmConfig, *, named: bool) -> None:
     compilation = vllm_config.compilation_config
     if not compilation.cudagraph_capture_sizes:
         return
-    sizes = list(compilation.cudagraph_capture_sizes)
     pieces = _pieces(vllm_config)
     whole = 1 if vllm_config.speculative_config is None else _WHOLE
     cases = _lora_cases(vllm_config)
-    # Those of batches with prompts may end before the others.
-    largest = max(piecewise_sizes(compilation), default=0)
 
     def graphs(chosen: Sequence[int]) -> int:
+        # Those of batches with prompts may end before the others.
+        largest = max(piecewise_sizes(compilation), default=0)
         return cases * (pieces * sum(size <= largest for size in chosen) + whole * len(chosen))
 
+    if not named and graphs(compilation.cudagraph_capture_sizes) > MOST:
+        leave_mixed_to_vllm(vllm_config)
+    sizes = list(compilation.cudagraph_capture_sizes)
     fitting = list(sizes)
     while len(fitting) > 2 and graphs(fitting) > MOST:
         fitting.pop(min(range(1, len(fitting) - 1), key=lambda at: fitting[at + 1] / fitting[at - 1]))

@@ -175,6 +175,21 @@ def _set(vllm_config: Any) -> str:
     )
 
 
+def leave_mixed_to_vllm(vllm_config: Any) -> None:
+    """Take back what is for batches with prompts alone, where the sizes are the plugin's; nothing is timed then.
+
+    For a platform on which a process cannot have as many graphs.
+    """
+    compilation, spec = vllm_config.compilation_config, vllm_config.speculative_config
+    own = largest_own(compilation)
+    if own is None:
+        return
+    vars(compilation)[_MIXED] = own
+    decodes = min(LARGEST, vllm_config.scheduler_config.max_num_seqs * (1 + spec.num_speculative_tokens))
+    kept = [size for size in compilation.cudagraph_capture_sizes if size <= max(own, decodes)]
+    compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = kept, kept[-1]
+
+
 # -- in a worker ------------------------------------------------------------------------------------------------------
 
 
