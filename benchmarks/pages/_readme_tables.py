@@ -15,7 +15,7 @@ from ._text import paragraph, table
 
 #: Side with the feature -> the plugin without it, and their runner.
 _COST_SIDES = {"patched": ("plugin", "V1"), "mrv2-patched": ("mrv2-plugin", "V2")}
-_COST_NAMES = ["vLLM", "target", "drafts", "model runner", "batch", "ms a step without", "with", "longer by"]
+_COST_NAMES = ["vLLM", "target", "drafts", "model runner", "batch", "ms a step without", "with", "change"]
 _COST_HOW = (
     "Times are of the best round, with the median in brackets. Sides took turns, each engine's core in its own "
     "process. Both have the plugin's defaults except for this feature."

@@ -35,6 +35,7 @@ _BY_ENGINE = (
     "Not over HTTP: vLLM's asynchronous engine, its core in a process of its own, was asked directly, and all requests "
     "of a round count."
 )
+_FULL = "*"
 _COUNTED = {1: "one", 2: "two", 4: "four", 8: "eight"}
 
 
@@ -46,7 +47,7 @@ def over_http(files: Sequence[Found]) -> list[Found]:
 def live(files: Sequence[Found]) -> str:
     """README.md's table: what clients of a server see, a row for each case and model runner of files over HTTP.
 
-    Without what the plugin does only where it is asked to.
+    Without what the plugin does only where it is asked to, and without what was measured by one round.
     """
     files = [file for file in over_http(files) if not file.results["settings"]["patched_environment"]]
     found = [row for file in files for case in file.results["cases"] for row in _live_rows(file, case)]
@@ -65,17 +66,8 @@ def live(files: Sequence[Found]) -> str:
     devices = " or ".join(sorted({file.device for file in files}))
     numbers = " or ".join(_COUNTED[one] for one in sorted({_gpus(file.results["settings"]) for file in files}))
     loads = "; ".join(dict.fromkeys(_prompts(file.results["settings"]) for file in files))
-    full = {
-        after["concurrency"]: _target(file.results["settings"])
-        for file in files
-        for case in file.results["cases"]
-        for patched, stock in STOCK_OF.items()
-        for before, after in _pairs(case, stock, patched)
-        # A full core of the one process, and somebody has to wait for it.
-        if after.get("cpu", {}).get("server", 0) >= 1 and after["ttft_ms"]["p50"] > before["ttft_ms"]["p50"]
-    }
-    told = " and ".join(f"{count} at once ({full[count]})" for count in sorted(full))
-    waits = f" With {told} vLLM's API server had its core full, and requests waited there." if full else ""
+    full = any(_FULL in cell for row in found for cell in row)
+    waits = f" {_FULL}: vLLM's API server had its core full, and requests waited there." if full else ""
     said = (
         f"With the plugin by stock: more tokens/s, and less time to the first token and per token, are better. On "
         f"{numbers} {devices}; {loads}.{waits} On a busy host other engines started or ran on another GPU meanwhile. "
@@ -87,7 +79,7 @@ def live(files: Sequence[Found]) -> str:
 def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
     settings = file.results["settings"]
     for patched, stock in STOCK_OF.items():
-        pairs = _pairs(case, stock, patched)
+        pairs = [pair for pair in _pairs(case, stock, patched) if pair[0]["rounds"] > 1]
         pairs.sort(key=lambda pair: (pair[0]["concurrency"] or float("inf"), pair[0]["request_rate"]))
         if pairs:
             ratios = [
@@ -100,13 +92,20 @@ def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
             asked = [
                 f"{one['request_rate']:g}/s" if one["request_rate"] else str(one["concurrency"]) for one, _ in pairs
             ]
+            # A full core of its one process, and somebody has to wait for it.
+            waited = [
+                _FULL if ratio > 1 and after.get("cpu", {}).get("server", 0) >= 1 else ""
+                for (_, after), ratio in zip(pairs, ratios[1], strict=True)
+            ]
             busy = [NOT_MEASURED if (share := one.get("gpu_busy")) is None else f"{share:.0%}" for one, _ in pairs]
             yield [
                 file.vllm,
                 "V2" if stock == "mrv2" else "V1",
                 f"{_target(settings)}, {settings['method']} k={case['k']}{file.conditions}{_extra(settings)}",
                 " / ".join(asked),
-                *(" / ".join(f"{ratio:.2f}" for ratio in some) for some in ratios),
+                " / ".join(f"{ratio:.2f}" for ratio in ratios[0]),
+                " / ".join(f"{ratio:.2f}{mark}" for ratio, mark in zip(ratios[1], waited, strict=True)),
+                " / ".join(f"{ratio:.2f}" for ratio in ratios[2]),
                 " / ".join(busy),
             ]
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, UnquantizedLinearMethod
 
+from vllm_hwplugin.fallback import FeatureRequired
 from vllm_hwplugin.linear import layers, mlp, operations
 from vllm_hwplugin.ops.compile.spec import source_root
 from vllm_hwplugin.versions import SUPPORTED
@@ -151,6 +152,18 @@ def test_the_kernel_has_these_tiles() -> None:
     assert f"kMostTokens = {operations.MOST_TOKENS};" in text
 
 
+def test_a_start_that_demands_the_kernel_ends_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its norms would be slower than stock's."""
+    monkeypatch.setattr(operations, "GPUS", ("cpu",))
+    monkeypatch.setattr(operations, "_loaded", None)
+    monkeypatch.setattr(operations, "ensure", lambda spec: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setenv("VLLM_HWPLUGIN_LINEAR", "on")
+    with pytest.raises(FeatureRequired, match="VLLM_HWPLUGIN_LINEAR=auto"):
+        operations.linear(torch.randn(4, 512, dtype=torch.bfloat16), weights(2048, 512))
+
+
 # -- what vLLM's layers become ----------------------------------------------------------------------------------------
 
 
@@ -229,10 +242,14 @@ def test_a_compiled_layer_has_one_operation_for_any_number_of_tokens() -> None:
         seen.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
         return graph
 
-    weight, norm = weights(2048, 512), torch.randn(512, dtype=torch.bfloat16)
+    weight = weights(2048, 512)
+    norm = SimpleNamespace(
+        has_weight=True, variance_size_override=None, variance_epsilon=1e-6, weight=torch.randn(512).bfloat16()
+    )
 
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.hwplugin.rms_norm(layers.gemm(x, weight, None)[:, :512], norm, 1e-6)
+    def layer(x: torch.Tensor) -> Any:
+        heads = layers.gemm(x, weight, None)[:, :512]
+        return layers.norm(norm, heads, None) if layers.takes_norm(norm, heads) else heads
 
     compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
     for tokens in (4, 30, 64):

@@ -280,8 +280,8 @@ def waiting(names: Sequence[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def knowing_no_builder() -> Iterator[None]:
-    """While it lasts, no builder is known, and none may build while a graph is recorded: vLLM may update metadata."""
+def building_on_the_host() -> Iterator[None]:
+    """While it lasts, no builder may build while a graph is recorded, and vLLM may update what they have built."""
     import torch
 
     from vllm_hwplugin.musa.attention import MusaFlashAttentionMetadataBuilder as Builder
@@ -291,14 +291,15 @@ def knowing_no_builder() -> Iterator[None]:
         assert not torch.cuda.is_current_stream_capturing()
         return original(self, *args, **kwargs)
 
-    with mock.patch.object(builders, "BUILDERS", {}), mock.patch.object(Builder, "build", build):
+    known = {f"{Builder.__module__}.{Builder.__qualname__}": builders.Builder(updated=True)}
+    with mock.patch.object(builders, "BUILDERS", known), mock.patch.object(Builder, "build", build):
         yield
 
 
 def not_knowing(what: str) -> contextlib.AbstractContextManager:
     """While it lasts, each drafter of Model Runner V2 is another's, or builders may make all metadata on the host."""
-    if what == "any builder":
-        return knowing_no_builder()
+    if what == "updates alone":
+        return building_on_the_host()
     # Where this is not asked for, the module is none that the runs come of.
     from vllm_hwplugin.spec_decode import obstacles
 

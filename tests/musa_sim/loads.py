@@ -92,7 +92,7 @@ class Load:
         ceiling: tokens of the largest size that vLLM captures by itself, in place of 512.
         waits: functions, as ``module:name``, that wait for the device while the engine starts: no graph can hold them.
         unknown: what the plugin does not know, and leaves to vLLM: the ``drafter``, whether ``builders`` of metadata
-            work on the host, or ``any builder``.
+            work on the host, or that ``updates alone`` may be in a graph.
     """
 
     options: Mapping[str, Any]

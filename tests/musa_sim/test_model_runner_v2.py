@@ -174,7 +174,7 @@ def not_known(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict
     folder, load = tmp_path_factory.mktemp("not known"), LOADS["eagle3, mixed"]
     wanted = WITH_GRAPHS | {gate_of("v2-step-inputs"): "auto"}
     processes = {"stock": Process({"eagle3": load}, loads.musa(folder / "host, stock", **loads.UNPATCHED))}
-    for what in ("drafter", "builders", "any builder"):
+    for what in ("drafter", "builders", "updates alone"):
         made = dataclasses.replace(load, unknown=what)
         processes[what] = Process({"eagle3": made}, loads.musa(folder / f"host, {what}", **wanted))
     return {name: runs["eagle3"] for name, runs in loads.side_by_side(processes, folder).items()}
@@ -203,7 +203,7 @@ def test_a_graph_makes_inputs_where_the_host_may_make_metadata(not_known: dict[s
 
 
 def test_graphs_draft_with_metadata_that_vllm_updates(not_known: dict[str, Run]) -> None:
-    found = not_known["any builder"]
+    found = not_known["updates alone"]
     loads.assert_same(not_known["stock"], found)
     assert found.counted["v2-tail-graph drafting"]["served"] > len(found.steps) // 4
     assert found.counts["graph_replays"]["draft"] < not_known["stock"].counts["graph_replays"]["draft"]

@@ -282,33 +282,33 @@ def test_flashinfers_trtllm_kernels_have_graphs_where_they_are_asked_for(monkeyp
     assert why_not_in_graph(made) is not None
 
 
-class Unread:
-    """A builder that nobody has read, such as those of sparse MLA."""
-
-    def __init__(self, updates: bool = True) -> None:
-        self.supports_draft_decode_metadata_update = updates
+INDEXER = "vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerMetadataBuilder"
 
 
 @pytest.mark.parametrize(
-    ("builders", "expected"),
+    ("builders", "changes", "expected"),
     [
-        ([Unread()], True),
-        ([Unread(), FlashAttentionMetadataBuilder], True),
+        (["indexer"], {}, True),
+        (["indexer", FlashAttentionMetadataBuilder], {}, True),
         # vLLM updates all or none.
-        ([Unread(), Unread(False)], False),
-        # What is known of one holds: it builds in the graph, or plans on the host whatever it says of updates.
-        ([FlashAttentionMetadataBuilder], False),
-        ([Unread(), FlexAttentionMetadataBuilder], False),
-        ([], False),
+        (["indexer"], {"supports_draft_decode_metadata_update": False}, False),
+        (["indexer"], {"dcp_world_size": 2}, False),
+        (["indexer"], {"makes_schedules": True}, False),
+        # One that builds in the graph, one that plans on the host, and one that nobody has read.
+        ([FlashAttentionMetadataBuilder], {}, False),
+        (["indexer", FlexAttentionMetadataBuilder], {}, False),
+        (["indexer", Base], {}, False),
+        ([], {}, False),
     ],
 )
-def test_metadata_of_unread_builders_is_updated_where_vllm_can(builders: list[Any], expected: bool) -> None:
-    made = [one if isinstance(one, Unread) else one.__new__(one) for one in builders]
+def test_metadata_is_updated_where_vllm_can(builders: list[Any], changes: dict[str, Any], expected: bool) -> None:
+    module, _, name = INDEXER.rpartition(".")
+    indexer = type(name, (), {"__module__": module})
+    made = [(indexer if one == "indexer" else one).__new__(indexer if one == "indexer" else one) for one in builders]
     for one in made:
-        vars(one).setdefault("supports_draft_decode_metadata_update", True)
+        vars(one).update({"supports_draft_decode_metadata_update": True, **changes})
     groups = [[types.SimpleNamespace(get_metadata_builder=lambda _, one=one: one)] for one in made]
-    speculator = types.SimpleNamespace(attn_groups=groups, _generate_fused_drafts=None)
-    assert updated_in_place(speculator) is expected
+    assert updated_in_place(types.SimpleNamespace(attn_groups=groups, _generate_fused_drafts=None)) is expected
     # One that drafts all tokens at once, and vLLM before 0.28.
     assert not updated_in_place(types.SimpleNamespace(attn_groups=groups))
 

@@ -144,7 +144,8 @@ def config_of(k: int = 3, seqs: int = 1024, batched: int = 8192, method: str = "
             max_cudagraph_capture_size=largest,
             cudagraph_mode=more.get("mode", MODE),
             cudagraph_specialize_lora=False,
-            pass_config=SimpleNamespace(enable_sp=more.get("sp", False)),
+            # vLLM 0.32 has no such field any more.
+            pass_config=SimpleNamespace(**({"enable_sp": more["sp"]} if "sp" in more else {})),
             post_init_cudagraph_sizes=lambda: None,
             adjust_cudagraph_sizes_for_spec_decode=lambda *_: None,
             compile_sizes=more.get("compile_sizes"),
@@ -175,6 +176,12 @@ def stock(config: Any) -> None:
         block = 1 + config.speculative_config.num_speculative_tokens
         own = own_of(block, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = own, own[-1]
+
+
+def test_an_engine_of_several_gpus_has_the_sizes(entry: journal.Journal) -> None:
+    for more in ({}, {"sp": False}):
+        assert made(config_of(tp=2, **more), stock).compilation_config.max_cudagraph_capture_size == LARGEST_MIXED
+    assert "left to vLLM" not in entry.decisions["capture-sizes"]
 
 
 def test_what_is_decided_is_on_record_and_stays(entry: journal.Journal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -545,16 +552,20 @@ class Runner:
         self.compilation_config, self.parallel_config = config.compilation_config, config.parallel_config
         self.cudagraph_dispatcher = dispatcher_of(tree, config)
         self.drafter = SimpleNamespace(cudagraph_dispatcher=dispatcher_of(tree, config))
-        self.model, self._passes = object(), passes
+        self.model, self._passes, self.most_tokens = object(), passes, LARGEST_MIXED
         self.graphs: dict[Any, object] = {}
-        wrapper = SimpleNamespace(concrete_cudagraph_entries=self.graphs)
+        wrapper = SimpleNamespace(concrete_cudagraph_entries=self.graphs, graph_pool=(0, 1))
         monkeypatch.setattr(mixed_sizes.CUDAGraphWrapper, "_all_instances", [wrapper])
 
     def _dummy_run(self, num_tokens: int, *, cudagraph_runtime_mode: CUDAGraphMode, **more: bool) -> None:
         assert more == {"skip_eplb": True, "remove_lora": False, "is_graph_capturing": True}
         self._passes.append((num_tokens, cudagraph_runtime_mode.name))
         if cudagraph_runtime_mode != CUDAGraphMode.NONE:
-            self.graphs[self.cudagraph_dispatcher.dispatch(num_tokens)[1]] = object()
+            if num_tokens > self.most_tokens:
+                raise RuntimeError("CUDA error: out of memory")
+            # That of a DFlash drafter has no more tokens than decode batches may have.
+            for tokens in (num_tokens, min(num_tokens, 256)):
+                self.graphs[self.cudagraph_dispatcher.dispatch(tokens)[1]] = object()
 
     def captured(self) -> dict[str, int]:
         """Tokens of the largest graph by mode, as vLLM's `capture_model` would capture them."""
@@ -608,3 +619,29 @@ def test_released_v1_runners_ask_what_is_captured_wherever_they_capture(version:
     for name in ("profile_cudagraph_memory", "capture_model"):
         loops = [ast.unparse(node.iter) for node in ast.walk(captures[name]) if isinstance(node, ast.For)]
         assert sum(one.startswith("settled(self, ") for one in loops) == 1, name
+
+
+@pytest.fixture
+def small(entry: journal.Journal, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    """A target to which 4096 tokens are nothing, on the V1 runner."""
+    tree, passes = vllm_tree("0.33.0"), list[tuple[int, str]]()
+    timed_by(Clock(2.2e-6), passes, monkeypatch)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(v1_mixed_sizes, "reserved_memory", lambda: 0)
+    return Runner(tree, made(config_of(), fill_of(tree)), passes, monkeypatch)
+
+
+def test_a_size_whose_capture_fails_loses(small: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever words CUDA says that there is no memory, torch has to leave the capture."""
+    left: list[Any] = []
+    monkeypatch.setattr(mixed_sizes, "leave_capture", lambda pool, *, broken: left.append((pool, broken)))
+    small.most_tokens = 2048
+    assert small.captured() == {"PIECEWISE": 2048, "FULL": LARGEST}
+    assert left == [((0, 1), None)]
+
+
+def test_graphs_that_break_at_attention_are_not_timed(small: Runner) -> None:
+    """From 0.30 on they are within a wrapper for FULL graphs."""
+    inner = type("BreakableCUDAGraphWrapper", (SimpleNamespace,), {})(runnable=object())
+    small.model = type("CUDAGraphWrapper", (SimpleNamespace,), {})(runnable=inner)
+    assert small.captured() == {"PIECEWISE": 512, "FULL": LARGEST}

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from vllm import envs
+from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
 from vllm.platforms import current_platform
 
 from vllm_hwplugin.linear.operations import norm_fits, tile_for
@@ -46,10 +47,17 @@ def gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> to
     return torch.nn.functional.linear(x, weight, bias)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _on_one_gpu() -> bool:
+    """With tensor parallelism vLLM may join a norm with the all-reduce in front of it."""
+    return not model_parallel_is_initialized() or get_tp_group().world_size == 1
+
+
 def takes_norm(layer: Any, x: torch.Tensor) -> bool:
-    """Whether the plugin's kernel serves this `RMSNorm`: one of hidden states, between linear layers."""
+    """Whether the plugin's kernel serves this `RMSNorm`: one of hidden states, between linear layers of one GPU."""
     return (
         ON_HOPPER
+        and _on_one_gpu()
         and x.dim() == 2
         and x.dtype is torch.bfloat16
         and layer.has_weight

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_hwplugin import features, journal
+from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.ops.compile.jit import GPUS, ensure
 from vllm_hwplugin.ops.compile.spec import KERNELS
 from vllm_hwplugin.ops.define import define
@@ -103,12 +104,19 @@ def add_rms_norm(
 
 
 def _is_loaded(x: torch.Tensor) -> bool:
-    """Whether the kernel can serve this device; loads it at the first call outside a graph."""
+    """Whether the kernel can serve this device; loads it at the first call outside a graph.
+
+    Raises:
+        FeatureRequired: it cannot be had, and the gate says ``on``.
+    """
     global _loaded
     if _loaded is None and x.device.type in GPUS and not torch.cuda.is_current_stream_capturing():
         _loaded = _KERNEL.is_for(torch.cuda.get_device_capability(x.device)) and ensure(_KERNEL)
-        how = "the plugin's kernels" if _loaded else "cuBLAS: the kernel is not to be had here, the log says why"
-        journal.note(features.LINEAR, f"linear layers of up to {MOST_TOKENS} tokens: {how}")
+        if _loaded:
+            journal.note(features.LINEAR, f"linear layers of up to {MOST_TOKENS} tokens are the plugin's kernels")
+        else:
+            # What torch.compile would have joined with the norms stays apart.
+            stays_stock(features.LINEAR, "linear layers are cuBLAS's", "the kernel cannot be had, the log says why")
     return bool(_loaded) and x.device.type in GPUS
 
 

@@ -17,9 +17,9 @@ A captured kernel reads the tensors that its metadata named at capture, and what
 - *A decode batch*, the same for several tokens a request: only lengths, slots and block tables change from step to
   step.
 
-A builder that is not listed may say that vLLM's own update brings its metadata of one token a request up to date on the
-device (`supports_draft_decode_metadata_update`, from 0.28 on; sparse MLA and its indexer do). A graph of draft steps
-then has the update in it, and metadata that was built before (`updated_in_place`).
+From 0.28 on a builder may say that vLLM's own update brings its metadata of one token a request up to date on the
+device. For sparse MLA and its indexer a graph of draft steps has that update in it, and metadata that was built before
+(`updated_in_place`); they say so in 0.32, where they were read.
 
 For passes and chains each class was read in vLLM 0.20.2, 0.26.0 and 0.32.0, for the others in the last release of each
 minor version from 0.20 to 0.33. A class that is not listed, or that overrides what was read, gets no graph.
@@ -48,6 +48,8 @@ class Builder:
         non_causal: either of these with queries that see later ones.
         one_token: the build itself, of a batch with one token a request.
         decode: the same with several.
+        updated: metadata of one token a request that vLLM's own update brings up to date on the device, wherever the
+            builder says so (`supports_draft_decode_metadata_update`).
         why: why no more than that.
     """
 
@@ -56,6 +58,7 @@ class Builder:
     non_causal: bool = False
     one_token: bool = False
     decode: bool = False
+    updated: bool = False
     why: str = ""
 
 
@@ -63,6 +66,7 @@ _BACKENDS: Final = "vllm.v1.attention.backends"
 # The batch's tensors; FlashAttention 3 puts a kernel's schedule into one tensor of the builder's, which is long enough
 # for every graph. `fast_build`, which drafting asks for, leaves it out.
 _VIEWS: Final = Builder(passes=True, chain=True, non_causal=True, one_token=True, decode=True)
+_UPDATED: Final = Builder(updated=True, why="its build works on the host, and here vLLM cannot update what it made")
 _UNKNOWN: Final = Builder(why="it is not among the builders whose metadata is known to suit a graph")
 
 BUILDERS: Final[Mapping[str, Builder]] = {
@@ -93,6 +97,11 @@ BUILDERS: Final[Mapping[str, Builder]] = {
     "vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder": Builder(
         passes=True, one_token=True, decode=True, why="a chain over it was never run"
     ),
+    # Their builds work on the host. The update of each writes all of a decode step's metadata anew, from lengths and
+    # block tables on the device, into tensors that the metadata names.
+    f"{_BACKENDS}.mla.flashattn_mla_sparse.FlashAttnMLASparseMetadataBuilder": _UPDATED,
+    f"{_BACKENDS}.mla.indexer.DeepseekV32IndexerMetadataBuilder": _UPDATED,
+    f"{_BACKENDS}.mla.sparse_swa.DeepseekSparseSWAMetadataBuilder": _UPDATED,
     f"{_BACKENDS}.flashinfer.FlashInferMetadataBuilder": Builder(passes=True, why="each build plans on the host"),
     f"{_BACKENDS}.flex_attention.FlexAttentionMetadataBuilder": Builder(
         why="each build makes its block mask anew, in part from host values and temporary tensors"
@@ -168,17 +177,18 @@ def why_not_in_graph(
 def updated_in_place(speculator: Any) -> bool:
     """Whether no graph may build the metadata of a draft's steps, and vLLM's own update in it makes up for that.
 
-    vLLM updates all or none, between the steps of a drafter that makes one token after the other. Only a builder that
-    was not read needs it: what is known of another holds.
+    vLLM updates all or none, between the steps of a drafter that makes one token after the other.
     """
     groups = getattr(speculator, "attn_groups", ())
     found = [group.get_metadata_builder(0) for one in groups for group in one]
     entries = [known(type(builder)) for builder in found]
     return (
         hasattr(speculator, "_generate_fused_drafts")
-        and _UNKNOWN in entries
-        and all(entry is _UNKNOWN or entry.one_token for entry in entries)
+        and any(entry.updated for entry in entries)
+        and all(entry.updated or entry.one_token for entry in entries)
         and all(getattr(builder, "supports_draft_decode_metadata_update", False) for builder in found)
+        and not any(getattr(builder, "makes_schedules", False) for builder in found)
+        and all(getattr(builder, "dcp_world_size", 1) == 1 for builder in found)
     )
 
 

@@ -148,7 +148,8 @@ def _why_left(vllm_config: Any) -> str | None:
         return "compile_sizes are given"
     if parallel.data_parallel_size > 1:
         return "a rank of data parallelism pads its batches to those of others"
-    if parallel.tensor_parallel_size > 1 and compilation.pass_config.enable_sp:
+    # Not there from 0.32 on.
+    if parallel.tensor_parallel_size > 1 and getattr(compilation.pass_config, "enable_sp", False):
         return "with sequence parallelism they also have to be multiples of the tensor parallel size"
     if vllm_config.lora_config is not None:
         return "with LoRA each of them is captured several times"

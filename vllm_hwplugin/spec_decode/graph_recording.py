@@ -91,7 +91,7 @@ def attempt(
         reason = _in_a_line(failure)
         logger.debug("%s: recording failed", feature, exc_info=True)
         if pool is not None:
-            _leave_capture(pool, broken=None)
+            leave_capture(pool, broken=None)
     settle_all_reduce()
     forget()
     # A failure may be in a circle with its frames, and these hold what the failed run had made.
@@ -130,7 +130,7 @@ def _capture(graph: torch.cuda.CUDAGraph, run: Callable[[], None], pool: Any) ->
             failure = error
         graph.capture_end()
     except RuntimeError as error:
-        _leave_capture(pool, broken=True)
+        leave_capture(pool, broken=True)
         raise failure or error from None
     else:
         if failure is not None:
@@ -140,7 +140,7 @@ def _capture(graph: torch.cuda.CUDAGraph, run: Callable[[], None], pool: Any) ->
         del failure
 
 
-def _leave_capture(pool: Any, *, broken: bool | None) -> None:
+def leave_capture(pool: Any, *, broken: bool | None) -> None:
     """Have torch leave a capture that CUDA has ended because of a failure.
 
     `capture_end` then raises before it has told the allocator and the random generators. The one goes on taking memory

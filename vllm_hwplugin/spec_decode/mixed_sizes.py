@@ -9,6 +9,8 @@ PIECEWISE graphs: a FULL one takes no longer.
 
 from __future__ import annotations
 
+import gc
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +21,14 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin import journal
-from vllm_hwplugin.spec_decode.graph_recording import all_ranks, reserved_memory, settle_all_reduce
+from vllm_hwplugin.spec_decode.graph_recording import (
+    all_ranks,
+    leave_capture,
+    reserved_memory,
+    settle_all_reduce,
+)
+
+logger = logging.getLogger("vllm.hwplugin")
 
 _DECISION: Final = "capture-sizes of mixed batches"
 _LAUNCHES: Final = 3
@@ -60,7 +69,8 @@ def largest_that_wins(
 
 def _seconds(forward: Callable[[CUDAGraphMode], Any], mode: CUDAGraphMode) -> float:
     """Of one pass, of some that the host launches in a row after the first one, which captures or tunes; infinity where
-    a rank of tensor parallelism has no memory for it.
+    that fails on a rank of tensor parallelism. As a rule it has no memory for it, which CUDA and its libraries say in
+    several ways.
 
     While vLLM captures, its own all-reduce is left out of passes without a graph: the graph has to win by more then.
     """
@@ -68,8 +78,13 @@ def _seconds(forward: Callable[[CUDAGraphMode], Any], mode: CUDAGraphMode) -> fl
         forward(CUDAGraphMode.NONE)
         forward(mode)
         fits = True
-    except torch.OutOfMemoryError:
+    except RuntimeError:
+        logger.debug("capture-sizes: a pass in mode %s failed", mode.name, exc_info=True)
         fits = False
+        for pool in {wrapper.graph_pool for wrapper in CUDAGraphWrapper._all_instances}:
+            leave_capture(pool, broken=None)
+        gc.collect()
+        reserved_memory()
     fits = all_ranks(fits)
     settle_all_reduce()
     if not fits:
@@ -82,9 +97,9 @@ def _seconds(forward: Callable[[CUDAGraphMode], Any], mode: CUDAGraphMode) -> fl
     return (time.perf_counter() - started) / _LAUNCHES
 
 
-def forget(num_tokens: int) -> None:
-    """Have vLLM's compiled parts drop their graphs of this size, whose memory the next ones then use."""
+def forget(num_tokens: int | None = None) -> None:
+    """Have vLLM's compiled parts drop their graphs, or those of one size, whose memory the next ones then use."""
     for wrapper in CUDAGraphWrapper._all_instances:
         entries = wrapper.concrete_cudagraph_entries
-        for batch in [batch for batch in entries if batch.num_tokens == num_tokens]:
+        for batch in [batch for batch in entries if num_tokens in (None, batch.num_tokens)]:
             del entries[batch]

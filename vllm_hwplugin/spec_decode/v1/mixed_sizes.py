@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -46,14 +46,21 @@ def _compares(runner: Any) -> bool:
     return (
         wants_mixed()
         and runner.parallel_config.pipeline_parallel_size == 1
-        and type(runner.model).__name__ != "BreakableCUDAGraphWrapper"
+        and "BreakableCUDAGraphWrapper" not in _wrappers(runner.model)
     )
+
+
+def _wrappers(model: Any) -> Iterator[str]:
+    """Names of the model's class and of those that it is wrapped in; from 0.30 on there may be two."""
+    while model is not None:
+        yield type(model).__name__
+        model = getattr(model, "__dict__", {}).get("runnable")
 
 
 def _compare(runner: Any, larger: list[int], own: int) -> int:
     largest = largest_that_wins(larger, own, partial(_forward_of, runner))
-    # vLLM may be measuring what the first capture takes.
-    forget(largest)
+    # vLLM may be measuring what the first capture takes. A drafter's graphs may be of fewer tokens.
+    forget()
     reserved_memory()
     return largest
 

@@ -130,12 +130,15 @@ def recorded_with(padding: Padding) -> Iterator[None]:
 
 
 @contextmanager
-def metadata_of_steps(speculator: Any) -> Iterator[None]:
+def metadata_of_steps(speculator: Any) -> Iterator[list[Any]]:
     """While it lasts, metadata of draft steps is built by the run before a recording, and the recording updates it.
 
     For a drafter whose builders may work on the host, which no graph can do, where vLLM can bring what they have built
     up to date (`builders.updated_in_place`). vLLM does that before each step, up to 0.31 but for the first one, for
     which it has built the metadata.
+
+    Yields:
+        A list of the metadata that the recording writes to, to be kept with the graph.
     """
     # In 0.28 and 0.29 by the former name.
     name = next(
@@ -156,7 +159,7 @@ def metadata_of_steps(speculator: Any) -> Iterator[None]:
 
     setattr(speculator, name, built_or_updated)
     try:
-        yield
+        yield made
     finally:
         delattr(speculator, name)
 

@@ -91,6 +91,8 @@ class _Graphs:
     shape: GraphShape
     sampling: dict[SamplerParts, torch.cuda.CUDAGraph]
     drafting: torch.cuda.CUDAGraph | Reason
+    # Holds what the recorded update of the drafter's metadata writes.
+    metadata: Any = None
 
     @property
     def query_len(self) -> int:
@@ -281,9 +283,9 @@ class TailGraphs:
                 sampling[needed] = record_graph(lambda: self._sample(batch), pool)
         if Part.V2_DRAFTING in self._vllms:
             return _Graphs(shape, sampling, Reason.NOT_CAPTURED)
-        with metadata_of_steps(runner.speculator) if updated_in_place(runner.speculator) else nullcontext():
+        with metadata_of_steps(runner.speculator) if updated_in_place(runner.speculator) else nullcontext() as metadata:
             drafting = record_graph(lambda: self._draft(batch, query_len, *prepared.pop()), pool)
-        return _Graphs(shape, sampling, drafting)
+        return _Graphs(shape, sampling, drafting, metadata)
 
     def _recorded_batch(self, shape: GraphShape, query_len: int) -> Any:
         """A decode batch of vLLM's `InputBatch` that fills `shape`, of tensors that stay where they are."""
