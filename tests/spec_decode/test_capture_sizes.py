@@ -184,6 +184,11 @@ def test_an_engine_of_several_gpus_has_the_sizes(entry: journal.Journal) -> None
     assert "left to vLLM" not in entry.decisions["capture-sizes"]
 
 
+def test_where_batches_with_prompts_have_no_graphs_there_are_no_sizes_for_them(entry: journal.Journal) -> None:
+    config = made(config_of(mode=CUDAGraphMode.FULL_DECODE_ONLY), stock)
+    assert config.compilation_config.max_cudagraph_capture_size == LARGEST
+
+
 def test_what_is_decided_is_on_record_and_stays(entry: journal.Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "decode")
     config = made(config_of(), stock)

@@ -163,7 +163,9 @@ def _set(vllm_config: Any) -> str:
     block = 1 + vllm_config.speculative_config.num_speculative_tokens
     own = list(compilation.cudagraph_capture_sizes)
     seqs, batched = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-    sizes = list(capture_sizes(block, seqs, batched, own, mixed=wants_mixed()))
+    # With FULL_DECODE_ONLY batches with prompts have no graphs at all.
+    mixed = wants_mixed() and compilation.cudagraph_mode.mixed_mode().name != "NONE"
+    sizes = list(capture_sizes(block, seqs, batched, own, mixed=mixed))
     if sizes == own:
         return f"left to vLLM: its {len(own)} sizes hold every decode batch"
     compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes, sizes[-1]
