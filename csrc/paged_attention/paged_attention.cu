@@ -17,6 +17,7 @@
 #include "attention.cuh"
 #include "common/arguments.h"
 #include "common/stream.h"
+#include "hopper/tensor_map.h"
 #include "merge.cuh"
 #include "problem.cuh"
 
@@ -26,52 +27,20 @@ using namespace paged;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-using EncodeTiled = CUresult (*)(
-    CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
-    const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// The driver's function, without linking against the driver: the library has to load where there is none.
-EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-#if CUDART_VERSION >= 12050
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-#else
-    const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
-#endif
-    STD_TORCH_CHECK(
-        error == cudaSuccess && result == cudaDriverEntryPointSuccess && found != nullptr,
-        "paged_attention: the driver has no cuTensorMapEncodeTiled; it is of CUDA 12.0 or later");
-    return reinterpret_cast<EncodeTiled>(found);
-  }();
-  return function;
-}
-
 // A tensor as the copy engine sees it: its dimensions from the innermost out, and how many elements of each one copy takes.
 template <int kDims>
 CUtensorMap map_of(const Tensor& tensor, const char* name, const int (&dims)[kDims], const cuuint32_t (&box)[kDims]) {
   cuuint64_t sizes[kDims], strides[kDims - 1];
-  cuuint32_t steps[kDims];
   for (int i = 0; i < kDims; ++i) {
     sizes[i] = static_cast<cuuint64_t>(tensor.size(dims[i]));
-    steps[i] = 1;
     if (i > 0) {
       // The stride of a dimension of one element means nothing and may be anything; this is one that the driver takes.
       strides[i - 1] = static_cast<cuuint64_t>(sizes[i] == 1 ? tensor.size(dims[0]) : tensor.stride(dims[i])) * 2;
     }
   }
-  CUtensorMap map;
   const auto type =
       tensor.scalar_type() == ScalarType::Half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const CUresult result = encode_tiled()(
-      &map, type, kDims, const_cast<void*>(tensor.const_data_ptr()), sizes, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  STD_TORCH_CHECK(
-      result == CUDA_SUCCESS, "paged_attention: the driver refused the layout of ", name, " (error ",
-      static_cast<int>(result), ")");
-  return map;
+  return tensor_map("paged_attention", name, type, tensor.const_data_ptr(), sizes, strides, box);
 }
 
 struct Maps {

@@ -21,6 +21,7 @@
 
 #include "common/arguments.h"
 #include "common/stream.h"
+#include "hopper/tensor_map.h"
 #include "linear.cuh"
 #include "norm.cuh"
 
@@ -34,29 +35,6 @@ using torch::stable::Tensor;
 // cannot start beside the linear layer before it would end the overlap.
 constexpr int64_t kSharedBytes = 224 * 1024;
 constexpr int kMostTokens = 16;
-
-using EncodeTiled = CUresult (*)(
-    CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
-    const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// The driver's function, without linking against the driver: the library has to load where there is none.
-EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-#if CUDART_VERSION >= 12050
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-#else
-    const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
-#endif
-    STD_TORCH_CHECK(
-        error == cudaSuccess && result == cudaDriverEntryPointSuccess && found != nullptr,
-        "skinny_linear: the driver has no cuTensorMapEncodeTiled; it is of CUDA 12.0 or later");
-    return reinterpret_cast<EncodeTiled>(found);
-  }();
-  return function;
-}
 
 // A matrix as the copy engine sees it: chunks of 64 columns, each row by row, of which one copy takes `depth` / 64. Its
 // rows may be two halves, of each of which a copy takes `box_rows` / 2. Rows beyond the last arrive as zeros.
@@ -73,16 +51,7 @@ CUtensorMap map_of(
   const cuuint32_t box[4] = {
       kChunk, static_cast<cuuint32_t>(box_rows / halves), static_cast<cuuint32_t>(halves),
       static_cast<cuuint32_t>(depth / kChunk)};
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
-  CUtensorMap map;
-  const CUresult result = encode_tiled()(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(data), sizes, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  STD_TORCH_CHECK(
-      result == CUDA_SUCCESS, "skinny_linear: the driver refused the layout of ", name, " (error ",
-      static_cast<int>(result), ")");
-  return map;
+  return tensor_map("skinny_linear", name, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, data, sizes, strides, box);
 }
 
 template <typename... Parameters, typename... Given>

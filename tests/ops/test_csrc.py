@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from vllm_hwplugin.ops.compile import toolchain, torch_build
-from vllm_hwplugin.ops.compile.spec import COMMON, KERNELS, KernelUnavailable, source_root
+from vllm_hwplugin.ops.compile.spec import COMMON, HOPPER, KERNELS, KernelUnavailable, source_root
 
 from ..conftest import cannot_run
 
@@ -52,7 +52,7 @@ def test_what_a_kernel_includes_is_in_its_digest_and_what_is_common_is_shared() 
                 assert found, f"{path} includes {include}, which is in neither its folder nor {root}"
                 assert found[0].relative_to(root).parts[0] in spec.folders, f"{path} includes {include}"
                 waiting.append(found[0])
-    common = [path for path in (root / COMMON).rglob("*") if path.is_file()]
+    common = [path for folder in (COMMON, HOPPER) for path in (root / folder).rglob("*") if path.is_file()]
     assert common
     assert {path.name: len(users[path]) for path in common if len(users[path]) < 2} == {}
 

@@ -561,6 +561,8 @@ class Runner:
         self.graphs: dict[Any, object] = {}
         wrapper = SimpleNamespace(concrete_cudagraph_entries=self.graphs, graph_pool=(0, 1))
         monkeypatch.setattr(mixed_sizes.CUDAGraphWrapper, "_all_instances", [wrapper])
+        monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+        monkeypatch.setattr(v1_mixed_sizes, "reserved_memory", lambda: 0)
 
     def _dummy_run(self, num_tokens: int, *, cudagraph_runtime_mode: CUDAGraphMode, **more: bool) -> None:
         assert more == {"skip_eplb": True, "remove_lora": False, "is_graph_capturing": True}
@@ -593,8 +595,6 @@ def test_larger_graphs_of_mixed_batches_are_kept_on_the_v1_runner(
     tree, clock, passes = vllm_tree(version), Clock(per_token), []
     config = made(config_of(seqs=seqs), fill_of(tree))
     timed_by(clock, passes, monkeypatch)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    monkeypatch.setattr(v1_mixed_sizes, "reserved_memory", lambda: 0)
     runner = Runner(tree, config, passes, monkeypatch)
     expected = {"PIECEWISE": largest, "FULL": min(max(largest, LARGEST), 4 * seqs)}
     assert runner.captured() == expected
@@ -631,8 +631,6 @@ def small(entry: journal.Journal, vllm_tree: Any, monkeypatch: pytest.MonkeyPatc
     """A target to which 4096 tokens are nothing, on the V1 runner."""
     tree, passes = vllm_tree("0.33.0"), list[tuple[int, str]]()
     timed_by(Clock(2.2e-6), passes, monkeypatch)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    monkeypatch.setattr(v1_mixed_sizes, "reserved_memory", lambda: 0)
     return Runner(tree, made(config_of(), fill_of(tree)), passes, monkeypatch)
 
 

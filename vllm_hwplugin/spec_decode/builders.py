@@ -27,7 +27,7 @@ minor version from 0.20 to 0.33. A class that is not listed, or that overrides w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -135,6 +135,11 @@ def known(builder_class: type, *, by_its_word: bool = False) -> Builder:
     return _UNKNOWN
 
 
+def builders_of(attn_groups: Iterable[Iterable[Any]]) -> Iterator[Any]:
+    """Those of each KV cache group's `AttentionGroup`s, which exist."""
+    return (group.get_metadata_builder(0) for groups in attn_groups for group in groups)
+
+
 def refusing(builder_classes: Iterable[type], what: str) -> str | None:
     """The builders of a V1 drafter that do not allow `what` (a field of `Builder`), each with its reason, or None."""
     found = {cls.__name__: known(cls, by_its_word=True) for cls in builder_classes}
@@ -163,7 +168,7 @@ def why_not_in_graph(
         causal: whether no query of the draft sees later ones.
     """
     refused: dict[str, str] = {}
-    for builder in (group.get_metadata_builder(0) for groups in attn_groups for group in groups):
+    for builder in builders_of(attn_groups):
         found = _of(builder, causal)
         if not getattr(found, what):
             refused[type(builder).__name__] = found.why
@@ -179,8 +184,7 @@ def updated_in_place(speculator: Any) -> bool:
 
     vLLM updates all or none, between the steps of a drafter that makes one token after the other.
     """
-    groups = getattr(speculator, "attn_groups", ())
-    found = [group.get_metadata_builder(0) for one in groups for group in one]
+    found = list(builders_of(getattr(speculator, "attn_groups", ())))
     entries = [known(type(builder)) for builder in found]
     return (
         hasattr(speculator, "_generate_fused_drafts")

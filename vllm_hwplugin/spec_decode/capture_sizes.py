@@ -225,19 +225,18 @@ def piecewise_sizes(compilation_config: Any) -> Sequence[int]:
     """Sizes of PIECEWISE graphs on the V1 runner, for its patched `CudagraphDispatcher`: all that are timed, before
     they are.
     """
-    sizes: Sequence[int] = compilation_config.cudagraph_capture_sizes
-    own = largest_own(compilation_config)
-    if own is None:
-        return sizes
-    largest = vars(compilation_config).get(_MIXED, sizes[-1] if wants_mixed() else own)
-    return [size for size in sizes if size <= largest]
+    sizes, own = compilation_config.cudagraph_capture_sizes, largest_own(compilation_config)
+    bound = own and vars(compilation_config).get(_MIXED, sizes[-1] if wants_mixed() else own)
+    return _up_to(bound, sizes)
 
 
 def own_sizes(compilation_config: Any) -> Sequence[int]:
     """Sizes up to vLLM's largest."""
-    sizes: Sequence[int] = compilation_config.cudagraph_capture_sizes
-    own = largest_own(compilation_config)
-    return sizes if own is None else [size for size in sizes if size <= own]
+    return _up_to(largest_own(compilation_config), compilation_config.cudagraph_capture_sizes)
+
+
+def _up_to(bound: int | None, sizes: Sequence[int]) -> Sequence[int]:
+    return sizes if bound is None else [size for size in sizes if size <= bound]
 
 
 def max_num_splits(builder: Any, num_tokens: int, max_query_len: int = 1) -> int:

@@ -7,7 +7,7 @@ A log line has reasons in the table's order. docs/obstacles.md is made from it.
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from enum import Flag, auto
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -21,7 +21,14 @@ from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.sample import logits_processor
 
-from vllm_hwplugin.spec_decode.builders import host_work, known, refusing, updated_in_place, why_not_in_graph
+from vllm_hwplugin.spec_decode.builders import (
+    builders_of,
+    host_work,
+    known,
+    refusing,
+    updated_in_place,
+    why_not_in_graph,
+)
 
 _VERIFIED: Final = "how many drafts are verified changes from step to step"
 
@@ -168,15 +175,11 @@ def _names(things: Iterable[Any]) -> str:
     return ", ".join(sorted({type(one).__name__ for one in things}))
 
 
-def _builders(groups: Iterable[Iterable[Any]]) -> Iterator[Any]:
-    return (group.get_metadata_builder(0) for one in groups for group in one)
-
-
 def _host_builders(runner: Any) -> str:
     """On V1 those of MLA as well: `v1-step-inputs` knows of no lengths that the host has within their metadata."""
     on_v1 = hasattr(runner, "input_batch")
     return _names(
-        one for one in _builders(runner.attn_groups) if host_work(one) or (on_v1 and not known(type(one)).chain)
+        one for one in builders_of(runner.attn_groups) if host_work(one) or (on_v1 and not known(type(one)).chain)
     )
 
 
@@ -194,7 +197,7 @@ def _not_in_graph(runner: Any) -> str | None:
 
 
 def _plans_by_window(runner: Any) -> bool:
-    planned = (one for one in _builders(runner.attn_groups) if getattr(one, "aot_schedule", False))
+    planned = (one for one in builders_of(runner.attn_groups) if getattr(one, "aot_schedule", False))
     return any(one.aot_sliding_window not in (None, (-1, -1)) for one in planned)
 
 

@@ -17,6 +17,8 @@ ToolchainName = Literal["nvcc", "mcc"]
 
 #: The folder of ``csrc`` with what several kernels include.
 COMMON: Final = "common"
+#: And that of those with what is Hopper's alone, so it is not ported to MUSA.
+HOPPER: Final = "hopper"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class KernelSpec:
     @property
     def folders(self) -> tuple[str, ...]:
         """The folders of ``csrc`` that its sources and headers lie in."""
-        return self.name, COMMON
+        return (self.name, COMMON, HOPPER) if "9.0a" in self.cuda_arch else (self.name, COMMON)
 
     def is_for(self, capability: tuple[int, int]) -> bool:
         """Whether it is written for such a device of NVIDIA's, (major, minor)."""
