@@ -20,14 +20,18 @@ from unittest import mock
 from . import delta_rule
 
 
+def load_plugins() -> None:
+    """As an engine does, before it imports what they patch."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+
+
 def leave_out_of_collections() -> None:
     """Have collections of garbage look at what comes from here on alone. An engine's start has a dozen, which take most
     of its time where each goes through all that was imported. vLLM undoes it when an engine ends.
     """
-    from vllm.plugins import load_general_plugins
-
-    # As an engine does, before it imports what follows.
-    load_general_plugins()
+    load_plugins()
     import vllm.v1.worker.gpu_worker  # noqa: F401
 
     gc.freeze()
@@ -226,6 +230,7 @@ def leave_untuned() -> None:
 
 def initialise_as_usual() -> None:
     """Have dummy weights be what training begins with: up to 0.02, and ones where RMSNorm multiplies."""
+    load_plugins()
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     load = DummyModelLoader.load_weights
