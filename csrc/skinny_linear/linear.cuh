@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// out = x * weight^T for up to 16 rows of x. The time is that of reading the weights once, so the kernel is a ring of
+// out = x * weight^T for up to 32 rows of x. The time is that of reading the weights once, so the kernel is a ring of
 // copies that is filled before the kernel before this one has ended: weights depend on none.
 //
 // A block has tiles of kRows rows of the weights. Each stage of its ring holds kDepth columns of them and the same
@@ -14,6 +14,7 @@
 #include <cuda_bf16.h>
 
 #include "pipe.cuh"
+#include "rows.cuh"
 
 namespace skinny {
 
@@ -42,7 +43,7 @@ struct Problem {
 
 template <int kRows, int kTokens, int kDepth>
 struct Tile {
-  static_assert(kRows % 16 == 0 && (kTokens == 8 || kTokens == 16) && kDepth % (32 * kConsumers) == 0, "");
+  static_assert(kRows % 16 == 0 && (kTokens == 8 || kTokens % 16 == 0) && kDepth % (32 * kConsumers) == 0, "");
   static constexpr uint32_t kWeightBytes = kRows * kDepth * 2;
   static constexpr uint32_t kStageBytes = kWeightBytes + kTokens * kDepth * 2;
   static_assert(kWeightBytes % kBoxAlignment == 0 && kStageBytes % kBoxAlignment == 0, "");
@@ -54,14 +55,6 @@ struct Tile {
 // Where the 16 bytes of 8 columns lie in a box with `rows` rows, by the copy engine's swizzle.
 __device__ __forceinline__ uint32_t in_box(uint32_t box, int rows, int row, int eighth) {
   return box + (eighth >> 3) * (rows * 128) + row * 128 + (((eighth & 7) ^ (row & 7)) << 4);
-}
-
-__device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16(value)); }
-
-// As `silu(gate) * up` of three PyTorch operations on bfloat16 rounds it.
-__device__ __forceinline__ float gate(float gate, float up) {
-  const float value = rounded(gate);
-  return rounded(value / (1.0f + expf(-value))) * rounded(up);
 }
 
 template <int kRows, int kTokens, int kDepth>
@@ -167,20 +160,23 @@ __device__ __forceinline__ void consume(
       for (int part = 0; part < kShare / 32; ++part) {
         // 32 columns, two products' worth: 4 pieces of 8 columns.
         const int eighth = (warp * kShare + part * 32) / 8;
-        // [product][columns of 8 tokens * 2 + half of the 16 columns]
-        uint32_t tokens[2][kColumns * 2];
+        // [product][16 tokens][8 of these * 2 + half of the 16 columns]
+        uint32_t tokens[2][(kColumns + 1) / 2][4];
         if constexpr (kTokens == 8) {
           uint32_t loaded[4];
           ldmatrix(loaded, in_box(x, kTokens, lane & 7, eighth + (lane >> 3)));
-          tokens[0][0] = loaded[0];
-          tokens[0][1] = loaded[1];
-          tokens[1][0] = loaded[2];
-          tokens[1][1] = loaded[3];
+          tokens[0][0][0] = loaded[0];
+          tokens[0][0][1] = loaded[1];
+          tokens[1][0][0] = loaded[2];
+          tokens[1][0][1] = loaded[3];
         } else {
-          // Matrices 0 and 1 are of tokens 0 to 7, 2 and 3 of tokens 8 to 15.
-          const int row = (lane & 7) + ((lane >> 4) << 3);
-          ldmatrix(tokens[0], in_box(x, kTokens, row, eighth + ((lane >> 3) & 1)));
-          ldmatrix(tokens[1], in_box(x, kTokens, row, eighth + 2 + ((lane >> 3) & 1)));
+#pragma unroll
+          for (int sixteen = 0; sixteen < kTokens / 16; ++sixteen) {
+            // Matrices 0 and 1 are of the first eight tokens, 2 and 3 of the others.
+            const int row = sixteen * 16 + (lane & 7) + ((lane >> 4) << 3);
+            ldmatrix(tokens[0][sixteen], in_box(x, kTokens, row, eighth + ((lane >> 3) & 1)));
+            ldmatrix(tokens[1][sixteen], in_box(x, kTokens, row, eighth + 2 + ((lane >> 3) & 1)));
+          }
         }
 #pragma unroll
         for (int product = 0; product < 2; ++product) {
@@ -190,7 +186,8 @@ __device__ __forceinline__ void consume(
             ldmatrix(rows, in_box(weights, kRows, group * 16 + (lane & 15), eighth + product * 2 + (lane >> 4)));
 #pragma unroll
             for (int column = 0; column < kColumns; ++column) {
-              mma(sums[group][column], rows, tokens[product][column * 2], tokens[product][column * 2 + 1]);
+              const auto& pair = tokens[product][column / 2];
+              mma(sums[group][column], rows, pair[column % 2 * 2], pair[column % 2 * 2 + 1]);
             }
           }
         }

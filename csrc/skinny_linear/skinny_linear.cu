@@ -23,7 +23,7 @@
 #include "common/stream.h"
 #include "hopper/tensor_map.h"
 #include "linear.cuh"
-#include "norm.cuh"
+#include "rows.cuh"
 
 namespace {
 
@@ -34,7 +34,7 @@ using torch::stable::Tensor;
 // One block on a multiprocessor, which leaves room for one of a norm: 1 KB of a block is the system's, and a block that
 // cannot start beside the linear layer before it would end the overlap.
 constexpr int64_t kSharedBytes = 224 * 1024;
-constexpr int kMostTokens = 16;
+constexpr int kMostTokens = 32;
 
 // A matrix as the copy engine sees it: chunks of 64 columns, each row by row, of which one copy takes `depth` / 64. Its
 // rows may be two halves, of each of which a copy takes `box_rows` / 2. Rows beyond the last arrive as zeros.
@@ -121,7 +121,13 @@ void launch_tile(Problem p, const Operands& given) {
 
 template <int kRows, int kDepth>
 void launch_rows(const Problem& p, const Operands& given) {
-  p.tokens <= 8 ? launch_tile<kRows, 8, kDepth>(p, given) : launch_tile<kRows, 16, kDepth>(p, given);
+  if (p.tokens <= 8) {
+    launch_tile<kRows, 8, kDepth>(p, given);
+  } else if (p.tokens <= 16) {
+    launch_tile<kRows, 16, kDepth>(p, given);
+  } else {
+    launch_tile<kRows, 32, kDepth>(p, given);
+  }
 }
 
 // What the copy engine and loads of 16 bytes ask.
@@ -186,8 +192,8 @@ void skinny_norm(
   check_rows(checks, out, "out");
   const int64_t tokens = x.size(0), hidden = x.size(1);
   STD_TORCH_CHECK(
-      hidden % (32 * kNormWidth) == 0 && hidden <= kMostNormThreads * kNormWidth, "skinny_norm: x has ", hidden,
-      " columns; expected a multiple of ", 32 * kNormWidth, " up to ", kMostNormThreads * kNormWidth);
+      hidden % (32 * kWidth) == 0 && hidden <= kMostNormThreads * kWidth, "skinny_norm: x has ", hidden,
+      " columns; expected a multiple of ", 32 * kWidth, " up to ", kMostNormThreads * kWidth);
   checks.check_device(weight, "weight");
   checks.check_type(weight, "weight", ScalarType::BFloat16);
   STD_TORCH_CHECK(
@@ -221,10 +227,35 @@ void skinny_norm(
   p.epsilon = static_cast<float>(epsilon);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const cudaStream_t stream = current_stream("skinny_norm", x.get_device_index());
-  const int threads = static_cast<int>(hidden / kNormWidth);
-  start(
-      "skinny_norm", residual.has_value() ? norm_kernel<true> : norm_kernel<false>, tokens, threads, 0, overlap,
-      stream, p);
+  const bool add = residual.has_value(), two = hidden % (64 * kWidth) == 0;
+  const auto kernel = two ? (add ? norm_kernel<true, 2> : norm_kernel<false, 2>)
+                          : (add ? norm_kernel<true, 1> : norm_kernel<false, 1>);
+  const int threads = static_cast<int>(hidden / kWidth / (two ? 2 : 1));
+  start("skinny_norm", kernel, tokens, threads, 0, overlap, stream, p);
+}
+
+void skinny_gate(Tensor out, Tensor x, bool overlap) {
+  const Checks checks("skinny_gate", "x", x);
+  check_rows(checks, x, "x");
+  check_rows(checks, out, "out");
+  const int64_t tokens = x.size(0), columns = out.size(1);
+  STD_TORCH_CHECK(
+      out.size(0) == tokens && x.size(1) == 2 * columns && columns % kWidth == 0 && columns <= INT32_MAX / 2,
+      "skinny_gate: x is [", tokens, ", ", x.size(1), "] and out [", out.size(0), ", ", columns,
+      "]; expected [tokens, 2 * columns] and [tokens, columns], with a multiple of ", kWidth, " columns");
+  STD_TORCH_CHECK(out.is_contiguous() && x.is_contiguous(), "skinny_gate: out or x is not contiguous");
+  if (tokens == 0 || columns == 0) {
+    return;
+  }
+  Gate p{};
+  p.out = static_cast<__nv_bfloat16*>(out.mutable_data_ptr());
+  p.x = static_cast<const __nv_bfloat16*>(x.const_data_ptr());
+  p.columns = static_cast<int>(columns);
+  p.blocks_of_row = static_cast<int>((columns / kWidth + kGateThreads - 1) / kGateThreads);
+  STD_TORCH_CHECK(tokens <= INT32_MAX / p.blocks_of_row, "skinny_gate: x has ", tokens, " rows");
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const cudaStream_t stream = current_stream("skinny_gate", x.get_device_index());
+  start("skinny_gate", gate_kernel, tokens * p.blocks_of_row, kGateThreads, 0, overlap, stream, p);
 }
 
 }  // namespace
@@ -232,4 +263,5 @@ void skinny_norm(
 STABLE_TORCH_LIBRARY_IMPL(hwplugin, CUDA, library) {
   library.impl("skinny_linear", TORCH_BOX(&skinny_linear));
   library.impl("skinny_norm", TORCH_BOX(&skinny_norm));
+  library.impl("skinny_gate", TORCH_BOX(&skinny_gate));
 }

@@ -71,18 +71,25 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
         assert (weight.shape[0] % rows, weight.shape[1] % depth, overlap) == (0, 0, True)
         found.append((tuple(x.shape), gated, (rows, depth)))
         product = x.float() @ weight.float().t()
-        out.copy_(operations._gate(product) if gated else product)
+        half = product.shape[1] // 2
+        out.copy_(F.silu(product[:, :half]) * product[:, half:] if gated else product)
 
     def skinny_norm(out: Any, total: Any, x: Any, residual: Any, weight: Any, epsilon: float, overlap: bool) -> None:
-        found.append((tuple(x.shape), overlap))
+        assert overlap
+        found.append((tuple(x.shape),))
         added = x.float() if residual is None else x.float() + residual.float()
         if total is not None:
             total.copy_(added)
         out.copy_(F.rms_norm(added, (x.shape[1],), weight.float(), epsilon))
 
+    def skinny_gate(out: Any, x: Any, overlap: bool) -> None:
+        assert overlap
+        found.append((tuple(x.shape),))
+        out.copy_(F.silu(x[:, : out.shape[1]]) * x[:, out.shape[1] :])
+
     library = torch.library.Library("hwplugin", "IMPL")
-    library.impl("skinny_linear", skinny_linear, "CPU")
-    library.impl("skinny_norm", skinny_norm, "CPU")
+    for kernel in (skinny_linear, skinny_norm, skinny_gate):
+        library.impl(kernel.__name__, kernel, "CPU")
     monkeypatch.setattr(operations, "GPUS", ("cpu",))
     monkeypatch.setattr(operations, "_loaded", True)
     yield found
@@ -90,18 +97,21 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("tokens", [1, 16, 17])
-def test_up_to_sixteen_tokens_are_the_kernels(launched: list[tuple[Any, ...]], tokens: int, gated: bool) -> None:
+@pytest.mark.parametrize("tokens", [1, operations.MOST_TOKENS, operations.MOST_TOKENS + 1])
+def test_few_tokens_are_the_kernels_and_of_more_the_activation_is(
+    launched: list[tuple[Any, ...]], tokens: int, gated: bool
+) -> None:
     x, weight = torch.randn(tokens, 512, dtype=torch.bfloat16), weights(2048, 512)
     found = torch.ops.hwplugin.linear(x, weight, gated)
     product = x.float() @ weight.float().t()
     expected = F.silu(product[:, :1024]) * product[:, 1024:] if gated else product
     torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=2e-2)
-    assert launched == ([] if tokens > operations.MOST_TOKENS else [((tokens, 512), gated, (32, 512))])
+    by_cublas: list[tuple[Any, ...]] = [((tokens, 2048),)] if gated else []
+    assert launched == (by_cublas if tokens > operations.MOST_TOKENS else [((tokens, 512), gated, (32, 512))])
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 17])
-def test_norms_let_the_next_layer_start_where_that_is_the_kernels(launched: list[tuple[Any, ...]], tokens: int) -> None:
+@pytest.mark.parametrize("tokens", [1, operations.MOST_TOKENS + 1])
+def test_norms_of_any_number_of_tokens_let_the_next_kernel_start(launched: list[tuple[Any, ...]], tokens: int) -> None:
     x, residual, weight = (torch.randn(*size, dtype=torch.bfloat16) for size in ((tokens, 512), (tokens, 512), (512,)))
     found, total = torch.ops.hwplugin.add_rms_norm(x, residual, weight, 1e-6)
     added = x.float() + residual.float()
@@ -113,7 +123,7 @@ def test_norms_let_the_next_layer_start_where_that_is_the_kernels(launched: list
         atol=2e-2,
         rtol=1e-2,
     )
-    assert launched == [((tokens, 512), tokens <= operations.MOST_TOKENS)] * 2
+    assert launched == [((tokens, 512),)] * 2
 
 
 @pytest.mark.parametrize(

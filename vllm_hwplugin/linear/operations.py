@@ -25,7 +25,7 @@ from vllm_hwplugin.ops.define import define
 _KERNEL: Final = KERNELS["skinny_linear"]
 
 #: More tokens than these are cuBLAS's.
-MOST_TOKENS: Final = 16
+MOST_TOKENS: Final = 32
 
 #: Rows and columns of weights of a block's tile, as ``csrc/skinny_linear`` has them.
 TILES: Final = ((16, 512), (32, 256), (32, 512), (48, 256), (64, 256))
@@ -38,6 +38,7 @@ define(
     "skinny_norm(Tensor(a!) out, Tensor(b!)? sum, Tensor x, Tensor? residual, Tensor weight, float epsilon, "
     "bool overlap) -> ()"
 )
+define("skinny_gate(Tensor(a!) out, Tensor x, bool overlap) -> ()")
 
 
 def tile_for(outputs: int, inputs: int) -> tuple[int, int] | None:
@@ -86,7 +87,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     """
     if _is_loaded(x) and _norm_serves(x, weight):
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        torch.ops.hwplugin.skinny_norm(out, None, x, None, weight, epsilon, len(x) <= MOST_TOKENS)
+        torch.ops.hwplugin.skinny_norm(out, None, x, None, weight, epsilon, True)
         return out
     return _norm(x.float(), weight, epsilon).to(x.dtype)
 
@@ -97,7 +98,7 @@ def add_rms_norm(
     """RMS norm of each row of ``x + residual``, and that sum. See :func:`rms_norm`."""
     if _is_loaded(x) and _norm_serves(x, weight, residual):
         out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-        torch.ops.hwplugin.skinny_norm(out, total, x, residual, weight, epsilon, len(x) <= MOST_TOKENS)
+        torch.ops.hwplugin.skinny_norm(out, total, x, residual, weight, epsilon, True)
         return out, total
     added = x.float() + residual.float()
     return _norm(added, weight, epsilon).to(x.dtype), added.to(x.dtype)
@@ -166,9 +167,9 @@ def _norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 def _gate(product: torch.Tensor) -> torch.Tensor:
     half = product.shape[-1] // 2
-    if product.is_cuda and hasattr(torch.ops._C, "silu_and_mul"):
-        out = product.new_empty(*product.shape[:-1], half)
-        torch.ops._C.silu_and_mul(out, product)
+    if _is_loaded(product) and _rows_serve(product) and half % 8 == 0:
+        out = product.new_empty(len(product), half)
+        torch.ops.hwplugin.skinny_gate(out, product, True)
         return out
     return F.silu(product[..., :half]) * product[..., half:]
 

@@ -62,7 +62,7 @@ def test_sums_are_as_exact_as_cublass_and_the_same_bits_at_each_call(outputs: in
         if gated:
             gate, up = expected.bfloat16().float().chunk(2, 1)
             expected = F.silu(gate) * up
-        for tile in operations.TILES if tokens in (1, 8, 9, 16) else [operations.tile_for(outputs, inputs)]:
+        for tile in operations.TILES if tokens in (1, 8, 9, 16, 17, 32) else [operations.tile_for(outputs, inputs)]:
             if outputs % tile[0] or inputs % tile[1]:
                 continue
             found = linear(x, weight, gated, tile, overlap=True)
@@ -71,7 +71,7 @@ def test_sums_are_as_exact_as_cublass_and_the_same_bits_at_each_call(outputs: in
                 assert torch.equal(linear(x, weight, gated, tile, overlap=overlap), found), (tokens, tile)
 
 
-@pytest.mark.parametrize("hidden", [1024, 2560, 4096, 8192])
+@pytest.mark.parametrize("hidden", [1024, 1280, 2560, 4096, 8192])
 @pytest.mark.parametrize("tokens", [1, 16, 3000])
 def test_norms_round_once(hidden: int, tokens: int) -> None:
     x, residual = torch.randn(2, tokens, hidden, device="cuda", dtype=torch.bfloat16)
@@ -83,7 +83,17 @@ def test_norms_round_once(hidden: int, tokens: int) -> None:
     assert apart(operations.rms_norm(x, weight, 1e-6), F.rms_norm(x.float(), (hidden,), weight.float(), 1e-6)) < 3e-3
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 16])
+@pytest.mark.parametrize("columns", [8, 3072, 12288])
+@pytest.mark.parametrize("tokens", [1, 17, 3000])
+def test_an_activation_rounds_as_torch_does(columns: int, tokens: int) -> None:
+    x = torch.randn(tokens, 2 * columns, device="cuda", dtype=torch.bfloat16)
+    found = x.new_full((tokens, columns), float("nan"))
+    torch.ops.hwplugin.skinny_gate(found, x, True)
+    # The exponential's last bits are another's.
+    torch.testing.assert_close(found, F.silu(x[:, :columns]) * x[:, columns:], atol=0, rtol=2**-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16, 32])
 def test_a_graph_of_layers_that_overlap_gives_the_bits_of_one_in_which_they_do_not(tokens: int) -> None:
     torch.manual_seed(0)
     sizes = {"qkv": (2048, 1024), "o": (1024, 1024), "both": (6144, 1024), "down": (1024, 3072)}

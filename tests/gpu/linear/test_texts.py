@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In an engine the plugin's linear layers move log probabilities no further than cuBLAS does between batch sizes."""
+"""In an engine texts part from cuBLAS's only where two tokens are as likely, as cuBLAS's own do between batch sizes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def test_texts_differ_where_cublas_rounds_otherwise_too(tmp_path: Path) -> None:
         facts[side] = {"compared": len(distances), "apart": fmean(distances), "differ": differ, "lead": lead}
     keep("texts of linear layers", facts)
     by_cublas, by_plugin = facts.values()
-    assert by_cublas["apart"] > 0
     assert by_plugin["compared"] > 200
-    assert by_plugin["apart"] < 1.5 * by_cublas["apart"], facts
-    assert by_plugin["lead"] < 0.25, facts
+    # Logits are bfloat16, and those of these weights are below 4.
+    step = 2**-6
+    assert by_plugin["apart"] < step, facts
+    assert max(by_cublas["lead"], by_plugin["lead"]) <= step, facts
