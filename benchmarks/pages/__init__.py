@@ -6,7 +6,7 @@ long tables beside the results files.
 """
 
 from ._host_time import parts_us
-from ._judged import verdicts
+from ._judged import goals, verdicts
 from ._pages import RESULTS, ROOT, drawings, outdated, pages, write
 from ._read import ResultsError, read_all
 
@@ -15,6 +15,7 @@ __all__ = [
     "ROOT",
     "ResultsError",
     "drawings",
+    "goals",
     "outdated",
     "pages",
     "parts_us",

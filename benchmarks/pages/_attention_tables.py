@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin_lab.bench.micro import MEASURED, find
+from vllm_hwplugin_lab.bench.micro import MEASURED, find, roofline
 from vllm_hwplugin_lab.bench.micro import attention_cases as attention
 from vllm_hwplugin_lab.bench.table import between
 
 from ._text import NONE, flops, head, memory, row, us
 
-_FIGURES = ("us", "GB/s", "% of copy", "% of same size", "TFLOP/s", "error")
+_FIGURES = ("us", "GB/s", "% of copy", "% of same size", "TFLOP/s", "% of roofline", "bound by", "error")
 
 
 def tables(results: Mapping[str, Any]) -> Iterator[str]:
@@ -76,7 +76,9 @@ def _figures(results: Mapping[str, Any], case: attention.AttentionCase) -> list[
     if ours is None:
         return [NONE] * len(_FIGURES)
     speed = f"{case.flops / ours['seconds'] / 1e12:.1f}"
-    return [*memory(results, ours, case.kv_bytes), speed, f"{ours['error_ratio']:.2f}"]
+    least, bound = roofline(results, case, ours)
+    share = f"{least / ours['seconds']:.0%}"
+    return [*memory(results, ours, case.kv_bytes), speed, share, bound, f"{ours['error_ratio']:.2f}"]
 
 
 def slower(results: Mapping[str, Any], others: Sequence[str]) -> Iterator[str]:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_hwplugin_lab.bench.micro import left_out
 
 from . import _attention_tables, _op_tables
-from ._judged import MARGIN, OPS_BYTES, goal_table
+from ._judged import MARGIN, OPS_BYTES, ROOFLINE_TEXT, goal_table
 from ._read import Found
 from ._text import escaped
 
@@ -26,6 +27,8 @@ it, then all figures.
 - **% of copy**: bytes a second, by those of a copy of 2 GiB. **% of same size**: the time of a copy of as many bytes,
   by the kernel's. The copy is the faster of PyTorch's `copy_` and an elementwise kernel, in the same process. Bytes are
   those of keys and values for attention, and each input read once and each output written once for operations.
+- **% of roofline** (attention): the least time that the shape can take, by the kernel's, and what it is **bound by**.
+  {textwrap.fill(ROOFLINE_TEXT, 118, subsequent_indent="  ")}
 - **error** (attention): that of the timed launches' output against float64, by the error of PyTorch's SDPA on the same
   requests; the first and the last of a batch. Attention is causal, bfloat16, with pages of 16. `b8 c1024 q4 h8/1 d512`
   is a batch of 8, context 1024, 4 query tokens each, 8 query heads on 1 KV head, head size 512.

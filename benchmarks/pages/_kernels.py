@@ -13,7 +13,7 @@ from vllm_hwplugin_lab.bench.micro import op_cases as ops
 from vllm_hwplugin_lab.bench.table import between
 
 from ._attention_tables import present, slower
-from ._judged import MARGIN, goal_table, verdicts
+from ._judged import MARGIN, ROOFLINE_TEXT, goal_table, verdicts
 from ._read import Found
 from ._text import NONE, escaped, item, paragraph, table
 
@@ -50,6 +50,11 @@ def page(files: Sequence[Found]) -> str:
             "",
             *goal_table(file.results),
             "",
+            *(
+                [paragraph(f"The roofline: {ROOFLINE_TEXT[0].lower()}{ROOFLINE_TEXT[1:]}"), ""]
+                if file.results["kind"] == "attention"
+                else []
+            ),
             *_sure(file),
             "",
         ]

@@ -7,10 +7,29 @@ and what it imports needs a GPU.
 
 from . import _attention_cases as attention_cases
 from . import _op_cases as op_cases
-from ._figures import FORMAT, bandwidth, find, left_out, make_results, op_ratio, summary
+from ._figures import (
+    ATTENTION_FIXED,
+    ATTENTION_FLOPS,
+    BY_LAUNCHES,
+    BY_MEMORY,
+    BY_PRODUCTS,
+    FORMAT,
+    bandwidth,
+    find,
+    left_out,
+    make_results,
+    op_ratio,
+    roofline,
+    summary,
+)
 from ._supervise import CRASHED, FAILED, MEASURED, Cell, outcome, supervise
 
 __all__ = [
+    "ATTENTION_FIXED",
+    "ATTENTION_FLOPS",
+    "BY_LAUNCHES",
+    "BY_MEMORY",
+    "BY_PRODUCTS",
     "CRASHED",
     "FAILED",
     "FORMAT",
@@ -24,6 +43,7 @@ __all__ = [
     "op_cases",
     "op_ratio",
     "outcome",
+    "roofline",
     "summary",
     "supervise",
 ]

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from statistics import geometric_mean
-from typing import Any
+from typing import Any, Final
 
 from rich.table import Table
 
@@ -29,6 +29,31 @@ def find(results: Mapping[str, Any], kernel: str, case: str) -> Mapping[str, Any
 def bandwidth(results: Mapping[str, Any], cell: Mapping[str, Any]) -> float:
     """The copy bandwidth of the process that measured the cell, bytes a second."""
     return float(results["processes"][cell["process"]]["copy_bandwidth"])
+
+
+#: FLOP/s of attention's products: what FlashAttention 3 comes to at head size 256 for a prompt of 8192 tokens (698 and
+#: 750 TFLOP/s in kernels-attention-h200-vllm-0.26.0.json). NVIDIA's data sheet of the H200 says 989 for dense bfloat16.
+ATTENTION_FLOPS: Final = 700e12
+#: Seconds that two launches take whatever they move, the second one waiting for the first: each of them begins with
+#: reads that depend on one another. An estimate: a copy of 2 MiB, one launch and one read, took 2.2e-6 in that file.
+ATTENTION_FIXED: Final = 6e-6
+
+BY_MEMORY, BY_PRODUCTS, BY_LAUNCHES = "memory", "products", "launches"
+
+
+def roofline(results: Mapping[str, Any], case: attention.AttentionCase, cell: Mapping[str, Any]) -> tuple[float, str]:
+    """The seconds that a case takes at least on the device that measured the cell, and what it is bound by.
+
+    The largest of ``bytes_each`` by the copy bandwidth, ``flops`` by `ATTENTION_FLOPS`, and `ATTENTION_FIXED`
+    (Williams, Waterman, Patterson: Roofline, 2009). Bytes and FLOPs follow from the shape.
+    """
+    bounds = {
+        BY_MEMORY: case.bytes_each / bandwidth(results, cell),
+        BY_PRODUCTS: case.flops / ATTENTION_FLOPS,
+        BY_LAUNCHES: ATTENTION_FIXED,
+    }
+    bound = max(bounds, key=lambda name: bounds[name])
+    return bounds[bound], bound
 
 
 def op_ratio(results: Mapping[str, Any], case: ops.OpCase) -> float | None:
