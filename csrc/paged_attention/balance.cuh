@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How the keys of a batch are shared out, where every request has one block of queries. Requests differ in length, and
 // only the device knows them, so each program looks at all of them: a long request gets many programs, a short one one.
+// For a single request that decides whether its keys are worth as many results as there are programs.
 // (FlashAttention 3 works out its splits in a kernel of its own; here that would be a launch more for each layer.)
 //
 // All programs and the merge have to come to the same shares, so everything is in whole numbers.
@@ -37,16 +38,18 @@ struct Shares {
   int programs, tiles;
 };
 
-// By a whole warp.
-__device__ inline Shares shares_of(const Problem& p) {
+// By a whole warp. `own`: tiles of the last request that this lane looked at, 0 if there was none.
+__device__ inline Shares shares_of(const Problem& p, int& own) {
   const int lane = threadIdx.x % kWarp;
   int count = 0, sum = 0, longest = 1;
+  own = 0;
 #pragma unroll 1
   for (int request = lane; request < p.requests; request += kWarp) {
     const int tiles = tiles_of(p, request);
     count += tiles > 0;
     sum += tiles;
     longest = max(longest, tiles);
+    own = tiles;
   }
   count = __reduce_add_sync(kAllLanes, count);
   sum = __reduce_add_sync(kAllLanes, sum);
@@ -64,7 +67,8 @@ __device__ inline Shares shares_of(const Problem& p) {
     tiles = min(max(tiles, divide_up(longest, p.splits)), longest);
   }
   const bool splits = tiles < longest;
-  programs = splits ? programs : count;
+  // There may be far fewer results than programs: where each has 2 of 128 tiles, 64 of 92 have one.
+  programs = splits ? min(programs, count * divide_up(longest, tiles)) : count;
   // How long that takes, added up over the programs that memory feeds. One round ends with its longest split. Of several,
   // the last is half empty, and each begins with an empty pipeline. Results that are split are written and read again,
   // and the merge itself takes about as long as a tile.
@@ -84,7 +88,8 @@ struct Task {
 
 // By a whole warp, for the program of a number.
 __device__ inline Task task_of(const Problem& p, int program) {
-  const Shares shares = shares_of(p);
+  int own;
+  const Shares shares = shares_of(p, own);
   if (program >= shares.programs) {
     return {-1, 0, 0};
   }
@@ -92,7 +97,9 @@ __device__ inline Task task_of(const Problem& p, int program) {
 #pragma unroll 1
   for (int first = 0, before = 0; first < p.requests; first += kWarp) {
     const int request = first + lane;
-    const int splits = request < p.requests ? splits_of(p, tiles_of(p, request), shares.tiles) : 0;
+    // Of one request for each lane or fewer, nothing is asked for again.
+    const int tiles = p.requests <= kWarp ? own : request < p.requests ? tiles_of(p, request) : 0;
+    const int splits = splits_of(p, tiles, shares.tiles);
     int until = splits;
     for (int distance = 1; distance < lanes; distance *= 2) {
       const int other = __shfl_up_sync(kAllLanes, until, distance);

@@ -135,7 +135,8 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const Problem p
   int share = 1;
   if (p.programs > 0) {
     if (warp == 0) {
-      const int tiles = shares_of(p).tiles;
+      int own;
+      const int tiles = shares_of(p, own).tiles;
       if (lane == 0) {
         shared_tiles = tiles;
       }

@@ -235,6 +235,7 @@ void paged_attention(
   p.head_size = static_cast<int>(head_size);
   p.page = static_cast<int>(page);
   p.num_blocks = static_cast<int>(keys.size(0));
+  p.pages = static_cast<int>(block_table.size(1));
   p.splits = static_cast<int>(splits);
   p.programs = static_cast<int>(programs);
   p.at_once = static_cast<int>(at_once);

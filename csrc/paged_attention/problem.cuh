@@ -39,6 +39,7 @@ struct Problem {
   int64_t out_token, out_head, table;  // strides in elements
   int requests, blocks_per_request;                              // 0: requests have different numbers of blocks
   int kv_heads, group, head_size, page, num_blocks;
+  int pages;         // of a request at most
   int splits;        // of a block of queries at most: there is room for as many results
   int programs;      // of a KV head, among which the keys of all requests are shared out; 0: every block has all splits
   int at_once;       // of those, how many the device runs at a time

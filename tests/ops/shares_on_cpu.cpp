@@ -196,7 +196,10 @@ int main() {
       }
       std::printf("%d %d %d %d %d\n", task.request, task.split, task.splits, keys.begin, keys.end);
     }
-    const Shares shares = of_warp<Shares>([&](int) { return shares_of(p); });
+    const Shares shares = of_warp<Shares>([&](int) {
+      int own;
+      return shares_of(p, own);
+    });
     for (int request = 0; request < p.requests; ++request) {
       const Block block = block_from(p, request, request, 0);
       const Span span = block.tokens > 0 ? span_of(p, block) : Span{0, 0, 0};
