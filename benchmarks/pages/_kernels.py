@@ -76,20 +76,21 @@ def _attention(file: Found) -> Iterator[str]:
     others = [name for name in present(results, attention.PREFILL) if name != attention.OURS]
     rows = [[name, *(_by_ours(results, name, [case]) for case in attention.PREFILL)] for name in others]
     yield from table(["kernel", *shapes], rows)
-    yield ""
     contexts = [case.context for case in attention.DECODE]
-    yield (
-        f"**Decode and verification**, {attention.TRITON} alone, over contexts of {min(contexts)} to {max(contexts)} "
-        "tokens:"
-    )
-    yield ""
-    yield from _decode(results)
-    yield ""
-    yield (
-        "In batches as a server has them, of unequal lengths or of 24 and 100 requests: "
-        f"{_by_ours(results, attention.TRITON, attention.AS_SERVED)}."
-    )
-    yield from slower(results, [attention.TRITON, attention.OURS_TRITON])
+    rivals = [name for name in (attention.TRITON, attention.FA4) if name in present(results, attention.DECODE)]
+    for rival in rivals:
+        yield ""
+        yield (
+            f"**Decode and verification**, {rival} alone, over contexts of {min(contexts)} to {max(contexts)} tokens:"
+        )
+        yield ""
+        yield from _decode(results, rival)
+        yield ""
+        yield (
+            "In batches as a server has them, of unequal lengths or of 24 and 100 requests: "
+            f"{_by_ours(results, rival, attention.AS_SERVED)}."
+        )
+    yield from slower(results, [*rivals, attention.OURS_TRITON])
     prompt, decode = (_ratios(results, attention.OURS_TRITON, attention.TRITON, cases) for cases in _KINDS)
     if prompt and decode:
         yield ""
@@ -101,13 +102,13 @@ def _attention(file: Found) -> Iterator[str]:
         )
 
 
-def _decode(results: Mapping[str, Any]) -> list[str]:
+def _decode(results: Mapping[str, Any], rival: str) -> list[str]:
     queries = list(dict.fromkeys(case.query for case in attention.DECODE))
     rows = []
     for kv_heads, batch in dict.fromkeys((case.kv_heads, case.batch) for case in attention.DECODE):
         same = [case for case in attention.DECODE if (case.kv_heads, case.batch) == (kv_heads, batch)]
         by_query = [[case for case in same if case.query == query] for query in queries]
-        cells = [_by_ours(results, attention.TRITON, cases) for cases in by_query]
+        cells = [_by_ours(results, rival, cases) for cases in by_query]
         rows.append([str(kv_heads), str(batch), *cells])
     names = ["KV heads", "requests", *(f"{query} token{'s'[: query - 1]} each" for query in queries)]
     return table(names, rows)

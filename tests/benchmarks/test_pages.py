@@ -46,7 +46,8 @@ def test_the_pages_in_the_tree_are_made_of_its_results_files():
 @pytest.mark.parametrize(("file", "plan"), [(ATTENTION, attention_cases.plan()), (OPS, op_cases.plan())])
 def test_what_was_measured_of_kernels_is_measured_again_in_that_order(file, plan):
     """Kernels of a case stand side by side, and the plugin's own before what a run loses whose time is over."""
-    measured = [(cell["kernel"], cell["case"]) for cell in read_results((ROOT / file).read_text())["cells"]]
+    cells = read_results((ROOT / file).read_text())["cells"]
+    measured = [(cell["kernel"], cell["case"]) for cell in cells if cell["status"] == "measured"]
     assert len(plan) == len(set(plan))
     assert [cell for cell in plan if cell in measured] == measured
 

@@ -127,8 +127,8 @@ def plan() -> tuple[Cell, ...]:
     """
     prefill = product(PREFILL, _PREFILL_KERNELS)
     prefill_256 = product(PREFILL_256, (FA3,))
-    decode = product(DECODE, (OURS, TRITON))
-    served = product(AS_SERVED, (OURS, TRITON))
-    more = product(DECODE, (OURS_TRITON, FA4))
+    decode = product(DECODE, (OURS, TRITON, FA4))
+    served = product(AS_SERVED, (OURS, TRITON, FA4))
+    more = product(DECODE, (OURS_TRITON,))
     groups = (prefill_256, prefill, decode, served, more)
     return tuple((kernel, case.key) for group in groups for case, kernel in group)

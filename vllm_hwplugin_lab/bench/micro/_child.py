@@ -18,7 +18,7 @@ from .._child import Answer
 from ._supervise import FAILED, MEASURED, MISSING, REFUSED, Cell, Missing, Refused, outcome
 from ._timer import Copies, Timer
 
-_PACKAGES = ("torch", "triton", "vllm", "nvidia-cutlass-dsl")
+_PACKAGES = ("torch", "triton", "vllm", "nvidia-cutlass-dsl", "quack-kernels")
 
 
 def main(arguments: Sequence[str]) -> None:
