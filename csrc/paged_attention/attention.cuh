@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
   }
   const int kv_head = blockIdx.y, split = task.split;
   const Span span = span_of(p, block);
-  const int splits = shared_out ? task.splits : splits_of(p, span.tiles, 1);
+  const int splits = shared_out ? task.splits : splits_of(p, span.tiles, share_of(p, span.tiles));
   if (split >= max(splits, 1)) {
     return;
   }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How the keys of a batch are shared out, where every request has one block of queries. Requests differ in length, and
 // only the device knows them, so each program looks at all of them: a long request gets many programs, a short one one.
-// For a single request that decides whether its keys are worth as many results as there are programs.
 // (FlashAttention 3 works out its splits in a kernel of its own; here that would be a launch more for each layer.)
 //
 // All programs and the merge have to come to the same shares, so everything is in whole numbers.
@@ -24,6 +23,19 @@ constexpr int kHalfTile = kTile / 2;
 constexpr int kEmptyPipeline = 13;  // what a program takes longer that begins where another has ended
 constexpr int kRowsOfOne = 2;       // rows of a result in one unit: 64 are written and read again like two tiles
 constexpr int kMerge = kTile;
+
+// Tiles of each split of a single request, which has all programs: as few as there is room for results of, or one more,
+// where those results would take longer than the tile. For other batches that are split alike: as few as there is room for.
+__device__ __forceinline__ int share_of(const Problem& p, int tiles) {
+  if (p.at_once == 0) {
+    return 1;
+  }
+  const int least = divide_up(tiles, p.splits), memory = enough(p.at_once);
+  const auto time = [&](int each) {
+    return max(tiles * kTile, each * kTile * memory) + divide_up(tiles, each) * p.most_rows / kRowsOfOne;
+  };
+  return least > 0 && time(least + 1) < time(least) ? least + 1 : max(least, 1);
+}
 
 // Tiles of a request; one that has queries has at least one, which writes their result.
 __device__ inline int tiles_of(const Problem& p, int request) {

@@ -132,7 +132,6 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const Problem p
   __shared__ float4 parts[kMergeWarps][32];
   __shared__ int shared_tiles;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int share = 1;
   if (p.programs > 0) {
     if (warp == 0) {
       int own;
@@ -142,10 +141,10 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const Problem p
       }
     }
     __syncthreads();
-    share = shared_tiles;
   }
   const Block block = block_of(p);
-  const int splits = splits_of(p, span_of(p, block).tiles, share);
+  const Span span = span_of(p, block);
+  const int splits = splits_of(p, span.tiles, p.programs > 0 ? shared_tiles : share_of(p, span.tiles));
   const int teams = kMergeWarps / team;
   int item = blockIdx.z * teams + warp / team;
   // So far only what the attention kernel has waited for itself before it let this one start.

@@ -195,8 +195,9 @@ void paged_attention(
       "paged_attention: a plan that cannot be launched: ", blocks, " blocks, ", blocks_per_request,
       " for each of ", requests, " requests, ", splits, " splits");
   STD_TORCH_CHECK(
-      programs == 0 || (blocks_per_request == 1 && blocks == requests && splits > 1 && programs >= blocks &&
-                        at_once > 0 && at_once <= programs),
+      programs == 0 ? at_once == 0 || (blocks == 1 && at_once > 0)
+                    : blocks_per_request == 1 && blocks == requests && splits > 1 && programs >= blocks &&
+                          at_once > 0 && at_once <= programs,
       "paged_attention: keys that cannot be shared out: ", programs, " programs, ", at_once,
       " of them at a time, for ", blocks, " blocks of ", requests, " requests, ", blocks_per_request,
       " for each, and ", splits, " splits");

@@ -42,7 +42,7 @@ struct Problem {
   int pages;         // of a request at most
   int splits;        // of a block of queries at most: there is room for as many results
   int programs;      // of a KV head, among which the keys of all requests are shared out; 0: every block has all splits
-  int at_once;       // of those, how many the device runs at a time
+  int at_once;       // of those, or of a single request's, how many the device runs at a time; 0 for other batches
   int block_tokens;  // tokens of a block of queries: kRows / group
   int most_tokens;   // that any block has
   int most_rows;     // most_tokens * group

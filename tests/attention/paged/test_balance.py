@@ -39,7 +39,7 @@ def test_every_request_has_a_program_and_every_split_has_room(query: int, kv_hea
         rows = min(plan.tokens, query) * HEADS // kv_heads
         assert found.splits <= MAX_SPLITS
         room_for_two = 2 * requests * kv_heads * rows <= SCRATCH_ROWS
-        assert (found.programs > 0) == (requests <= 2 * MULTIPROCESSORS // kv_heads and room_for_two)
+        assert (found.programs > 0) == (1 < requests <= 2 * MULTIPROCESSORS // kv_heads and room_for_two)
         if found.programs:
             assert found.splits > 1
             assert found.programs >= requests
@@ -50,7 +50,12 @@ def test_every_request_has_a_program_and_every_split_has_room(query: int, kv_hea
 
 def test_the_device_runs_one_program_on_each_multiprocessor() -> None:
     assert [planned(8, 1, kv_heads)[1].at_once for kv_heads in (1, 4, 8)] == [132, 33, 16]
-    assert [planned(requests, 1, 1)[1].programs // 132 for requests in (1, 43, 44, 88, 132, 264)] == [1, 1, 2, 3, 3, 3]
+    assert [planned(requests, 1, 1)[1].programs // 132 for requests in (2, 43, 44, 88, 132, 264)] == [1, 1, 2, 3, 3, 3]
+
+
+def test_a_single_request_has_all_programs() -> None:
+    plan, found = planned(1, 8, 4)
+    assert found == Balance(plan.splits, 0, MULTIPROCESSORS // 4)
 
 
 def test_short_queries_leave_room_for_more_splits() -> None:

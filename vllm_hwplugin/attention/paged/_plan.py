@@ -116,8 +116,8 @@ class Balance:
 
     Args:
         splits: of a request, at most: the scratch memory has room for as many results.
-        programs: of a KV head; 0 where all blocks of queries are split alike.
-        at_once: of those, how many the device runs at a time.
+        programs: of a KV head; 0 where all blocks of queries are split alike, and for a single block.
+        at_once: of those, how many the device runs at a time; 0 where blocks are split alike.
     """
 
     splits: int
@@ -130,7 +130,8 @@ class Balance:
 def balance(plan: LaunchPlan, *, group: int, num_kv_heads: int, multiprocessors: int) -> Balance:
     """Bound the programs of a batch in which every request has one block of queries; other batches are split alike.
 
-    How many of these programs have work the device decides, by what keys and split results take.
+    How many of these programs have work the device decides, by what keys and split results take. A single request has
+    all of them.
 
     Args:
         plan: of the batch, for tiles of which a multiprocessor runs one.
@@ -144,9 +145,11 @@ def balance(plan: LaunchPlan, *, group: int, num_kv_heads: int, multiprocessors:
         return alike
     if programs > _MOST * multiprocessors:
         return alike
+    at_once = max(multiprocessors // num_kv_heads, 1)
+    if plan.blocks == 1:
+        return Balance(plan.splits, 0, at_once)
     rows = plan.max_query_len * group
     splits = min(MAX_SPLITS, SCRATCH_ROWS // (programs * rows))
-    at_once = max(multiprocessors // num_kv_heads, 1)
     if splits < 2:
         return alike
     return Balance(splits, min(1 + _SPARE * plan.blocks // at_once, _ROUNDS) * at_once, at_once)
