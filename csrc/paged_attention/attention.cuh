@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
   }
   const int kv_head = blockIdx.y, split = task.split;
   const Span span = span_of(p, block);
-  const int splits = shared_out ? task.splits : splits_of(p, span.tiles, share_of(p, span.tiles));
+  const int splits = shared_out ? task.splits : splits_alike(p, span.tiles);
   if (split >= max(splits, 1)) {
     return;
   }
@@ -152,8 +152,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
   // Of this warp's sub-tile of a tile.
   const auto place_of = [&](int tile) {
     const int token = keys.begin + tile * kKeys + warp * kSubTile;
-    const int index = token / p.page;
-    return Place{token < keys.end ? table[index] : p.num_blocks, token - index * p.page};
+    const int index = static_cast<int>(p.page.divide(static_cast<uint32_t>(token)));
+    return Place{token < keys.end ? table[index] : p.num_blocks, token - index * static_cast<int>(p.page.divisor)};
   };
   Place place = place_of(0), next_place = place_of(1);
   // What is before the window may be not a number, as what is behind the keys, and only the first tile begins before it.

@@ -24,23 +24,25 @@ constexpr int kEmptyPipeline = 13;  // what a program takes longer that begins w
 constexpr int kRowsOfOne = 2;       // rows of a result in one unit: 64 are written and read again like two tiles
 constexpr int kMerge = kTile;
 
-// Tiles of each split of a single request, which has all programs: as few as there is room for results of, or one more,
-// where those results would take longer than the tile. For other batches that are split alike: as few as there is room for.
-__device__ __forceinline__ int share_of(const Problem& p, int tiles) {
+// How many splits a span has where keys are not shared out: as many as there is room for. Of a single request, which has
+// all programs, fewer by one tile more for each, where the results that this saves would take longer than the tile.
+__device__ __forceinline__ int splits_alike(const Problem& p, int tiles) {
+  const int each = max(divide_up(tiles, p.splits), 1), most = divide_up(tiles, each);
   if (p.at_once == 0) {
-    return 1;
+    return most;
   }
-  const int least = divide_up(tiles, p.splits), memory = enough(p.at_once);
-  const auto time = [&](int each) {
-    return max(tiles * kTile, each * kTile * memory) + divide_up(tiles, each) * p.most_rows / kRowsOfOne;
+  const int fewer = divide_up(tiles, each + 1), memory = enough(p.at_once);
+  const auto time = [&](int splits, int each) {
+    return max(tiles * kTile, each * kTile * memory) + splits * p.most_rows / kRowsOfOne;
   };
-  return least > 0 && time(least + 1) < time(least) ? least + 1 : max(least, 1);
+  return time(fewer, each + 1) < time(most, each) ? fewer : most;
 }
 
 // Tiles of a request; one that has queries has at least one, which writes their result.
 __device__ inline int tiles_of(const Problem& p, int request) {
   const Block block = block_from(p, request, request, 0);
-  // Not only where there are tokens: its length would be asked for when these have come.
+  // Not only where there are tokens: with a branch here the compiler (nvcc 13.0) loses sight of what is the same for a
+  // whole warp in all that follows.
   const int tiles = max(span_of(p, block).tiles, 1);
   return block.tokens > 0 ? tiles : 0;
 }

@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const Problem p
   }
   const Block block = block_of(p);
   const Span span = span_of(p, block);
-  const int splits = splits_of(p, span.tiles, p.programs > 0 ? shared_tiles : share_of(p, span.tiles));
+  const int splits = p.programs > 0 ? splits_of(p, span.tiles, shared_tiles) : splits_alike(p, span.tiles);
   const int teams = kMergeWarps / team;
   int item = blockIdx.z * teams + warp / team;
   // So far only what the attention kernel has waited for itself before it let this one start.

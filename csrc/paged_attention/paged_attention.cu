@@ -234,7 +234,7 @@ void paged_attention(
   p.kv_heads = static_cast<int>(kv_heads);
   p.group = static_cast<int>(group);
   p.head_size = static_cast<int>(head_size);
-  p.page = static_cast<int>(page);
+  p.page = Divider(static_cast<uint32_t>(page));
   p.num_blocks = static_cast<int>(keys.size(0));
   p.pages = static_cast<int>(block_table.size(1));
   p.splits = static_cast<int>(splits);

@@ -189,13 +189,12 @@ int main() {
     p.blocks_per_request = 1;
     p.block_tokens = kRows / p.group;
     p.most_rows = p.most_tokens * p.group;
-    const auto splits_alone = [&](int tiles) { return splits_of(p, tiles, share_of(p, tiles)); };
     for (int program = 0; program < max(p.programs, p.splits); ++program) {
       Task task = {-1, 0, 0};
       if (p.programs > 0) {
         task = of_warp<Task>([&](int) { return task_of(p, program); });
       } else if (const Block block = block_from(p, 0, 0, 0); block.tokens > 0) {
-        const int splits = max(splits_alone(span_of(p, block).tiles), 1);
+        const int splits = max(splits_alike(p, span_of(p, block).tiles), 1);
         task = program < splits ? Task{0, program, splits} : task;
       }
       Keys keys = {0, 0};
@@ -212,7 +211,7 @@ int main() {
       const Block block = block_from(p, request, request, 0);
       const Span span = block.tokens > 0 ? span_of(p, block) : Span{0, 0, 0};
       const int splits =
-          block.tokens <= 0 ? 0 : p.programs > 0 ? splits_of(p, span.tiles, shares.tiles) : splits_alone(span.tiles);
+          block.tokens <= 0 ? 0 : p.programs > 0 ? splits_of(p, span.tiles, shares.tiles) : splits_alike(p, span.tiles);
       std::printf("%d %d %d\n", splits, span.begin, span.end);
     }
   }
