@@ -189,7 +189,7 @@ int main() {
     p.blocks_per_request = 1;
     p.block_tokens = kRows / p.group;
     p.most_rows = p.most_tokens * p.group;
-    for (int program = 0; program < max(p.programs, p.splits); ++program) {
+    for (int program = 0; program < (p.programs > 0 ? p.programs : p.splits); ++program) {
       Task task = {-1, 0, 0};
       if (p.programs > 0) {
         task = of_warp<Task>([&](int) { return task_of(p, program); });
