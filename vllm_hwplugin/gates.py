@@ -28,6 +28,8 @@ CATALOGUE_PREFIX: Final = "VLLM_HWPLUGIN_PATCH_"
 # an engine leaves to its children. It is not something to set.
 FINGERPRINT: Final = "VLLM_HWPLUGIN_FINGERPRINT"
 
+PLAIN_DECODE: Final = "VLLM_HWPLUGIN_PLAIN_DECODE"
+
 STRICT: Final = "VLLM_HWPLUGIN_STRICT"
 COMPILE_KEY: Final = "compile key"
 
@@ -250,6 +252,15 @@ GATES: Final[tuple[Gate, ...]] = (
         False,
         "Graphs of inputs and drafts over FlashInfer's TRTLLM kernels, vLLM's default on Blackwell (Model Runner V2). "
         "Not run on Blackwell.",
+        affects=("graphs",),
+        since="0.2.0",
+    ),
+    Gate(
+        PLAIN_DECODE,
+        "bool",
+        False,
+        "v2-tail-graph and v2-step-inputs also serve an engine without speculation (Model Runner V2). It takes time at "
+        "the start and memory, and gains where the GPU waits for the host: with models of about 1B and less.",
         affects=("graphs",),
         since="0.2.0",
     ),

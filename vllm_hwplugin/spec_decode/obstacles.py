@@ -21,6 +21,7 @@ from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.sample import logits_processor
 
+from vllm_hwplugin import gates
 from vllm_hwplugin.spec_decode.builders import (
     builders_of,
     host_work,
@@ -92,6 +93,10 @@ class Part(Flag):
     V2_MIXED = auto()
 
 
+#: What an engine without a drafter can have.
+_WITHOUT_DRAFTS: Final = Part.V2_SAMPLING | Part.V2_INPUTS | Part.V2_METADATA
+
+
 class Obstacle(NamedTuple):
     """One row.
 
@@ -116,9 +121,22 @@ def why_not(owner: Any, parts: Part) -> str | None:
     """
     drafter = getattr(owner, "drafter", getattr(owner, "speculator", owner))
     if not parts & Part.V2_MIXED and (owner.speculative_config is None or drafter is None):
-        return "this worker does not draft"
+        parts &= _WITHOUT_DRAFTS if decodes_plainly(owner) else Part(0)
+        if not parts:
+            return "this worker does not draft"
     found = [(row.reason, row.found(owner)) for row in OBSTACLES if row.hinders & parts]
     return "; ".join(reason.format(what) for reason, what in found if what) or None
+
+
+def decodes_plainly(runner: Any) -> bool:
+    """Whether this runner samples without a drafter, in an engine that is to have graphs without speculation.
+
+    Args:
+        runner: a `GPUModelRunner`.
+    """
+    asked_for = gates.read(gates.PLAIN_DECODE).flag
+    # A model that only embeds has no sampler.
+    return asked_for and runner.speculative_config is None and getattr(runner, "sampler", None) is not None
 
 
 def builder_classes(proposer: Any) -> frozenset[type]:
@@ -224,6 +242,16 @@ def _other_method(runner: Any) -> str:
 def _other_speculator(runner: Any) -> str:
     speculator = runner.speculator
     return "" if speculator is None or type(speculator).__name__ in _SPECULATORS else _names([speculator])
+
+
+def _other_sampler(runner: Any) -> str:
+    """A model that fills in several tokens at once has one, and counts these as drafts."""
+    known_samplers = ("Sampler", "GPUWatermarkSampler")
+    return (
+        ""
+        if runner.speculator is not None or type(runner.sampler).__name__ in known_samplers
+        else _names([runner.sampler])
+    )
 
 
 def _no_decode_apart(runner: Any) -> str:
@@ -361,7 +389,12 @@ OBSTACLES: Final = (
     Obstacle("only some batches can have graphs: {}", _MIXED, _some_batches_only),
     Obstacle("the speculative method is {}", _PHASE | _MIXED, _other_method),
     Obstacle("{} drafts in a way of its own", _DRAFTS | _MIXED, _other_speculator),
-    Obstacle("drafts are not verified by rejection", _TAIL, lambda r: r.rejection_sampler is None),
+    Obstacle(
+        "drafts are not verified by rejection",
+        _TAIL,
+        lambda r: r.speculator is not None and r.rejection_sampler is None,
+    ),
+    Obstacle("{} samples in a way of its own", Part.V2_SAMPLING, _other_sampler),
     Obstacle(_VERIFIED, _V1, lambda r: r.speculative_config.method == "ngram_gpu"),
     Obstacle(_VERIFIED, _TAIL | _MIXED, _has("adaptive_verification")),
     Obstacle("acceptance is estimated in each step", _DRAFTS, _has("speculator.acceptance_estimator")),
@@ -411,6 +444,9 @@ OBSTACLES: Final = (
     Obstacle("VLLM_COMPUTE_NANS_IN_LOGITS is set", _SAMPLES, lambda _: envs.VLLM_COMPUTE_NANS_IN_LOGITS),
     Obstacle("there are custom logits processors: {}", _SAMPLES, _custom_processors),
     Obstacle("sampling masks leave the engine in each step", Part.V2_SAMPLING, _has("sampler.return_sampling_mask")),
+    Obstacle(
+        "requests may bring the tokens that are to be sampled", Part.V2_SAMPLING, _has("sampler.trace_replay_state")
+    ),
     Obstacle("ranks sample a part of the batch each", Part.V2_SAMPLING, _has("batch_sharder")),
     Obstacle("samples are watermarked", _TAIL, lambda r: "Watermark" in type(r.sampler).__name__),
     Obstacle(

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin import journals
+from vllm_hwplugin import gates, journals
 from vllm_hwplugin.spec_decode.step_counts import INTERVAL
 
 # Of the engines that were made last in this process: vLLM drops its own counters of the ones before, too.
@@ -73,7 +73,8 @@ def follow(
     """
     global _stop
     _stop.set()
-    if config.speculative_config is None or config.parallel_config._api_process_rank > 0:
+    counted = config.speculative_config is not None or gates.read(gates.PLAIN_DECODE).flag
+    if not counted or config.parallel_config._api_process_rank > 0:
         return
     _stop = threading.Event()
     counters = StepCounters(counter_class, labelnames, per_engine_labelvalues)

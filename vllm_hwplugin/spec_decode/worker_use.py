@@ -19,6 +19,7 @@ from vllm_hwplugin.journal import Journal
 from vllm_hwplugin.linear import layers
 from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, step_counts
 from vllm_hwplugin.spec_decode.engine_report import Findings, report, use_of
+from vllm_hwplugin.spec_decode.obstacles import decodes_plainly
 from vllm_hwplugin.spec_decode.v1.draft_decision import drafter_obstacle
 
 # They make an engine faster, so where one is not used, something is lost.
@@ -54,6 +55,7 @@ def report_worker(worker: Any) -> None:
 def _examine(worker: Any, entry: Journal) -> Findings:
     config, spec = worker.vllm_config, worker.vllm_config.speculative_config
     drafts_here = _drafter(worker) is not None
+    counts = drafts_here or _decodes_plainly(worker)
     drafts = "no speculation" if spec is None else f"{spec.method} k={spec.num_speculative_tokens}"
     unused = _unused(worker, Version(entry.vllm_version or "0"))
     return Findings(
@@ -65,13 +67,17 @@ def _examine(worker: Any, entry: Journal) -> Findings:
         # A stage of a pipeline that does not draft leaves it to the last one.
         demanded=_GRAPHS if spec is None or drafts_here else (),
         # Ranks of tensor parallelism take the same steps.
-        engine=config.parallel_config.data_parallel_index if worker.is_driver_worker and drafts_here else None,
+        engine=config.parallel_config.data_parallel_index if worker.is_driver_worker and counts else None,
     )
 
 
 def _drafter(worker: Any) -> Any:
     """What drafts in this worker; with pipeline parallelism only the last stage does."""
     return getattr(worker.model_runner, "speculator" if worker.use_v2_model_runner else "drafter", None)
+
+
+def _decodes_plainly(worker: Any) -> bool:
+    return bool(worker.use_v2_model_runner) and decodes_plainly(worker.model_runner)
 
 
 def _unused(worker: Any, vllm: Version) -> dict[str, Mapping[str, object]]:
@@ -103,6 +109,7 @@ def _unused(worker: Any, vllm: Version) -> dict[str, Mapping[str, object]]:
     speculates: dict[str, object] = {"there is no speculative decoding": spec is None}
     drafts = speculates | {"another stage of the pipeline drafts": drafter is None}
     on_v1 = {"the engine runs on Model Runner V1": not v2}
+    tail = {} if _decodes_plainly(worker) else drafts
     decodes: dict[str, object] = {"the target does not decode in FULL CUDA graphs": mode.decode_mode().name != "FULL"}
     one_rank: dict[str, object] = {"there is one data parallel rank": parallel.data_parallel_size == 1}
     v1_graphs = drafts | {
@@ -133,8 +140,8 @@ def _unused(worker: Any, vllm: Version) -> dict[str, Mapping[str, object]]:
         # What else stands against graphs is found when they are captured (`obstacles`).
         features.V1_DRAFT_PHASE: v1_graphs | decodes,
         features.V1_STEP_INPUTS: drafts | {"the engine runs on Model Runner V2": v2} | decodes,
-        features.V2_STEP_INPUTS: drafts | on_v1 | decodes,
-        features.V2_TAIL_GRAPH: drafts | on_v1 | decodes,
+        features.V2_STEP_INPUTS: tail | on_v1 | decodes,
+        features.V2_TAIL_GRAPH: tail | on_v1 | decodes,
         features.V2_MIXED_GRAPHS: on_v1,
         features.DFLASH_DRAFT_BACKEND: of("dflash") | drafts | backend,
         features.DFLASH_CONTEXT_NORM: of(*_DFLASH_FAMILY) | drafts | {f"{own_norm}": own_norm},

@@ -54,6 +54,11 @@ class SamplerParts(Enum):
         scaled = top_k or top_p or not bool(np.all((temperature == 0.0) | (temperature == 1.0)))
         return cls((scaled, top_k, top_p))
 
+    @property
+    def narrows(self) -> bool:
+        """Whether tokens are left out by top-k or top-p."""
+        return self.value[1] or self.value[2]
+
     def example(self) -> dict[str, float]:
         """Arguments of `SamplingParams` for a request that needs exactly this."""
         scaled, top_k, top_p = self.value
@@ -67,17 +72,18 @@ class SamplerParts(Enum):
 def scheduled_query_lens(runner: Any) -> list[int]:
     """Tokens of a request in a decode batch, by the batch's number of requests from 1 to `MAX_NUM_REQS` at most.
 
-    They are 1 + num_speculative_tokens, or as vLLM's schedule of numbers of drafts has them.
+    They are 1 + num_speculative_tokens, or as vLLM's schedule of numbers of drafts has them. Where this has 0, they are
+    0 for no graph: vLLM has another sampler then than for other batches.
 
     Args:
-        runner: a `GPUModelRunner` with a drafter.
+        runner: a `GPUModelRunner`.
     """
     spec, most = runner.speculative_config, min(runner.max_num_reqs, MAX_NUM_REQS)
     schedule = getattr(spec, "num_speculative_tokens_per_batch_size", None)
     if schedule is None:
         return [runner.decode_query_len] * most
     drafts = build_dynamic_sd_schedule_lookup(schedule, runner.max_num_reqs, spec.num_speculative_tokens)
-    return [1 + one for one in drafts[1 : 1 + most]]
+    return [1 + one if one else 0 for one in drafts[1 : 1 + most]]
 
 
 def rungs(full_graphs: Collection[tuple[int, int | None]], query_lens: Sequence[int]) -> list[GraphShape]:
@@ -85,13 +91,12 @@ def rungs(full_graphs: Collection[tuple[int, int | None]], query_lens: Sequence[
 
     Args:
         full_graphs: (num_reqs, uniform_token_count) of each of the target's FULL graphs.
-        query_lens: tokens of a request in a decode batch, by the batch's number of requests from 1 on.
+        query_lens: tokens of a request in a decode batch, by the batch's number of requests from 1 on; 0 for no graph.
     """
     found = set()
     for count, query_len in enumerate(query_lens, 1):
         sizes = [size for size, uniform in full_graphs if uniform == query_len and count <= size <= MAX_NUM_REQS]
-        # Without drafts vLLM has another sampler.
-        if sizes and query_len > 1:
+        if sizes:
             found.add(uniform_shape(query_len, min(sizes)))
     return sorted(found, key=lambda shape: (shape.num_tokens, shape.num_reqs), reverse=True)
 

@@ -250,7 +250,7 @@ class StepInputs:
         if (
             most_reqs is None
             or scheduled.total_num_scheduled_tokens != len(order) * width
-            or len(drafts) != len(order)
+            or len(drafts) != (len(order) if width > 1 else 0)
             or sum(map(len, drafts.values())) != len(order) * (width - 1)
         ):
             return Reason.PROMPT if self._has_prompt(self._rows(order)) else Reason.FEWER_DRAFTS

@@ -17,6 +17,9 @@ has, vLLM samples, and the graph drafts.
 With vLLM's schedule of numbers of drafts there are graphs for each number, of the batches that it is for. They serve
 steps that verify as many drafts as they make; where the number changes, vLLM drafts.
 
+An engine without a drafter may have the graphs of sampling, where it is asked for them. Its batches have no drafts, and
+vLLM's sampler for such batches is recorded.
+
 A batch that is not covered takes vLLM's own way, step by step. One thing is kept between steps: which requests the
 buffers hold.
 """
@@ -51,7 +54,7 @@ from vllm_hwplugin.spec_decode.graph_recording import (
     reserved_memory,
     shared_scratch,
 )
-from vllm_hwplugin.spec_decode.obstacles import Part, why_not
+from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v2.recording import (
     HiddenRows,
@@ -132,6 +135,9 @@ class TailGraphs:
         self._plain = np.zeros(runner.max_num_reqs, dtype=bool)
         self._scores_prompt = np.zeros(runner.max_num_reqs, dtype=bool)
         self._splits_top_p = splits_top_p()
+        # Whether FlashInfer may draw where top-k or top-p leaves tokens out. It takes its random numbers from a state
+        # that torch has on the host, so a graph would draw the same ones for ever. It never draws beside drafts.
+        self._drawn_by_host = False
         # Whether adapters may change logits.
         self._adapts_logits = False
         self._companions: list[StepInputs] = []
@@ -180,9 +186,9 @@ class TailGraphs:
             FeatureRequired: nothing can be recorded, and the feature's gate says `on`.
         """
         self._forget()
-        if self._failed:
-            return
         runner = self._runner
+        if self._failed or (runner.speculator is None and not decodes_plainly(runner)):
+            return
         profile_only = getattr(runner.cudagraph_manager, "_max_full_descs_to_capture", None) is not None
         self._vllms = {part: reason for part in _HALVES if (reason := why_not(runner, part)) is not None}
         reason = why_not(runner, Part.V2_SAMPLING | Part.V2_DRAFTING) if len(self._vllms) == len(_HALVES) else None
@@ -197,7 +203,8 @@ class TailGraphs:
             # Within: where it fails, the ranks leave the context together.
             self._failed = not attempt(V2_TAIL_GRAPH, _STOCK, lambda: self._record(shapes), self._forget)
             # vLLM's drafter takes what metadata the target had.
-            asked_for = _HALVES[Part.V2_DRAFTING] if Part.V2_DRAFTING in self._vllms else None
+            drafts = runner.speculator is not None and Part.V2_DRAFTING in self._vllms
+            asked_for = _HALVES[Part.V2_DRAFTING] if drafts else None
             for companion in () if self._failed or profile_only else self._companions:
                 assert self._buffers is not None
                 companion.capture(self._batches, self._buffers, self._pool, asked_for)
@@ -217,7 +224,11 @@ class TailGraphs:
             V2_TAIL_GRAPH,
             f"{len(shapes)} shapes of at most {max(self.most_reqs.values())} requests, captured in "
             f"{time.perf_counter() - started:.1f} s, {(reserved_memory() - reserved) / 2**20:.0f} MiB"
-            + "".join(f"; {_HALVES[part]}: {reason}" for part, reason in self._vllms.items()),
+            + "".join(
+                f"; {_HALVES[part]}: {reason}"
+                for part, reason in self._vllms.items()
+                if runner.speculator is not None or part is not Part.V2_DRAFTING
+            ),
         )
         journal.use(V2_TAIL_GRAPH, True)
 
@@ -238,6 +249,7 @@ class TailGraphs:
     def _record(self, shapes: Sequence[GraphShape]) -> None:
         runner = self._runner
         most = max(shape.num_reqs for shape in shapes)
+        self._drawn_by_host = runner.speculator is None and runner.sampler.use_flashinfer
         self._buffers = TailBuffers(runner, most, runner.decode_query_len, idx_dtype(runner))
         self._pool = torch.cuda.graph_pool_handle()
         if runner.lora_config is not None:
@@ -279,6 +291,8 @@ class TailGraphs:
         batch = self._batches[query_len, shape.num_reqs] = self._recorded_batch(shape, query_len)
         sampling = {}
         for needed in () if Part.V2_SAMPLING in self._vllms else SamplerParts:
+            if self._drawn_by_host and needed.narrows:
+                continue
             with sampling_as(runner.sampler, needed), buffers.stand_in():
                 sampling[needed] = record_graph(lambda: self._sample(batch), pool)
         if Part.V2_DRAFTING in self._vllms:
@@ -304,7 +318,7 @@ class TailGraphs:
             expanded_idx_mapping=buffers.expanded_idx_mapping[:num_tokens],
             expanded_local_pos=buffers.local_pos[:num_tokens],
             num_draft_tokens=int(full.sum()),
-            num_draft_tokens_per_req=full,
+            num_draft_tokens_per_req=full if full.any() else None,
             query_start_loc=start_loc,
             query_start_loc_np=start_loc_np,
             cu_num_logits=buffers.cu_num_logits[: num_reqs + 1],
@@ -526,7 +540,7 @@ class TailGraphs:
         if self._adapts_logits and self._runner.lora_state.lora_ids[rows].any():
             return Reason.ADAPTERS
         needed = SamplerParts.of(self._runner.sampler.sampling_states, rows, self._splits_top_p)
-        return Reason.SAMPLING_PARAMETERS if needed is None else needed
+        return Reason.SAMPLING_PARAMETERS if needed is None or (self._drawn_by_host and needed.narrows) else needed
 
     def _write(self, rows: np.ndarray, query_len: int, logits: LogitsRows | None = None) -> None:
         assert self._buffers is not None
@@ -558,9 +572,9 @@ class TailGraphs:
         if not found.sampling:
             return Reason.NOT_CAPTURED
         graph_logits, vocab_size = found.shape.num_tokens, self._runner.sampler.sampling_states.vocab_size
-        # A batch without drafts has another sampler of vLLM's.
+        # Beside a drafter, a batch without drafts has another sampler of vLLM's than the one that was recorded.
         if (
-            not batch.num_draft_tokens
+            (self._runner.speculator is not None and not batch.num_draft_tokens)
             or graph_logits - num_rows > _SURPLUS
             or verified_in_chunks(graph_logits, vocab_size)
         ):
@@ -607,7 +621,7 @@ class TailGraphs:
             num_tokens=num_tokens,
             num_tokens_after_padding=shape.num_tokens,
             num_draft_tokens=num_tokens - num_reqs,
-            num_draft_tokens_per_req=recorded.num_draft_tokens_per_req[:num_reqs],
+            num_draft_tokens_per_req=(None if query_len == 1 else recorded.num_draft_tokens_per_req[:num_reqs]),
             query_start_loc=runner.input_buffers.query_start_loc[: shape.num_reqs + 1],
             query_start_loc_np=start_loc,
             prefill_len_np=states.prefill_len.np[held.rows],
