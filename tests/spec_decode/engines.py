@@ -141,6 +141,7 @@ def config_of(
     drawn: bool,
     mode: CUDAGraphMode,
     largest: int,
+    drafts: int,
     schedule: Sequence[Sequence[int]] | None,
 ) -> Any:
     """What scheduler and runner ask of vLLM's `VllmConfig`.
@@ -151,6 +152,7 @@ def config_of(
         drawn: whether drafts are drawn by temperature.
         mode: of CUDA graphs.
         largest: tokens of the largest graph.
+        drafts: of a request in a step; 0 without speculation.
         schedule: of numbers of drafts.
     """
 
@@ -169,7 +171,7 @@ def config_of(
     )
     speculative = types.SimpleNamespace(
         method="eagle",
-        num_speculative_tokens=DRAFTS,
+        num_speculative_tokens=drafts,
         num_speculative_tokens_per_batch_size=schedule,
         draft_model_config=draft,
         rejection_sample_method="standard" if drawn else "strict",
@@ -195,7 +197,7 @@ def config_of(
     compilation = types.SimpleNamespace(
         static_forward_context=layers,
         cudagraph_mode=mode,
-        cudagraph_capture_sizes=[(1 + DRAFTS) * count for count in (1, 2, MAX_REQS)],
+        cudagraph_capture_sizes=[(1 + drafts) * count for count in (1, 2, MAX_REQS)],
         max_cudagraph_capture_size=largest,
         resolve_cudagraph_mode_and_sizes=lambda *_, **__: mode,
         mode=0,
@@ -205,9 +207,9 @@ def config_of(
         **dict.fromkeys(("cudagraph_mm_encoder", "cudagraph_specialize_lora", "fast_moe_cold_start"), False),
     )
     return types.SimpleNamespace(
-        speculative_config=speculative,
-        num_speculative_tokens=DRAFTS,
-        num_lookahead_tokens=DRAFTS,
+        speculative_config=speculative if drafts else None,
+        num_speculative_tokens=drafts,
+        num_lookahead_tokens=drafts,
         num_prefill_lookahead_tokens=1,
         compilation_config=compilation,
         scheduler_config=types.SimpleNamespace(
@@ -345,11 +347,13 @@ class Engine:
         drawn: whether drafts are drawn by temperature.
         mode: of CUDA graphs.
         largest: tokens of the largest graph; vLLM's own sizes end at the fullest decode batch.
+        drafts: of a request in a step; 0 without speculation.
         schedule: vLLM's `num_speculative_tokens_per_batch_size`.
 
     Attributes:
         runner: a `GPUModelRunner` that has its KV cache.
-        models: target and draft.
+        models: target and draft; without speculation the target alone.
+        drafts: of a request in a step.
         scheduled: the last step's `SchedulerOutput`, and None where there was nothing to schedule.
         executed: what `execute_model` left for `sample_tokens` in it; None where there was nothing to compute.
         given: what the target was given.
@@ -364,13 +368,16 @@ class Engine:
         asynchronous: bool = True,
         drawn: bool = False,
         mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY,
-        largest: int = (1 + DRAFTS) * MAX_REQS,
+        largest: int | None = None,
+        drafts: int = DRAFTS,
         schedule: list[list[int]] | None = None,
     ) -> None:
-        layers = {name: Layer() for name in ("target", "draft")}
+        layers = {name: Layer() for name in (("target", "draft") if drafts else ("target",))}
+        self.drafts = drafts
         self.context = Context()
         self.models = [Model(name, self.context) for name in layers]
-        choices: dict[str, Any] = {"asynchronous": asynchronous, "drawn": drawn, "mode": mode, "largest": largest}
+        choices: dict[str, Any] = {"asynchronous": asynchronous, "drawn": drawn, "mode": mode, "drafts": drafts}
+        choices["largest"] = (1 + drafts) * MAX_REQS if largest is None else largest
         self.config = config_of(layers, **choices, schedule=schedule)
         groups = [KVCacheGroupSpec(list(layers), layers["target"].get_kv_cache_spec(None))]
         self.kv_cache_config = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)

@@ -17,7 +17,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm_hwplugin.patching import load_catalogue
 
 from . import recorded_graph, streams
-from .engines import BLOCK, DRAFTS, MAX_REQS, VOCAB
+from .engines import BLOCK, MAX_REQS, VOCAB
 from .v2.released_modules import Graph, capture
 
 #: Leaves vLLM's own text as it is.
@@ -94,10 +94,11 @@ class Sides:
             side.preempt()
 
     def draft_less(self, number: int) -> None:
-        for count in (number % DRAFTS, DRAFTS):
+        drafts = self.both[0].drafts
+        for count in (number % drafts, drafts) if drafts else ():
             for side in self.both:
                 side.draft(count)
-            if count < DRAFTS:
+            if count < drafts:
                 self.step()
 
     def step_without_graphs(self, number: int) -> None:
@@ -107,7 +108,7 @@ class Sides:
 
     def make_dummy_batch(self, number: int) -> None:
         for side in self.both:
-            side.runner._dummy_run((1 + number % MAX_REQS) * (1 + DRAFTS), uniform_decode=True)
+            side.runner._dummy_run((1 + number % MAX_REQS) * (1 + side.drafts), uniform_decode=True)
 
     def load_weights(self, number: int) -> None:
         chance = torch.Generator().manual_seed(number)

@@ -104,12 +104,14 @@ class Side(Engine):
         super().__init__(**how)
         for name in ("model_runner", "cudagraph_utils", "spec_decode.target_dependent_ar.speculator"):
             vars(modules(name))["set_forward_context"] = self.context
-        target, draft = self.models
-        draft.plans = True
+        target, *drafts = self.models
         runner = self.runner = modules("model_runner").GPUModelRunner(self.config, DEVICE)
-        runner.speculator.load_draft_model = lambda *_: draft
+        for draft in drafts:
+            draft.plans = True
+            runner.speculator.load_draft_model = lambda *_, draft=draft: draft
         runner.load_model(model=target)
-        runner.speculator.draft_attn_layer_names = {"draft"}
+        if drafts:
+            runner.speculator.draft_attn_layer_names = {"draft"}
         runner.initialize_kv_cache(self.kv_cache_config)
         runner.capture_model()
 

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
+from vllm_hwplugin.gates import PLAIN_DECODE
 from vllm_hwplugin.spec_decode import obstacles
 
 from ..walks import BEST, MORE, PLAIN, UNPATCHED, Sides, host_of_graphs, walk
@@ -101,3 +103,43 @@ def test_one_half_is_in_graphs_without_the_other(
     assert "not_captured" in other
     assert "served" not in other
     assert "served" in inputs
+
+
+class FlashInfer(Side):
+    """Without a drafter, where FlashInfer samples. Of the tokens it takes the worst, which nothing else does."""
+
+    def __init__(self, modules: ReleasedModules) -> None:
+        vars(modules("sample.sampler")).update(
+            flashinfer_sampler_supported=lambda: True, flashinfer_sample=lambda logits, *_: logits.argmin(-1)
+        )
+        super().__init__(modules, drafts=0)
+
+
+@pytest.mark.parametrize("by_flashinfer", [False, True])
+def test_nothing_differs_without_a_drafter(
+    vllm_tree: Callable[[str], Any], by_flashinfer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PLAIN_DECODE, "1")
+    # The seeds of requests that bring none.
+    monkeypatch.setattr(np.random, "randint", lambda *_: 21)
+    unseeded = [{name: value for name, value in kind.items() if name != "seed"} for kind in BEST]
+    kinds = PLAIN + 2 * unseeded if by_flashinfer else 2 * (PLAIN + BEST) + MORE + ALTERED
+    with both(vllm_tree(VERSION), FlashInfer if by_flashinfer else partial(Side, drafts=0)) as sides:
+        walk(sides, kinds)
+        tail, inputs = sides.both[1].runner.tail_graphs, sides.both[1].runner.step_inputs._step_counts.outcomes()
+    sampling = tail._sampling.outcomes()
+    assert min(sampling["served"], inputs["served"]) > 50
+    # Whatever a request asks the sampler for, a graph makes inputs.
+    asked = {"sampling_parameters"} if by_flashinfer else {"sampling_parameters", "structured_output"}
+    assert sampling.keys() >= asked
+    assert not inputs.keys() & asked
+    assert inputs.keys() <= {"served", "prompt", "no_full_graph", "no_free_row"}
+    assert not tail._drafting.outcomes()
+
+
+def test_there_are_no_graphs_without_a_drafter_unless_they_are_asked_for(vllm_tree: Callable[[str], Any]) -> None:
+    with both(vllm_tree(VERSION), partial(Side, drafts=0)) as sides:
+        walk(sides, PLAIN, examples=5)
+        runner = sides.both[1].runner
+    assert runner.tail_graphs._sampling.outcomes().keys() == {"not_captured"}
+    assert runner.step_inputs._step_counts.outcomes().keys() == {"not_captured"}
