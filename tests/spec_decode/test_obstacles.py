@@ -33,6 +33,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import loader
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
+from vllm_hwplugin.gates import PLAIN_DECODE
 from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, Part, why_not
 
 from .host_runner import BACKENDS, FLASH_MLA, FLASHINFER, FLEX, builder
@@ -47,7 +48,8 @@ This page is made from `vllm_hwplugin/spec_decode/obstacles.py` (`make docs`).
 
 On V1 `v1-draft-phase` samples in graphs only where it drafts in them, and it and `draft-loop-graph` need the graphs of
 `draft-full-graph`. On Model Runner V2 `v2-step-inputs` needs a graph of `v2-tail-graph`. Where vLLM drafts, vLLM makes
-each step's attention metadata, which its drafter takes.
+each step's attention metadata, which its drafter takes. An engine without a drafter has the graphs of inputs and sampling
+only with `VLLM_HWPLUGIN_PLAIN_DECODE=1`.
 
 | | {columns} |
 |---|{lines}
@@ -318,6 +320,38 @@ def test_weights_on_the_host_and_a_count_of_nans(monkeypatch: pytest.MonkeyPatch
     for make, recorded, sampling in ((runner_v1, PHASE, Part.V1_SAMPLING), (runner_v2, TAIL, Part.V2_SAMPLING)):
         assert refused(make(), make, "loaded from the host") == recorded
         assert refused(make(), make, "VLLM_COMPUTE_NANS_IN_LOGITS") == sampling
+
+
+def plain_v2() -> Any:
+    """A `GPUModelRunner` of V2 without speculation."""
+    made = runner_v2()
+    made.speculative_config = made.speculator = made.rejection_sampler = None
+    made.sampler = type("Sampler", (SimpleNamespace,), {})()
+    return made
+
+
+WITHOUT_DRAFTS = Part.V2_SAMPLING | Part.V2_INPUTS | Part.V2_METADATA
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words", "parts"),
+    [
+        ("sampler", type("DiffusionSampler", (), {})(), "DiffusionSampler samples", Part.V2_SAMPLING),
+        ("sampler.trace_replay_state", object(), "bring the tokens", Part.V2_SAMPLING),
+        ("attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V2_METADATA),
+        ("vllm_config.parallel_config.enable_eplb", True, "experts", Part.V2_SAMPLING),
+        # It embeds, and samples nothing.
+        ("sampler", None, "does not draft", WITHOUT_DRAFTS),
+    ],
+)
+def test_without_drafts_there_are_graphs_of_inputs_and_sampling_where_they_are_asked_for(
+    path: str, value: Any, words: str, parts: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert refused(plain_v2(), runner_v2, "does not draft") == WITHOUT_DRAFTS | Part.V2_DRAFTING
+    monkeypatch.setenv(PLAIN_DECODE, "1")
+    assert refused(plain_v2(), runner_v2) == refused(plain_v2(), runner_v2, "does not draft") == Part.V2_DRAFTING
+    assert why_not(plain_v2(), TAIL) is None
+    assert refused(change(plain_v2(), path, value), runner_v2, words) & WITHOUT_DRAFTS == parts
 
 
 def test_all_reasons_are_said_in_order() -> None:

@@ -17,6 +17,7 @@ import prometheus_client
 import pytest
 
 from vllm_hwplugin import journal, journals
+from vllm_hwplugin.gates import PLAIN_DECODE
 from vllm_hwplugin.journal import Journal, Use
 from vllm_hwplugin.spec_decode import step_counts, step_metrics
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
@@ -192,7 +193,9 @@ def test_metrics_are_what_the_workers_of_this_servers_engines_have_on_record(tmp
             os.waitpid(one.pid, 0)
 
 
-def test_of_several_api_servers_one_counts_and_a_newer_engine_takes_an_older_ones_place() -> None:
+def test_of_several_api_servers_one_counts_and_a_newer_engine_takes_an_older_ones_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def follow(rank: int = 0, speculation: object = "eagle3") -> list[str]:
         config = SimpleNamespace(
             speculative_config=speculation, parallel_config=SimpleNamespace(_api_process_rank=rank)
@@ -213,6 +216,8 @@ def test_of_several_api_servers_one_counts_and_a_newer_engine_takes_an_older_one
     assert not step_metrics._stop.is_set()
     assert follow(rank=1) == follow(speculation=None) == []
     assert step_metrics._stop.is_set()
+    monkeypatch.setenv(PLAIN_DECODE, "1")
+    assert follow(speculation=None) == ["vllm:hwplugin_steps"]
 
 
 def test_each_reason_is_in_the_documents_table() -> None:

@@ -19,6 +19,7 @@ from vllm.config import CUDAGraphMode
 
 from vllm_hwplugin import journal, journals
 from vllm_hwplugin.fallback import FeatureRequired, stays_stock
+from vllm_hwplugin.gates import PLAIN_DECODE
 from vllm_hwplugin.journal import Use
 from vllm_hwplugin.patching import Catalogue, load_catalogue, make_plan
 from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, worker_use
@@ -234,6 +235,21 @@ def test_one_line_says_all_of_what_is_live_and_nothing_else(
     assert uses().keys() == PASSES
     (line,) = caplog.messages
     assert all(name in line for name in PASSES)
+
+
+def test_graphs_that_are_asked_for_without_speculation_are_those_of_v2_and_count_steps(
+    entry: journal.Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PLAIN_DECODE, "1")
+    found, engines = [], []
+    for v2, sampler in ((True, None), (False, object()), (True, object())):
+        one = worker(v2, drafter=None, speculative_config=None)
+        one.model_runner.speculative_config, one.model_runner.sampler = None, sampler
+        found.append(used(one))
+        engines.append(entry.engine)
+    graphs = {"v2-step-inputs", "v2-tail-graph"}
+    assert found == [{"v2-mixed-graphs"}, set(), graphs | {"v2-mixed-graphs"}]
+    assert engines == [None, None, 0]
 
 
 def test_a_feature_that_is_on_ends_the_start_of_an_engine_that_does_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:

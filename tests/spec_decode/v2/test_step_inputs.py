@@ -189,6 +189,20 @@ def test_what_is_no_decode_with_all_drafts_is_left_to_vllm(
     assert inputs._step_counts.outcomes() == {reason: 1}
 
 
+def test_requests_of_an_engine_without_drafts_have_none(served: tuple[StepInputs, Tail, Graph]) -> None:
+    inputs, tail, graph = served
+    tail.most_reqs, inputs._graphs = {1: 4}, {(1, 4): graph}  # type: ignore[dict-item]
+    plain = BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=4, num_reqs=4, uniform_token_count=1)
+    asked = {"num_scheduled_tokens": {"a": 1, "b": 1}, "total_num_scheduled_tokens": 2}
+    asked |= {"scheduled_spec_decode_tokens": {}, "num_spec_tokens_to_schedule": 0}
+    batch = step(inputs, scheduled(**asked), plain)
+    assert batch.seq_lens_cpu_upper_bound.tolist() == [21, 51, 0, 0]
+    asked |= {"num_scheduled_tokens": {"a": 1, "b": 2}, "total_num_scheduled_tokens": 3}
+    inputs._runner.req_states.num_computed_prefill_tokens[5] = 8
+    assert step(inputs, scheduled(**asked), plain) is None
+    assert inputs._step_counts.outcomes() == {"served": 1, "prompt": 1}
+
+
 def test_vllm_is_told_of_a_grammar(served: tuple[StepInputs, Tail, Graph]) -> None:
     """It copies the drafts of such a batch to the host."""
     inputs, _, graph = served

@@ -134,15 +134,21 @@ def test_shapes_are_those_in_which_the_target_decodes_in_one_graph() -> None:
 
 
 def test_a_number_of_drafts_has_graphs_of_the_batches_that_it_is_for() -> None:
-    """And none has one without drafts: vLLM has another sampler then."""
+    """And no number has one of 0 drafts: vLLM has another sampler then."""
     runner = SimpleNamespace(max_num_reqs=80, decode_query_len=5, speculative_config=SimpleNamespace())
     assert scheduled_query_lens(runner) == [5] * 64
     runner.speculative_config.num_speculative_tokens = 4
     runner.speculative_config.num_speculative_tokens_per_batch_size = [[1, 2, 9], [3, 4, 2], [6, 7, 1], [8, 8, 0]]
     lens = scheduled_query_lens(runner)
-    assert lens == [5, 5, 3, 3, 3, 2, 2] + [1] * 57
+    assert lens == [5, 5, 3, 3, 3, 2, 2] + [0] * 57
     graphs = [(size, width) for width in (1, 2, 3, 5) for size in (1, 2, 4, 6, 8, 16)]
     assert rungs(graphs, lens) == [uniform_shape(*one) for one in ((3, 6), (2, 8), (2, 6), (3, 4), (5, 2), (5, 1))]
+
+
+def test_an_engine_without_drafts_has_graphs_of_one_token_a_request() -> None:
+    runner = SimpleNamespace(max_num_reqs=3, decode_query_len=1, speculative_config=None)
+    lens = scheduled_query_lens(runner)
+    assert rungs([(1, 1), (2, 1), (4, 1), (8, 1), (4, None)], lens) == [uniform_shape(1, one) for one in (4, 2, 1)]
 
 
 def batch(**changed: Any) -> SimpleNamespace:

@@ -574,7 +574,7 @@ class TailGraphs:
         graph_logits, vocab_size = found.shape.num_tokens, self._runner.sampler.sampling_states.vocab_size
         # Beside a drafter, a batch without drafts has another sampler of vLLM's than the one that was recorded.
         if (
-            (self._runner.speculator is not None and not batch.num_draft_tokens)
+            (not batch.num_draft_tokens and self._runner.speculator is not None)
             or graph_logits - num_rows > _SURPLUS
             or verified_in_chunks(graph_logits, vocab_size)
         ):
