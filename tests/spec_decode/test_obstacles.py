@@ -48,7 +48,7 @@ This page is made from `vllm_hwplugin/spec_decode/obstacles.py` (`make docs`).
 
 On V1 `v1-draft-phase` samples in graphs only where it drafts in them, and it and `draft-loop-graph` need the graphs of
 `draft-full-graph`. On Model Runner V2 `v2-step-inputs` needs a graph of `v2-tail-graph`. Where vLLM drafts, vLLM makes
-each step's attention metadata, which its drafter takes. An engine without a drafter has the graphs of inputs and sampling
+each step's attention metadata, which its drafter takes. An engine without a drafter has graphs of inputs and sampling
 only with `VLLM_HWPLUGIN_PLAIN_DECODE=1`.
 
 | | {columns} |

@@ -15,7 +15,7 @@ from ._host import Host, HostUnknown, detect_host
 from ._job import Event, Job, Outcome, Workload, acceptance_length
 from ._launch import Ended, TimeLimit, run_child
 from ._settings import engine_environment, engine_options
-from ._shapes import DRAFT_MODEL, METHODS, SHAPES
+from ._shapes import DRAFT_MODEL, METHODS, NO_DRAFTS, SHAPES
 from .plan import ALL_SIDES, Case, Settings, job_for
 from .results import provenance, read_results, results_text, rounds_entry
 from .turns import launch, measure_in_turn, of_workloads
@@ -25,6 +25,7 @@ __all__ = [
     "DRAFT_MODEL",
     "DRAFT_TOKENS",
     "METHODS",
+    "NO_DRAFTS",
     "SHAPES",
     "Case",
     "Checkpoints",

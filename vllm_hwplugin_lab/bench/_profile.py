@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ._inside import drafting_of
+from ._inside import drafter_of, drafting_of
 
 STEP = "hwplugin.verify-step"
 OTHER_STEP = "hwplugin.other-step"
@@ -78,11 +78,12 @@ def profiled(runner: Any, kept: Path | None = None) -> Iterator[Profile]:
     def step_name(scheduler_output: Any, *_: Any, **__: Any) -> str:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         tokens = scheduler_output.num_scheduled_tokens
-        verifies = drafts and len(drafts) == len(tokens) and not scheduler_output.scheduled_new_reqs
-        return STEP if verifies else OTHER_STEP
+        # Without a drafter a request that decodes has one token.
+        decode = len(drafts) == len(tokens) if drafts_here else set(tokens.values()) == {1}
+        return STEP if tokens and decode and not scheduler_output.scheduled_new_reqs else OTHER_STEP
 
     result = Profile(kept)
-    drafter = drafting_of(runner)
+    drafter, drafts_here = drafting_of(runner), drafter_of(runner) is not None
     runner.execute_model = marked(runner.execute_model, step_name)
     if drafter is not None:
         drafter.propose = marked(drafter.propose, lambda *_, **__: DRAFT)

@@ -11,8 +11,10 @@ from typing import Any, Final
 
 from packaging.version import Version
 
-#: The methods that some shape has a drafter for.
-METHODS: Final = ("eagle3", "dflash", "mtp", "draft_model")
+#: In place of a method: the target decodes alone.
+NO_DRAFTS: Final = "none"
+#: The methods that some shape has a drafter for, and `NO_DRAFTS`.
+METHODS: Final = ("eagle3", "dflash", "mtp", "draft_model", NO_DRAFTS)
 #: Vocabulary of the Eagle3 drafter, as published drafters for Qwen3 have it.
 DRAFT_VOCABULARY = 32000
 _POSITIONS = 4096
@@ -296,12 +298,13 @@ def why_not(name: str, method: str, vllm: Version, *, on_v2: bool) -> str | None
 
     Args:
         name: of `SHAPES`.
-        method: of vLLM's speculative config.
+        method: of vLLM's speculative config, or `NO_DRAFTS`.
         vllm: its version.
         on_v2: on Model Runner V2, too.
     """
     shape = SHAPES[name]
-    since = shape.methods.get(method)
+    # One of its drafters may need a newer vLLM than another, none an older one than the model.
+    since = min(shape.methods.values()) if method == NO_DRAFTS else shape.methods.get(method)
     if since is None:
         return f"--shape {name} has no drafter for {method}; it has one for {', '.join(shape.methods)}"
     if vllm.release < since.release:
@@ -312,17 +315,17 @@ def why_not(name: str, method: str, vllm: Version, *, on_v2: bool) -> str | None
 
 
 def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[Path, Path | None]:
-    """Write the config of a target and of its drafter; returns their folders, None for a drafter within the target.
+    """Write the config of a target and of its drafter; returns their folders, None for one that has no folder.
 
     Args:
         shape: the target; the drafter has its layer sizes, but for a model of its own.
         folder: where to write.
-        method: `eagle3` (one layer), `dflash` (five layers), `draft_model` (Qwen3-0.6B) or `mtp`.
+        method: `eagle3` (one layer), `dflash` (five layers), `draft_model` (Qwen3-0.6B), `mtp` or `NO_DRAFTS`.
         block: the number of positions DFlash was trained on, 1 + the drafted tokens.
     """
     target = folder / "target"
     _write(target, _target(shape))
-    if method == "mtp":
+    if method in ("mtp", NO_DRAFTS):
         return target, None
     drafter = folder / method
     if method == "draft_model":
@@ -375,13 +378,13 @@ def cache_bytes(shape: Shape, method: str, k: int, requests: int, length: int) -
 
     Args:
         shape: the target.
-        method: of speculation.
+        method: of speculation, or `NO_DRAFTS`.
         k: drafted tokens a step.
         requests: how many.
         length: tokens of each.
     """
     draft = SHAPES[DRAFT_MODEL] if method == "draft_model" else shape
-    drafting = {"dflash": _DFLASH_LAYERS, "draft_model": draft.layers}.get(method, 1)
+    drafting = {"dflash": _DFLASH_LAYERS, "draft_model": draft.layers, NO_DRAFTS: 0}.get(method, 1)
     _, kv_heads, head_dim = draft.draft_heads or (0, draft.kv_heads, draft.head_dim)
     token = shape.kv_bytes or 2 * shape.kv_heads * shape.head_dim * _ELEMENT
     of_draft = token if method == "mtp" else 2 * kv_heads * head_dim * _ELEMENT

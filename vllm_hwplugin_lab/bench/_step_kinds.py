@@ -36,7 +36,7 @@ class StepKinds:
 
     def __init__(self, runner: Any) -> None:
         config = runner.vllm_config.speculative_config
-        self._width = 1 + config.num_speculative_tokens
+        self._width = 1 if config is None else 1 + config.num_speculative_tokens
         self._runs_ahead = bool(runner.vllm_config.scheduler_config.async_scheduling)
         # By kind, graph, and what the plugin's paths made of a step: steps, seconds, and seconds of the host.
         self._sums: dict[tuple[Any, ...], list[float]] = {}
@@ -122,7 +122,11 @@ class StepKinds:
         tokens = scheduled.total_num_scheduled_tokens
         if not tokens:  # vLLM only tells the runner which requests have ended
             self._kind = self._before = None
-        elif not scheduled.scheduled_new_reqs and tokens == self._width * len(drafts) == self._width * len(requests):
+        elif (
+            not scheduled.scheduled_new_reqs
+            and tokens == self._width * len(requests)
+            and (self._width == 1 or len(drafts) == len(requests))
+        ):
             self._kind = "same_requests" if requests == before else "requests_changed"
         elif not scheduled.scheduled_new_reqs and tokens == len(requests) + sum(map(len, drafts.values())):
             self._kind = "fewer_drafts"

@@ -21,7 +21,7 @@ from ._checkpoints import DRAFT_TOKENS, Checkpoints, load_prompts
 from ._host import Host
 from ._job import Job, Workload
 from ._settings import engine_environment, engine_options
-from ._shapes import SHAPES, cache_bytes, why_not, write_configs
+from ._shapes import NO_DRAFTS, SHAPES, cache_bytes, why_not, write_configs
 
 TINY = "tiny"
 #: On the V1 runner.
@@ -42,6 +42,7 @@ _MRV2_SINCE = {
     "mtp": Version("0.20.0"),
     "dflash": Version("0.24.0"),
     "draft_model": Version("0.31.0"),
+    NO_DRAFTS: Version("0.20.0"),
 }
 
 #: vLLM's ``worker_extension_cls`` for dummy shapes.
@@ -62,7 +63,7 @@ class NotOnThisHost(HwpluginError):
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared: one target, one drafter, one number of drafted tokens."""
+    """What is compared: one target, one drafter, one number of drafted tokens; 0 with `NO_DRAFTS`."""
 
     shape: str
     method: str
@@ -175,7 +176,7 @@ def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, 
     drafter: Path | None
     if case.shape == TINY:
         assert checkpoints is not None
-        target, drafter = checkpoints.target, checkpoints.drafter(case.method)
+        target, drafter = checkpoints.target, None if case.method == NO_DRAFTS else checkpoints.drafter(case.method)
     else:
         shape = SHAPES[case.shape]
         with TemporaryDirectory(dir=home.parent) as folder:
@@ -193,7 +194,8 @@ def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, 
         speculation |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
     if drafter is not None:
         speculation["model"] = str(drafter)
-    return {**options, "model": str(target), "speculative_config": speculation}
+    options["model"] = str(target)
+    return options if case.method == NO_DRAFTS else {**options, "speculative_config": speculation}
 
 
 def _kept(made: Path, home: Path) -> Path:
@@ -253,7 +255,7 @@ def check(planned: Sequence[Case], host: Host, sides: Sequence[str] = SIDES) -> 
     """
     for case in planned:
         if case.shape == TINY:
-            if case.method not in DRAFT_TOKENS:
+            if case.method not in (*DRAFT_TOKENS, NO_DRAFTS):
                 raise NotOnThisHost(
                     f"--shape {TINY} has no drafter for {case.method}, only for {', '.join(DRAFT_TOKENS)}"
                 )
@@ -300,8 +302,10 @@ def possible_sides(methods: Iterable[str], host: Host) -> tuple[str, ...]:
 
 
 def synthetic_length(case: Case, asked: float | None) -> float | None:
-    """Tokens a step that vLLM is told to accept on average; None for the tiny shape, whose acceptance is real."""
-    if case.shape == TINY:
+    """Tokens a step that vLLM is told to accept on average; None for the tiny shape, whose acceptance is real, and
+    without drafts.
+    """
+    if case.shape == TINY or case.method == NO_DRAFTS:
         return None
     return asked if asked is not None else 1 + case.k / 2
 

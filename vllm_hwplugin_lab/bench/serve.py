@@ -25,7 +25,7 @@ from ._checkpoints import Checkpoints
 from ._host import Host
 from ._job import Event, Job, Outcome
 from ._settings import engine_options
-from ._shapes import SHAPES, write_tokenizer
+from ._shapes import NO_DRAFTS, SHAPES, write_tokenizer
 from ._step_kinds import GRAPHS, KINDS
 from .plan import (
     STOCK_OF,
@@ -53,9 +53,10 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "mtp": {"method": "mtp"},
     "dflash": {"method": "dflash"},
     "draft_model": {"method": "draft_model"},
+    NO_DRAFTS: {},
 }
-#: Whose drafter is in the target's own checkpoint.
-BUILT_IN = frozenset({"mtp"})
+#: Whose drafter is in the target's own checkpoint, or that have none.
+BUILT_IN = frozenset({"mtp", NO_DRAFTS})
 #: What the files of known sets hold: MT-Bench (its first turn), HumanEval, GSM8K, Alpaca.
 KEYS = ("turns", "prompt", "question", "instruction")
 #: Name -> what it is.
@@ -187,7 +188,7 @@ def serve_job(
     """The server of one side.
 
     Args:
-        k: drafted tokens a step; 0 where the server runs already.
+        k: drafted tokens a step; 0 where the server runs already, and without drafts.
         side: one of `ALL_SIDES` or `PLUGIN_SIDES`.
         settings: of the case.
         host: decides type and graphs.
@@ -241,7 +242,9 @@ def _models(
         speculation = {**METHODS[settings.method], "num_speculative_tokens": k}
         if settings.draft is not None:
             speculation["model"] = settings.draft
-        return {"model": settings.target, "speculative_config": speculation}
+        return {"model": settings.target} | (
+            {} if settings.method == NO_DRAFTS else {"speculative_config": speculation}
+        )
     case = Case(settings.shape, settings.method, k)
     home = folder / f"{settings.shape}-{settings.method}-{k}-{side}"
     options = model_of(case, synthetic_length(case, settings.acceptance_length), checkpoints, home)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from vllm_hwplugin.cli.output import write_text
 
-from ..bench import METHODS, SHAPES, Case, Outcome, TimeLimit, detect_host, find_checkpoints, load_prompts
+from ..bench import METHODS, NO_DRAFTS, SHAPES, Case, Outcome, TimeLimit, detect_host, find_checkpoints, load_prompts
 from ..bench import serve as serving
 from ..bench.plan import TINY, check, check_sides, possible_sides, shapes_folder
 from ..bench.results import new_results, put_case
@@ -151,7 +151,7 @@ def serve(
         raise typer.BadParameter("needs matplotlib: pip install 'vllm-hwplugin[lab]'", param_hint="--html")
     client = context.args
     if url is None:
-        _check_served(method, target, draft, shape, model, acceptance_length)
+        _check_served(method, target, draft, shape, model, acceptance_length, k)
     else:
         for name in (*_SERVED[1:], *_ENGINES):
             if (given := context.get_parameter_source(name)) is not None and given.name == "COMMANDLINE":
@@ -168,12 +168,12 @@ def serve(
     elif checkpoints is not None:
         # Random tokens are not what its drafters were trained for.
         asked += load_prompts(checkpoints, _TINY_PROMPTS)
-    host = detect_host()
+    host, drafts = detect_host(), (0,) if url is not None or method == NO_DRAFTS else tuple(dict.fromkeys(k or [3]))
     sides: tuple[str, ...] = ("server",)
     if method is not None:
         sides = wanted or possible_sides([method], host)
         if shape is not None:
-            check([Case(shape, method, one) for one in k or [3]], host, sides)
+            check([Case(shape, method, one) for one in drafts], host, sides)
         check_sides(sides, [method], host)
     settings = settings_of(
         serving.ServeSettings,
@@ -181,7 +181,7 @@ def serve(
         url=url,
         target=target if shape is None else None,
         prompts=None if prompts is None else str(prompts),
-        k=tuple(dict.fromkeys(k or [3])) if url is None else (0,),
+        k=drafts,
         sides=sides,
         temperature=tuple(dict.fromkeys(temperature or [0.0])),
         concurrency=tuple(dict.fromkeys(concurrency or [16])),
@@ -221,6 +221,7 @@ def _check_served(
     shape: str | None,
     model: Path | None,
     acceptance_length: float | None,
+    k: list[int] | None,
 ) -> None:
     """Whether the options say what the servers are to serve.
 
@@ -232,6 +233,9 @@ def _check_served(
     known([method], tuple(serving.METHODS), "--method")
     if shape != TINY and model is not None:
         raise typer.BadParameter("only --shape tiny has these; a target of your own is --target", param_hint="--model")
+    if method == NO_DRAFTS and (k or draft is not None):
+        option = "--k" if k else "--draft"
+        raise typer.BadParameter("nothing drafts with --method none; leave it out", param_hint=option)
     if shape in (None, TINY) and acceptance_length is not None:
         raise typer.BadParameter("real weights decide it themselves; leave it out", param_hint="--acceptance-length")
     if shape is not None and (target is not None or draft is not None):

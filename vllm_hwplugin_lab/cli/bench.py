@@ -21,6 +21,7 @@ from vllm_hwplugin.cli.output import OutputError
 
 from ..bench import (
     METHODS,
+    NO_DRAFTS,
     SHAPES,
     Case,
     Job,
@@ -65,6 +66,8 @@ _GROUPS = {
 _EXAMPLES = (
     "vllm-hwplugin bench --shape 0.6b --method eagle3 --k 3 --json results.json",
     "vllm-hwplugin bench --shape 0.6b --side stock --side patched --profile traces",
+    "vllm-hwplugin bench --method none --side mrv2 --side mrv2-patched \\",
+    "    --patched-env VLLM_HWPLUGIN_PLAIN_DECODE=1",
 )
 
 bench = typer.Typer(
@@ -119,16 +122,19 @@ def measure(
     batch is drafting.
 
     The tiny shape runs trained checkpoints (real acceptance). The others have the sizes of published models, dummy
-    weights and vLLM's synthetic acceptance; each has drafters for some methods. Needs no network. A side that failed
-    has its log's end in the results; exit code 1 when a patched one failed where stock ran on that runner, 2 when it is
-    another, or when Ctrl-C or the time limit left something out: what all sides have measured is in the results then.
+    weights and vLLM's synthetic acceptance; each has drafters for some methods. With `none` nothing drafts. Needs no
+    network. A side that failed has its log's end in the results; exit code 1 when a patched one failed where stock ran
+    on that runner, 2 when it is another, or when Ctrl-C or the time limit left something out: what all sides have
+    measured is in the results then.
     """
     if context.invoked_subcommand is not None:
         return
     limit, console = TimeLimit(time_limit), console_for(json_file)
     methods = known(method or ["eagle3"], METHODS, "--method")
     shapes = known(shape or [TINY], _SHAPES, "--shape")
-    planned = [Case(one, by, count) for one in shapes for by in methods for count in k or [3]]
+    planned = [
+        Case(one, by, count) for one in shapes for by in methods for count in ([0] if by == NO_DRAFTS else k or [3])
+    ]
     wanted = asked_sides(side)
     environments = {"vllm_environment": pairs(vllm_env or (), "--vllm-env")}
     environments["patched_environment"] = pairs(patched_env or (), "--patched-env")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from vllm_hwplugin_lab.bench import _profile
@@ -98,3 +100,34 @@ def test_steps_are_marked_on_a_live_runner_and_unmarked_after(name):
     assert steps == [OTHER_STEP, STEP, OTHER_STEP, STEP, OTHER_STEP]
     assert [name for _, name in marks].count(DRAFT) == 5
     assert profile.counts()["steps"] == 2
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_without_a_drafter_steps_of_one_token_a_request_are_counted(patched):
+    pytest.importorskip("torch")
+
+    class Runner:
+        speculator = None
+
+        def execute_model(self, scheduler_output, tensors=None):
+            return None
+
+    runner = Runner()
+    if patched:
+        runner.tail_graphs = SimpleNamespace(propose=lambda: None)
+    asked = [
+        ({"a": 30}, ["a"]),
+        ({"a": 1}, []),
+        ({"a": 1, "b": 9}, []),
+        ({"a": 1, "b": 1}, []),
+        ({"a": 1}, []),
+        ({}, []),
+    ]
+    with _profile.profiled(runner) as profile:
+        for tokens, new in asked:
+            output = SimpleNamespace(
+                scheduled_spec_decode_tokens={}, num_scheduled_tokens=tokens, scheduled_new_reqs=new
+            )
+            runner.execute_model(output)
+    marks = sorted((e["ts"], e["name"]) for e in profile.trace if e.get("cat") == "user_annotation")
+    assert [name for _, name in marks] == [OTHER_STEP, STEP, OTHER_STEP, STEP, STEP, OTHER_STEP]

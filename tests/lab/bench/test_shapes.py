@@ -14,7 +14,7 @@ import pytest
 from packaging.version import Version
 
 from vllm_hwplugin_lab.bench import Host
-from vllm_hwplugin_lab.bench._shapes import SHAPES, cache_bytes, write_configs
+from vllm_hwplugin_lab.bench._shapes import NO_DRAFTS, SHAPES, cache_bytes, why_not, write_configs
 from vllm_hwplugin_lab.bench.plan import ALL_SIDES, Case, NotOnThisHost, Settings, check, job_for
 
 DRAFTERS = [(name, method) for name, shape in SHAPES.items() for method in shape.methods]
@@ -71,6 +71,17 @@ def test_layers_are_of_the_kinds_that_the_model_has(name: str, tmp_path: Path) -
         assert getattr(config, "use_sliding_window", True)
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_without_a_drafter_is_the_target_alone(name: str, tmp_path: Path) -> None:
+    _, drafter = write_configs(SHAPES[name], tmp_path, NO_DRAFTS, 1)
+    assert drafter is None
+    # What its drafters need on top.
+    assert cache_bytes(SHAPES[name], NO_DRAFTS, 0, 8, 512) < min(
+        cache_bytes(SHAPES[name], method, 0, 8, 512) for method in SHAPES[name].methods
+    )
+    assert why_not(name, NO_DRAFTS, min(SHAPES[name].methods.values()), on_v2=False) is None
+
+
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.recurrent is not None])
 def test_a_hybrids_cache_holds_its_states(name: str) -> None:
     utils = pytest.importorskip("vllm.model_executor.layers.mamba.mamba_utils")
@@ -111,6 +122,7 @@ def test_a_job_has_what_its_shape_needs(
 @pytest.mark.parametrize(
     ("name", "method", "vllm", "words"),
     [
+        ("qwen3.5-4b", "none", "0.26.0", "needs vLLM 0.27.0 or newer with none, and this is 0.26.0"),
         ("30b-a3b", "mtp", "0.26.0", "has no drafter for mtp; it has one for eagle3, dflash"),
         ("tiny", "mtp", "0.26.0", "--shape tiny has no drafter for mtp"),
         ("qwen3.5-4b", "dflash", "0.26.0", "needs vLLM 0.27.0 or newer with dflash, and this is 0.26.0"),

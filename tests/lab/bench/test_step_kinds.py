@@ -29,8 +29,9 @@ def step(tokens, *, new=(), drafts=None):
 class Runner:
     """Each function takes some seconds of ``clock``; ``graphs`` is V1's or V2's, which say the same in two ways."""
 
-    def __init__(self, clock, graphs, *, ahead):
-        config = {"speculative_config": Bag(num_speculative_tokens=K), "scheduler_config": Bag(async_scheduling=ahead)}
+    def __init__(self, clock, graphs, *, ahead, drafts):
+        speculation = Bag(num_speculative_tokens=drafts) if drafts else None
+        config = {"speculative_config": speculation, "scheduler_config": Bag(async_scheduling=ahead)}
         self.vllm_config, self.clock = Bag(**config), clock
         self.paths = [StepCounts("a", "inputs"), StepCounts("a", "drafting")]
         if graphs == "V1":
@@ -59,8 +60,8 @@ def run(monkeypatch):
     clock = Bag(now=100.0)
     monkeypatch.setattr(_step_kinds.time, "perf_counter", lambda: clock.now)
 
-    def call(steps, graphs="V2", *, ahead=False):
-        runner = Runner(clock, graphs, ahead=ahead)
+    def call(steps, graphs="V2", *, ahead=False, drafts=K):
+        runner = Runner(clock, graphs, ahead=ahead, drafts=drafts)
         kinds = StepKinds(runner)
         for scheduled, later, *asked in steps:
             assert runner.execute_model(scheduled, "tensors", **(asked[0] if asked else {})) == "tensors"
@@ -102,6 +103,21 @@ def test_a_step_is_called_by_what_is_in_it(run):
     )
     assert kinds_of(kinds) == {"prompt": 3, "requests_changed": 4, "same_requests": 1, "fewer_drafts": 2}
     assert kinds.taken() == []
+
+
+def test_without_a_drafter_a_request_decodes_one_token(run):
+    _, kinds = run(
+        [
+            (step({"a": 300, "b": 20}, new=("a", "b")), 1),
+            (step({"a": 1, "b": 1}), 1),
+            (step({"a": 1, "b": 1}), 1),
+            (step({"a": 1, "b": 40}, drafts={}), 1),
+            (step({"b": 1}), 1),
+            END,
+        ],
+        drafts=0,
+    )
+    assert kinds_of(kinds) == {"prompt": 2, "requests_changed": 2, "same_requests": 1}
 
 
 @pytest.mark.parametrize("graphs", ["V1", "V2"])

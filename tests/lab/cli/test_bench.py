@@ -98,6 +98,17 @@ def test_all_sides_that_the_host_can_run(run, method, host, sides):
     assert found["settings"]["sides"] == sides
 
 
+@pytest.mark.parametrize("shape", ["tiny", "0.6b"])
+def test_without_a_drafter_there_is_one_case_whatever_k_others_have(run, shape):
+    asked = ["--shape", shape, "--method", "none", "--method", "eagle3", "--k", "3", "--k", "5"]
+    sides = ["--side", "mrv2", "--side", "mrv2-patched", "--patched-env", "VLLM_HWPLUGIN_PLAIN_DECODE=on"]
+    _, found, ((jobs, *_), *_) = run([*asked, *sides])
+    assert [(case["method"], case["k"]) for case in found["cases"]] == [("none", 0), ("eagle3", 3), ("eagle3", 5)]
+    assert found["cases"][0]["synthetic_acceptance_length"] is None
+    assert all("speculative_config" not in job.options for job in jobs.values())
+    assert [job.environment.get("VLLM_HWPLUGIN_PLAIN_DECODE") for job in jobs.values()] == [None, "on"]
+
+
 def test_a_side_that_the_host_cannot_run_is_refused(run):
     host = dataclasses.replace(GPU, vllm="0.20.2")
     result, _, asked = run(["--shape", "8b", "--method", "dflash", "--side", "stock", "--side", "mrv2"], host=host)

@@ -189,6 +189,13 @@ def test_methods_as_vllm_names_them(run, method, draft, config):
     assert jobs["patched"].options["speculative_config"] == config
 
 
+@pytest.mark.parametrize("what", [["--target", "T"], ["--shape", "0.6b"], ["--shape", "tiny"]])
+def test_servers_without_a_drafter(run, what):
+    _, found, ((jobs, *_),) = run([*what, "--method", "none", "--side", "mrv2", "--side", "mrv2-patched"])
+    assert [case["k"] for case in found["cases"]] == [0]
+    assert all("speculative_config" not in job.options for job in jobs.values())
+
+
 def test_a_server_that_runs_is_the_one_side_and_is_asked_what_it_serves(run, tmp_path):
     models = b'{"data": [{"id": "chat", "root": "/models/llama"}]}'
     page = tmp_path / "report.html"
@@ -274,6 +281,8 @@ def test_the_tiny_shapes_checkpoints_may_lie_where_the_error_says_that_they_can_
         (["--method", "eagle3"], "name a target, or --shape"),
         (["--shape", "8b", "--method", "mtp"], "--shape 8b has no drafter for mtp"),
         ([], "name a method"),
+        (["--target", "T", "--method", "none", "--k", "3"], "nothing drafts with --method none"),
+        ([*CASE[:-1], "none"], "nothing drafts with --method none"),
         (["--url", "http://127.0.0.1:9", *CASE], "settled that"),
         (["--url", "http://127.0.0.1:9", "--side", "stock"], "settled that"),
         (["--url", "http://127.0.0.1:9"], "http://127.0.0.1:9/v1/models: expected"),
