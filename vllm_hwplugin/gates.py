@@ -260,7 +260,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "bool",
         False,
         "v2-tail-graph and v2-step-inputs also serve an engine without speculation (Model Runner V2). It takes time at "
-        "the start and memory, and gains where the GPU waits for the host: with models of about 1B and less.",
+        "the start and memory, and gains where the GPU waits for the host, as with very small models.",
         affects=("graphs",),
         since="0.2.0",
     ),

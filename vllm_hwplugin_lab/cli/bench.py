@@ -66,8 +66,6 @@ _GROUPS = {
 _EXAMPLES = (
     "vllm-hwplugin bench --shape 0.6b --method eagle3 --k 3 --json results.json",
     "vllm-hwplugin bench --shape 0.6b --side stock --side patched --profile traces",
-    "vllm-hwplugin bench --method none --side mrv2 --side mrv2-patched \\",
-    "    --patched-env VLLM_HWPLUGIN_PLAIN_DECODE=1",
 )
 
 bench = typer.Typer(
