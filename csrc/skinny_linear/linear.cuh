@@ -3,9 +3,10 @@
 // copies that is filled before the kernel before this one has ended: weights depend on none.
 //
 // A block has tiles of kRows rows of the weights. Each stage of its ring holds kDepth columns of them and the same
-// columns of x. One warp starts copies. Eight multiply: each has its own part of a stage's columns and sums in
-// registers, weights as the 16 rows of mma's first operand and tokens as the 8 columns of its second. At the end of a
-// tile the eight sums are added in a fixed order, so the result depends on nothing but the operands.
+// columns of x, of as many rows as there are: the copy engine takes longer where it has to fill some. One warp starts
+// copies. Eight multiply: each has its own part of a stage's columns and sums in registers, weights as the 16 rows of
+// mma's first operand and tokens as the 8 columns of its second. At the end of a tile the eight sums are added in a fixed
+// order, so the result depends on nothing but the operands.
 
 #pragma once
 
@@ -14,7 +15,6 @@
 #include <cuda_bf16.h>
 
 #include "pipe.cuh"
-#include "rows.cuh"
 
 namespace skinny {
 
@@ -52,9 +52,18 @@ struct Tile {
   static constexpr uint32_t kPartialBytes = kConsumers * kTokens * kPitch * sizeof(float);
 };
 
-// Where the 16 bytes of 8 columns lie in a box with `rows` rows, by the copy engine's swizzle.
+// Where the 16 bytes of 8 columns lie in a box with `rows` rows, by the copy engine's swizzle, which goes by addresses.
 __device__ __forceinline__ uint32_t in_box(uint32_t box, int rows, int row, int eighth) {
-  return box + (eighth >> 3) * (rows * 128) + row * 128 + (((eighth & 7) ^ (row & 7)) << 4);
+  const int line = (eighth >> 3) * rows + row;
+  return box + line * 128 + (((eighth & 7) ^ (line & 7)) << 4);
+}
+
+__device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16(value)); }
+
+// As `silu(gate) * up` of three PyTorch operations on bfloat16 rounds it.
+__device__ __forceinline__ float gate(float gate, float up) {
+  const float value = rounded(gate);
+  return rounded(value / (1.0f + expf(-value))) * rounded(up);
 }
 
 template <int kRows, int kTokens, int kDepth>
@@ -68,7 +77,7 @@ __device__ __forceinline__ void produce(
   const int total = (last - first) * p.steps;
   const auto load_weights = [&](int tile, int step, int stage) {
     // Of both boxes: a stage is full when its part of x has come as well.
-    barrier_arrive_expecting(&full[stage], Shape::kStageBytes);
+    barrier_arrive_expecting(&full[stage], Shape::kWeightBytes + p.tokens * kDepth * 2);
     tma_load(
         ring + stage * Shape::kStageBytes, &weight_map, &full[stage], tile * tile_rows, step * kChunks, once);
   };
@@ -164,7 +173,7 @@ __device__ __forceinline__ void consume(
         uint32_t tokens[2][(kColumns + 1) / 2][4];
         if constexpr (kTokens == 8) {
           uint32_t loaded[4];
-          ldmatrix(loaded, in_box(x, kTokens, lane & 7, eighth + (lane >> 3)));
+          ldmatrix(loaded, in_box(x, p.tokens, lane & 7, eighth + (lane >> 3)));
           tokens[0][0][0] = loaded[0];
           tokens[0][0][1] = loaded[1];
           tokens[1][0][0] = loaded[2];
@@ -174,8 +183,8 @@ __device__ __forceinline__ void consume(
           for (int sixteen = 0; sixteen < kTokens / 16; ++sixteen) {
             // Matrices 0 and 1 are of the first eight tokens, 2 and 3 of the others.
             const int row = sixteen * 16 + (lane & 7) + ((lane >> 4) << 3);
-            ldmatrix(tokens[0][sixteen], in_box(x, kTokens, row, eighth + ((lane >> 3) & 1)));
-            ldmatrix(tokens[1][sixteen], in_box(x, kTokens, row, eighth + 2 + ((lane >> 3) & 1)));
+            ldmatrix(tokens[0][sixteen], in_box(x, p.tokens, row, eighth + ((lane >> 3) & 1)));
+            ldmatrix(tokens[1][sixteen], in_box(x, p.tokens, row, eighth + 2 + ((lane >> 3) & 1)));
           }
         }
 #pragma unroll

@@ -23,7 +23,7 @@
 #include "common/stream.h"
 #include "hopper/tensor_map.h"
 #include "linear.cuh"
-#include "rows.cuh"
+#include "norm.cuh"
 
 namespace {
 
@@ -113,7 +113,7 @@ void launch_tile(Problem p, const Operands& given) {
       "weight", given.weight.const_data_ptr(), rows, columns, columns, p.gated ? 2 : 1, kRows, kDepth);
   // The stride of a single row may be anything.
   const int64_t stride = p.tokens > 1 ? given.x.stride(0) : columns;
-  const CUtensorMap x_map = map_of("x", given.x.const_data_ptr(), p.tokens, columns, stride, 1, kTokens, kDepth);
+  const CUtensorMap x_map = map_of("x", given.x.const_data_ptr(), p.tokens, columns, stride, 1, p.tokens, kDepth);
   start(
       "skinny_linear", kernel, blocks, kThreads, static_cast<size_t>(bytes), given.overlap, given.stream, weight_map,
       x_map, p);
@@ -192,8 +192,8 @@ void skinny_norm(
   check_rows(checks, out, "out");
   const int64_t tokens = x.size(0), hidden = x.size(1);
   STD_TORCH_CHECK(
-      hidden % (32 * kWidth) == 0 && hidden <= kMostNormThreads * kWidth, "skinny_norm: x has ", hidden,
-      " columns; expected a multiple of ", 32 * kWidth, " up to ", kMostNormThreads * kWidth);
+      hidden % (32 * kNormWidth) == 0 && hidden <= kMostNormThreads * kNormWidth, "skinny_norm: x has ", hidden,
+      " columns; expected a multiple of ", 32 * kNormWidth, " up to ", kMostNormThreads * kNormWidth);
   checks.check_device(weight, "weight");
   checks.check_type(weight, "weight", ScalarType::BFloat16);
   STD_TORCH_CHECK(
@@ -227,35 +227,10 @@ void skinny_norm(
   p.epsilon = static_cast<float>(epsilon);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const cudaStream_t stream = current_stream("skinny_norm", x.get_device_index());
-  const bool add = residual.has_value(), two = hidden % (64 * kWidth) == 0;
-  const auto kernel = two ? (add ? norm_kernel<true, 2> : norm_kernel<false, 2>)
-                          : (add ? norm_kernel<true, 1> : norm_kernel<false, 1>);
-  const int threads = static_cast<int>(hidden / kWidth / (two ? 2 : 1));
-  start("skinny_norm", kernel, tokens, threads, 0, overlap, stream, p);
-}
-
-void skinny_gate(Tensor out, Tensor x, bool overlap) {
-  const Checks checks("skinny_gate", "x", x);
-  check_rows(checks, x, "x");
-  check_rows(checks, out, "out");
-  const int64_t tokens = x.size(0), columns = out.size(1);
-  STD_TORCH_CHECK(
-      out.size(0) == tokens && x.size(1) == 2 * columns && columns % kWidth == 0 && columns <= INT32_MAX / 2,
-      "skinny_gate: x is [", tokens, ", ", x.size(1), "] and out [", out.size(0), ", ", columns,
-      "]; expected [tokens, 2 * columns] and [tokens, columns], with a multiple of ", kWidth, " columns");
-  STD_TORCH_CHECK(out.is_contiguous() && x.is_contiguous(), "skinny_gate: out or x is not contiguous");
-  if (tokens == 0 || columns == 0) {
-    return;
-  }
-  Gate p{};
-  p.out = static_cast<__nv_bfloat16*>(out.mutable_data_ptr());
-  p.x = static_cast<const __nv_bfloat16*>(x.const_data_ptr());
-  p.columns = static_cast<int>(columns);
-  p.blocks_of_row = static_cast<int>((columns / kWidth + kGateThreads - 1) / kGateThreads);
-  STD_TORCH_CHECK(tokens <= INT32_MAX / p.blocks_of_row, "skinny_gate: x has ", tokens, " rows");
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const cudaStream_t stream = current_stream("skinny_gate", x.get_device_index());
-  start("skinny_gate", gate_kernel, tokens * p.blocks_of_row, kGateThreads, 0, overlap, stream, p);
+  const int threads = static_cast<int>(hidden / kNormWidth);
+  start(
+      "skinny_norm", residual.has_value() ? norm_kernel<true> : norm_kernel<false>, tokens, threads, 0, overlap,
+      stream, p);
 }
 
 }  // namespace
@@ -263,5 +238,4 @@ void skinny_gate(Tensor out, Tensor x, bool overlap) {
 STABLE_TORCH_LIBRARY_IMPL(hwplugin, CUDA, library) {
   library.impl("skinny_linear", TORCH_BOX(&skinny_linear));
   library.impl("skinny_norm", TORCH_BOX(&skinny_norm));
-  library.impl("skinny_gate", TORCH_BOX(&skinny_gate));
 }

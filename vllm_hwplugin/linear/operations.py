@@ -38,7 +38,6 @@ define(
     "skinny_norm(Tensor(a!) out, Tensor(b!)? sum, Tensor x, Tensor? residual, Tensor weight, float epsilon, "
     "bool overlap) -> ()"
 )
-define("skinny_gate(Tensor(a!) out, Tensor x, bool overlap) -> ()")
 
 
 def tile_for(outputs: int, inputs: int) -> tuple[int, int] | None:
@@ -167,9 +166,9 @@ def _norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 def _gate(product: torch.Tensor) -> torch.Tensor:
     half = product.shape[-1] // 2
-    if _is_loaded(product) and _rows_serve(product) and half % 8 == 0:
-        out = product.new_empty(len(product), half)
-        torch.ops.hwplugin.skinny_gate(out, product, True)
+    if product.is_cuda and hasattr(torch.ops._C, "silu_and_mul"):
+        out = product.new_empty(*product.shape[:-1], half)
+        torch.ops._C.silu_and_mul(out, product)
         return out
     return F.silu(product[..., :half]) * product[..., half:]
 
