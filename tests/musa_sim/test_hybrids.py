@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from vllm_hwplugin.features import gate_of
-from vllm_hwplugin_lab.bench._shapes import SHAPES, Recurrent, write_configs
+from vllm_hwplugin.gates import PLAIN_DECODE
+from vllm_hwplugin_lab.bench._shapes import NO_DRAFTS, SHAPES, Recurrent, write_configs
 
 from . import loads
 from .loads import Load, Request
@@ -18,6 +19,9 @@ from .loads import Load, Request
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
 DRAFTS = 3
+V2 = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+GRAPHS = {gate_of(one): "on" for one in ("v2-tail-graph", "v2-step-inputs", "v2-graph-addresses")}
+GRAPHS[gate_of("engine-report")] = "auto"
 #: Qwen3-Next in small.
 SMALL = dataclasses.replace(
     SHAPES["qwen3-next-4l"],
@@ -49,23 +53,34 @@ def options(folder: Path) -> dict[str, Any]:
     }
 
 
+#: Each ends in its second block, of 48 tokens.
+ASKED = [
+    Request(name, list(range(3 + number, 43 + number)), number, {"max_tokens": 16, "temperature": temperature})
+    for number, (name, temperature) in enumerate((("a", 0.0), ("b", 0.8), ("c", 0.0)))
+]
+
+
 def test_graphs_change_nothing(musa_host: None, tmp_path: Path) -> None:
-    """With prefix caching, so that states move between blocks: each request ends in its second, of 48 tokens.
+    """With prefix caching, so that states move between blocks.
 
     No request comes that would find the state kept at the end of a block.
     """
-    asked = [
-        Request(name, list(range(3 + number, 43 + number)), number, {"max_tokens": 16, "temperature": temperature})
-        for number, (name, temperature) in enumerate((("a", 0.0), ("b", 0.8), ("c", 0.0)))
-    ]
     # With vLLM's own dummy weights a state that is not moved would not show.
-    load = Load(options(tmp_path / "model"), asked, delta_rule=True, autotuned=False, initialised=True)
-    stock = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-    gates = {gate_of(one): "on" for one in ("v2-tail-graph", "v2-step-inputs", "v2-graph-addresses")}
-    gates[gate_of("engine-report")] = "auto"
-    expected, found = loads.compare_runs(load, stock, stock | gates, tmp_path)
+    load = Load(options(tmp_path / "model"), ASKED, delta_rule=True, autotuned=False, initialised=True)
+    expected, found = loads.compare_runs(load, V2, V2 | GRAPHS, tmp_path)
     assert (expected.runner, found.runner) == ("V2", "V2")
     assert {"v2-tail-graph", "v2-step-inputs"} <= set(found.used)
     assert 0 < expected.accepted()[-1] < expected.accepted()[0]
     assert found.counted["v2-tail-graph drafting"]["served"] > 3
     assert found.counted["v2-step-inputs inputs"]["served"] > 3
+
+
+def test_nor_do_they_without_a_drafter(musa_host: None, tmp_path: Path) -> None:
+    target, _ = write_configs(SMALL, tmp_path / "model", NO_DRAFTS, 1)
+    made = {**loads.Engine(None).on_musa(), "model": str(target), "load_format": "dummy", "skip_tokenizer_init": True}
+    load = Load({**made, "gdn_prefill_backend": "triton"}, ASKED, delta_rule=True, autotuned=False, initialised=True)
+    _, found = loads.compare_runs(load, V2, V2 | GRAPHS | {PLAIN_DECODE: "1"}, tmp_path)
+    assert {"v2-tail-graph", "v2-step-inputs"} <= set(found.used)
+    assert found.counted["v2-tail-graph sampling"]["served"] > 10
+    assert found.counted["v2-step-inputs inputs"]["served"] > 10
+    assert "attention metadata is vLLM's" in found.noted["v2-step-inputs"]
