@@ -67,6 +67,8 @@ _AT_LAYERS: Final = ("wait_for_layer_load", "save_kv_layer")
 _ANSWER: Final = "requires_piecewise_for_cudagraph"
 #: What Python makes of a method without statements. A decorated one has its decorator's, which call it.
 _NOTHING: Final = frozenset(("RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"))
+#: V2's samplers of batches without drafts.
+_SAMPLERS: Final = ("Sampler", "GPUWatermarkSampler")
 #: Those of V2's sampler: they do nothing for a request that asks for nothing of theirs.
 _LOGITS_PROCESSORS: Final = ("LogitBiasState", "PenaltiesState", "BadWordsState")
 
@@ -246,12 +248,8 @@ def _other_speculator(runner: Any) -> str:
 
 def _other_sampler(runner: Any) -> str:
     """A model that fills in several tokens at once has one, and counts these as drafts."""
-    known_samplers = ("Sampler", "GPUWatermarkSampler")
-    return (
-        ""
-        if runner.speculator is not None or type(runner.sampler).__name__ in known_samplers
-        else _names([runner.sampler])
-    )
+    name = type(runner.sampler).__name__
+    return "" if runner.speculator is not None or name in _SAMPLERS else name
 
 
 def _no_decode_apart(runner: Any) -> str:

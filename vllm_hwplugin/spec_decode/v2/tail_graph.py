@@ -621,7 +621,7 @@ class TailGraphs:
             num_tokens=num_tokens,
             num_tokens_after_padding=shape.num_tokens,
             num_draft_tokens=num_tokens - num_reqs,
-            num_draft_tokens_per_req=(None if query_len == 1 else recorded.num_draft_tokens_per_req[:num_reqs]),
+            num_draft_tokens_per_req=None if query_len == 1 else recorded.num_draft_tokens_per_req[:num_reqs],
             query_start_loc=runner.input_buffers.query_start_loc[: shape.num_reqs + 1],
             query_start_loc_np=start_loc,
             prefill_len_np=states.prefill_len.np[held.rows],
