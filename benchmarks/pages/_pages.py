@@ -24,7 +24,12 @@ ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "benchmarks/results"
 RESULTS = ROOT / _FOLDER
 #: Pages that say what a step takes with a feature and without -> what its files are called.
-_COSTS = {"docs/linear.md": "cost-linear-", "docs/nwor.md": "cost-nwor-", "docs/kernels.md": "cost-ops-"}
+_COSTS = {
+    "docs/linear.md": "cost-linear-",
+    "docs/nwor.md": "cost-nwor-",
+    "docs/kernels.md": "cost-ops-",
+    "docs/model-runner-v2.md": "cost-plain-decode-",
+}
 
 
 def pages(root: Path = ROOT) -> dict[str, str]:

@@ -61,7 +61,8 @@ def starts_in_short(files: Sequence[Found]) -> str:
 
 
 def _case(file: Found, case: Mapping[str, Any], runner: str) -> list[str]:
-    return [file.vllm, SHAPES[case["shape"]].title, f"{case['method']} k={case['k']}", runner]
+    drafts = f"{case['method']} k={case['k']}" if case["k"] else "none"
+    return [file.vllm, SHAPES[case["shape"]].title, drafts, runner]
 
 
 def _costs(files: Sequence[Found]) -> Iterator[list[str]]:

@@ -72,24 +72,6 @@ struct Copier {
   }
 };
 
-// Three reads that depend on one another come before the first keys arrive: lengths, block table, keys. Between two
-// layers the weights of a model drive the first two from the L2 cache, so they are asked for while the kernel before this
-// one ends. That takes no old values: what that kernel still writes goes through the same cache. Of each request as many
-// pages as there are programs to ask for eight of them each; of one with more, waiting is a small part of the time, and of
-// more requests than a warp has lanes as well.
-__device__ __forceinline__ void ask_ahead(const Problem& p) {
-  constexpr int kSector = 8;  // numbers that come together
-  const int request = static_cast<int>(threadIdx.x) - (kThreads - kWarp);
-  if (request >= 0 && request < p.requests) {
-    hopper::prefetch(p.query_start_loc + request);
-    hopper::prefetch(p.seq_lens + request);
-    const int page = (blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z)) * kSector;
-    if (page < p.pages) {
-      hopper::prefetch(p.block_table + request * p.table + page);
-    }
-  }
-}
-
 // kOnce: keys that only one block of queries reads would drive from the cache what is read again, the splits' results.
 template <typename T, int kChunks, bool kOnce>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
@@ -114,7 +96,6 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
     hopper::fence_barrier_init();
   }
   __syncthreads();
-  ask_ahead(p);
   // So far nothing was read that the kernel before this one may still write.
   cudaGridDependencySynchronize();
   const bool shared_out = kOnce && p.programs > 0;
@@ -131,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
   }
   const int kv_head = blockIdx.y, split = task.split;
   const Span span = span_of(p, block);
-  const int splits = shared_out ? task.splits : splits_alike(p, span.tiles);
+  const int splits = shared_out ? task.splits : splits_of(p, span.tiles, 1);
   if (split >= max(splits, 1)) {
     return;
   }
@@ -152,8 +133,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
   // Of this warp's sub-tile of a tile.
   const auto place_of = [&](int tile) {
     const int token = keys.begin + tile * kKeys + warp * kSubTile;
-    const int index = static_cast<int>(p.page.divide(static_cast<uint32_t>(token)));
-    return Place{token < keys.end ? table[index] : p.num_blocks, token - index * static_cast<int>(p.page.divisor)};
+    const int index = token / p.page;
+    return Place{token < keys.end ? table[index] : p.num_blocks, token - index * p.page};
   };
   Place place = place_of(0), next_place = place_of(1);
   // What is before the window may be not a number, as what is behind the keys, and only the first tile begins before it.

@@ -24,25 +24,10 @@ constexpr int kEmptyPipeline = 13;  // what a program takes longer that begins w
 constexpr int kRowsOfOne = 2;       // rows of a result in one unit: 64 are written and read again like two tiles
 constexpr int kMerge = kTile;
 
-// How many splits a span has where keys are not shared out: as many as there is room for. Of a single request, which has
-// all programs, fewer by one tile more for each, where the results that this saves would take longer than the tile.
-__device__ __forceinline__ int splits_alike(const Problem& p, int tiles) {
-  const int each = max(divide_up(tiles, p.splits), 1), most = divide_up(tiles, each);
-  if (p.at_once == 0) {
-    return most;
-  }
-  const int fewer = divide_up(tiles, each + 1), memory = enough(p.at_once);
-  const auto time = [&](int splits, int each) {
-    return max(tiles * kTile, each * kTile * memory) + splits * p.most_rows / kRowsOfOne;
-  };
-  return time(fewer, each + 1) < time(most, each) ? fewer : most;
-}
-
 // Tiles of a request; one that has queries has at least one, which writes their result.
 __device__ inline int tiles_of(const Problem& p, int request) {
   const Block block = block_from(p, request, request, 0);
-  // Not only where there are tokens: with a branch here the compiler (nvcc 13.0) loses sight of what is the same for a
-  // whole warp in all that follows.
+  // Not only where there are tokens: its length would be asked for when these have come.
   const int tiles = max(span_of(p, block).tiles, 1);
   return block.tokens > 0 ? tiles : 0;
 }
@@ -52,18 +37,16 @@ struct Shares {
   int programs, tiles;
 };
 
-// By a whole warp. `own`: tiles of the last request that this lane looked at, 0 if there was none.
-__device__ inline Shares shares_of(const Problem& p, int& own) {
+// By a whole warp.
+__device__ inline Shares shares_of(const Problem& p) {
   const int lane = threadIdx.x % kWarp;
   int count = 0, sum = 0, longest = 1;
-  own = 0;
 #pragma unroll 1
   for (int request = lane; request < p.requests; request += kWarp) {
     const int tiles = tiles_of(p, request);
     count += tiles > 0;
     sum += tiles;
     longest = max(longest, tiles);
-    own = tiles;
   }
   count = __reduce_add_sync(kAllLanes, count);
   sum = __reduce_add_sync(kAllLanes, sum);
@@ -102,8 +85,7 @@ struct Task {
 
 // By a whole warp, for the program of a number.
 __device__ inline Task task_of(const Problem& p, int program) {
-  int own;
-  const Shares shares = shares_of(p, own);
+  const Shares shares = shares_of(p);
   if (program >= shares.programs) {
     return {-1, 0, 0};
   }
@@ -111,9 +93,7 @@ __device__ inline Task task_of(const Problem& p, int program) {
 #pragma unroll 1
   for (int first = 0, before = 0; first < p.requests; first += kWarp) {
     const int request = first + lane;
-    // Of one request for each lane or fewer, nothing is asked for again.
-    const int tiles = p.requests <= kWarp ? own : request < p.requests ? tiles_of(p, request) : 0;
-    const int splits = splits_of(p, tiles, shares.tiles);
+    const int splits = request < p.requests ? splits_of(p, tiles_of(p, request), shares.tiles) : 0;
     int until = splits;
     for (int distance = 1; distance < lanes; distance *= 2) {
       const int other = __shfl_up_sync(kAllLanes, until, distance);

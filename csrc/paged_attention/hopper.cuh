@@ -113,11 +113,6 @@ __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
 }
 
-// Into the L2 cache, whatever is at that address by then.
-__device__ __forceinline__ void prefetch(const void* at) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at)));
-}
-
 // An operand in shared memory: rows of 128 bytes in groups of eight, swizzled within a group as TMA writes them.
 __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
   constexpr uint64_t kGroup = 1024;

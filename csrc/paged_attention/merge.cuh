@@ -132,19 +132,19 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const Problem p
   __shared__ float4 parts[kMergeWarps][32];
   __shared__ int shared_tiles;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int share = 1;
   if (p.programs > 0) {
     if (warp == 0) {
-      int own;
-      const int tiles = shares_of(p, own).tiles;
+      const int tiles = shares_of(p).tiles;
       if (lane == 0) {
         shared_tiles = tiles;
       }
     }
     __syncthreads();
+    share = shared_tiles;
   }
   const Block block = block_of(p);
-  const Span span = span_of(p, block);
-  const int splits = p.programs > 0 ? splits_of(p, span.tiles, shared_tiles) : splits_alike(p, span.tiles);
+  const int splits = splits_of(p, span_of(p, block).tiles, share);
   const int teams = kMergeWarps / team;
   int item = blockIdx.z * teams + warp / team;
   // So far only what the attention kernel has waited for itself before it let this one start.

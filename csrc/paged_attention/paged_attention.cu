@@ -195,9 +195,8 @@ void paged_attention(
       "paged_attention: a plan that cannot be launched: ", blocks, " blocks, ", blocks_per_request,
       " for each of ", requests, " requests, ", splits, " splits");
   STD_TORCH_CHECK(
-      programs == 0 ? at_once == 0 || (blocks == 1 && at_once > 0)
-                    : blocks_per_request == 1 && blocks == requests && splits > 1 && programs >= blocks &&
-                          at_once > 0 && at_once <= programs,
+      programs == 0 || (blocks_per_request == 1 && blocks == requests && splits > 1 && programs >= blocks &&
+                        at_once > 0 && at_once <= programs),
       "paged_attention: keys that cannot be shared out: ", programs, " programs, ", at_once,
       " of them at a time, for ", blocks, " blocks of ", requests, " requests, ", blocks_per_request,
       " for each, and ", splits, " splits");
@@ -234,9 +233,8 @@ void paged_attention(
   p.kv_heads = static_cast<int>(kv_heads);
   p.group = static_cast<int>(group);
   p.head_size = static_cast<int>(head_size);
-  p.page = Divider(static_cast<uint32_t>(page));
+  p.page = static_cast<int>(page);
   p.num_blocks = static_cast<int>(keys.size(0));
-  p.pages = static_cast<int>(block_table.size(1));
   p.splits = static_cast<int>(splits);
   p.programs = static_cast<int>(programs);
   p.at_once = static_cast<int>(at_once);

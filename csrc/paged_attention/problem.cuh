@@ -10,7 +10,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "common/divider.cuh"
 #include "common/warp.cuh"
 
 namespace paged {
@@ -39,12 +38,10 @@ struct Problem {
   const int* block_table;
   int64_t out_token, out_head, table;  // strides in elements
   int requests, blocks_per_request;                              // 0: requests have different numbers of blocks
-  int kv_heads, group, head_size, num_blocks;
-  Divider page{1};   // tokens of a page
-  int pages;         // of a request at most
+  int kv_heads, group, head_size, page, num_blocks;
   int splits;        // of a block of queries at most: there is room for as many results
   int programs;      // of a KV head, among which the keys of all requests are shared out; 0: every block has all splits
-  int at_once;       // of those, or of a single request's, how many the device runs at a time; 0 for other batches
+  int at_once;       // of those, how many the device runs at a time
   int block_tokens;  // tokens of a block of queries: kRows / group
   int most_tokens;   // that any block has
   int most_rows;     // most_tokens * group
@@ -67,7 +64,6 @@ __device__ __forceinline__ int divide_up(int number, int by) { return divide(num
 // A block of queries. No tokens: nothing to do.
 struct Block {
   int index, request, token, tokens, position;
-  int length;  // keys of the request
 };
 
 __device__ inline Block block_from(const Problem& p, int index, int request, int skipped) {
@@ -76,11 +72,10 @@ __device__ inline Block block_from(const Problem& p, int index, int request, int
   block.request = request;
   const int start = p.query_start_loc[request];
   const int count = p.query_start_loc[request + 1] - start;
-  block.length = p.seq_lens[request];
   block.token = start + skipped;
   // No more than were announced: the copy of the queries and the splits' results have no room for them.
   block.tokens = min(count - skipped, p.most_tokens);
-  block.position = block.length - count + skipped;
+  block.position = p.seq_lens[request] - count + skipped;
   return block;
 }
 
@@ -89,7 +84,7 @@ __device__ inline Block block_of(const Problem& p) {
   const int index = gridDim.x - 1 - blockIdx.x;
   int request, skipped;
   if (p.blocks_per_request > 0) {
-    request = p.blocks_per_request == 1 ? index : divide(index, p.blocks_per_request);
+    request = divide(index, p.blocks_per_request);
     skipped = (index - request * p.blocks_per_request) * p.block_tokens;
   } else {
     // Request r has the blocks from query_start_loc[r] / block_tokens + r on: as many as it needs or one more, and known
@@ -116,7 +111,7 @@ struct Span {
 };
 
 __device__ inline Span span_of(const Problem& p, const Block& block) {
-  int begin = 0, end = block.length;
+  int begin = 0, end = p.seq_lens[block.request];
   const int last = block.position + block.tokens - 1;
   if (p.causal) {
     end = min(end, last + 1);

@@ -5,8 +5,7 @@
 // tokens of a block, query heads of a KV head, window to both sides, causal, an error of the float division in units of
 // the last place; then query_start_loc and seq_lens. Writes for each batch, with numbers likewise, as many rows as there are
 // programs: request, split, splits, first key, key behind the last; and as many as requests: what the merge takes for the
-// number of splits, the first key that any row sees, the key behind the last. No programs: a single request has as many as
-// splits.
+// number of splits, the first key that any row sees, the key behind the last.
 
 #include <ucontext.h>
 
@@ -189,29 +188,19 @@ int main() {
     p.blocks_per_request = 1;
     p.block_tokens = kRows / p.group;
     p.most_rows = p.most_tokens * p.group;
-    for (int program = 0; program < (p.programs > 0 ? p.programs : p.splits); ++program) {
-      Task task = {-1, 0, 0};
-      if (p.programs > 0) {
-        task = of_warp<Task>([&](int) { return task_of(p, program); });
-      } else if (const Block block = block_from(p, 0, 0, 0); block.tokens > 0) {
-        const int splits = max(splits_alike(p, span_of(p, block).tiles), 1);
-        task = program < splits ? Task{0, program, splits} : task;
-      }
+    for (int program = 0; program < p.programs; ++program) {
+      const Task task = of_warp<Task>([&](int) { return task_of(p, program); });
       Keys keys = {0, 0};
       if (task.request >= 0) {
         keys = keys_of(span_of(p, block_from(p, task.request, task.request, 0)), task.splits, task.split);
       }
       std::printf("%d %d %d %d %d\n", task.request, task.split, task.splits, keys.begin, keys.end);
     }
-    const Shares shares = of_warp<Shares>([&](int) {
-      int own;
-      return p.programs > 0 ? shares_of(p, own) : Shares{0, 0};
-    });
+    const Shares shares = of_warp<Shares>([&](int) { return shares_of(p); });
     for (int request = 0; request < p.requests; ++request) {
       const Block block = block_from(p, request, request, 0);
       const Span span = block.tokens > 0 ? span_of(p, block) : Span{0, 0, 0};
-      const int splits =
-          block.tokens <= 0 ? 0 : p.programs > 0 ? splits_of(p, span.tiles, shares.tiles) : splits_alike(p, span.tiles);
+      const int splits = block.tokens > 0 ? splits_of(p, span.tiles, shares.tiles) : 0;
       std::printf("%d %d %d\n", splits, span.begin, span.end);
     }
   }

@@ -53,11 +53,6 @@ def test_the_device_runs_one_program_on_each_multiprocessor() -> None:
     assert [planned(requests, 1, 1)[1].programs // 132 for requests in (2, 43, 44, 88, 132, 264)] == [1, 1, 2, 3, 3, 3]
 
 
-def test_a_single_request_has_all_programs() -> None:
-    plan, found = planned(1, 8, 4)
-    assert found == Balance(plan.splits, 0, MULTIPROCESSORS // 4)
-
-
 def test_short_queries_leave_room_for_more_splits() -> None:
     assert [planned(64, query, 1)[1].splits for query in (1, 4, 8)] == [64, 16, 8]
 
@@ -65,6 +60,7 @@ def test_short_queries_leave_room_for_more_splits() -> None:
 @pytest.mark.parametrize(
     ("requests", "query", "invariant"),
     [
+        pytest.param(1, 8, False, id="one request has all programs"),
         pytest.param(265, 1, False, id="so many fill the device by themselves"),
         pytest.param(8, 9, False, id="two blocks of queries each"),
         pytest.param(8, 1, True, id="batch invariant"),

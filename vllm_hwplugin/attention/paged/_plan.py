@@ -85,13 +85,7 @@ def plan_launch(
 
 
 def _splits(programs: int, rows: int, at_once: int) -> int:
-    """How many splits of each program end soonest, on a device that runs ``at_once`` of them at a time.
-
-    What their results take to write and to merge is not counted: lengths are not known here. Where every request has
-    one block of queries the CUDA kernel counts it (csrc/paged_attention/balance.cuh). Blocks that share their keys read
-    them from the L2 cache. Half of the splits would then take longer than half of the results:
-    kernels-attention-h200-vllm-0.26.0.json fits to 2.4 us for a tile and 2.7 us for the results of 100 programs.
-    """
+    """How many splits of each program end soonest, on a device that runs ``at_once`` of them at a time."""
     most = min(MAX_SPLITS, SCRATCH_ROWS // (programs * rows))
     if most < 2:
         return 1
@@ -103,7 +97,9 @@ def _splits(programs: int, rows: int, at_once: int) -> int:
     return next(splits for splits, time in zip(choices, times, strict=True) if time <= best * (1 + _WORTH))
 
 
-# More than twice as many as the device runs fill it by themselves, and each would have to look at all of them.
+# One request has all programs. More than twice as many as the device runs fill it by themselves, and each would have to
+# look at all of them.
+_FEWEST: Final = 2
 _MOST: Final = 2
 # Programs for each request, where there is room in so many rounds, so that a long one ends with the others.
 _SPARE: Final = 3
@@ -116,8 +112,8 @@ class Balance:
 
     Args:
         splits: of a request, at most: the scratch memory has room for as many results.
-        programs: of a KV head; 0 where all blocks of queries are split alike, and for a single block.
-        at_once: of those, how many the device runs at a time; 0 where blocks are split alike.
+        programs: of a KV head; 0 where all blocks of queries are split alike.
+        at_once: of those, how many the device runs at a time.
     """
 
     splits: int
@@ -130,9 +126,6 @@ class Balance:
 def balance(plan: LaunchPlan, *, group: int, num_kv_heads: int, multiprocessors: int) -> Balance:
     """Bound the programs of a batch in which every request has one block of queries; other batches are split alike.
 
-    How many of these programs have work the device decides, by what keys and split results take. A single request has
-    all of them.
-
     Args:
         plan: of the batch, for tiles of which a multiprocessor runs one.
         group: query heads that share a KV head.
@@ -143,13 +136,11 @@ def balance(plan: LaunchPlan, *, group: int, num_kv_heads: int, multiprocessors:
     programs = plan.blocks * num_kv_heads
     if plan.batch_invariant or plan.blocks_per_request != 1:
         return alike
-    if programs > _MOST * multiprocessors:
+    if plan.blocks < _FEWEST or programs > _MOST * multiprocessors:
         return alike
-    at_once = max(multiprocessors // num_kv_heads, 1)
-    if plan.blocks == 1:
-        return Balance(plan.splits, 0, at_once)
     rows = plan.max_query_len * group
     splits = min(MAX_SPLITS, SCRATCH_ROWS // (programs * rows))
+    at_once = max(multiprocessors // num_kv_heads, 1)
     if splits < 2:
         return alike
     return Balance(splits, min(1 + _SPARE * plan.blocks // at_once, _ROUNDS) * at_once, at_once)
