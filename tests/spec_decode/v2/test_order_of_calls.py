@@ -133,8 +133,8 @@ def test_nothing_differs_without_a_drafter(
     asked = {"sampling_parameters"} if by_flashinfer else {"sampling_parameters", "structured_output"}
     assert sampling.keys() >= asked
     # Also beside a prompt, and where the target has no graph.
-    assert sampling.keys() <= asked | {"served", "no_free_row"}
-    assert inputs.keys() <= {"served", "prompt", "no_full_graph", "no_free_row"}
+    assert sampling.keys() <= asked | {"served"}
+    assert inputs.keys() <= {"served", "prompt", "no_full_graph"}
     assert not tail._drafting.outcomes()
 
 

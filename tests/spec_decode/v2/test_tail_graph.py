@@ -309,8 +309,8 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
     runner.lora_state = SimpleNamespace(lora_ids=np.array([0, 7, 0, 0]))
     step(1)
     step(2)
-    sampling = {"served": 8, "prompt": 1, "structured_output": 3, "sampling_parameters": 2, "adapters": 1}
-    assert graphs._sampling.outcomes() == sampling | {"larger_batch": 1, "no_free_row": 4}
+    sampling = {"served": 10, "prompt": 1, "structured_output": 3, "sampling_parameters": 4, "adapters": 1}
+    assert graphs._sampling.outcomes() == sampling | {"larger_batch": 1}
     drafting = {"served": 8, "prompt": 5, "fewer_drafts": 3, "no_full_graph": 1}
     assert graphs._drafting.outcomes() == drafting | {"larger_batch": 1, "no_free_row": 2}
     # As the speculator of n-grams has them.

@@ -523,15 +523,13 @@ class TailGraphs:
         # A request that gets another row is prefilled in its next step, which ends what is held.
         if self.held is not None and found is self.held.graphs and req_ids == self.held.req_ids:
             return self.held
-        if self._lacks_row(len(rows), found):
+        drafts, padded = not isinstance(found.drafting, Reason), len(rows) < found.shape.num_reqs
+        # Drafting writes to the row of padding.
+        if drafts and padded and not self._runner.req_states.free_indices:
             return Reason.NO_FREE_ROW
         self._write(rows, query_len)
         self.held = Held(req_ids, rows, self._needed(rows), found)
         return self.held
-
-    def _lacks_row(self, count: int, graphs: _Graphs) -> bool:
-        """Whether no row of the requests' state is free for the padding of a batch of `count` requests."""
-        return count < graphs.shape.num_reqs and not self._runner.req_states.free_indices
 
     def _needed(self, rows: np.ndarray) -> SamplerParts | Reason:
         """What the requests at `rows` need of the sampler; or why no graph samples for them."""
@@ -545,7 +543,7 @@ class TailGraphs:
     def _write(self, rows: np.ndarray, query_len: int, logits: LogitsRows | None = None) -> None:
         assert self._buffers is not None
         free = self._runner.req_states.free_indices
-        # Without padding nothing is written to the row.
+        # What does not draft reads the row of padding and writes nothing there, so it may be a request's.
         self._buffers.write(rows, free[-1] if free else int(rows[0]), query_len, logits)
 
     def _sampling_alone(self, hidden_states: torch.Tensor, batch: Any, reason: Reason) -> torch.cuda.CUDAGraph | Reason:
@@ -582,8 +580,6 @@ class TailGraphs:
         # vLLM scores a prompt after it has sampled, by how much of it was computed before.
         if self._scores_prompt[rows].any():
             return Reason.SAMPLING_PARAMETERS
-        if self._lacks_row(len(rows), found):
-            return Reason.NO_FREE_ROW
         needed = self._needed(rows)
         if isinstance(needed, Reason):
             return needed
