@@ -85,7 +85,7 @@ def _verdict(results: Mapping[str, Any], op: str, device: str, vllm: str) -> Ver
 ERROR = 2.0
 ROOFLINE = 1.67
 ROOFLINE_TEXT = (
-    "The least time is the largest of three: bytes of keys, values, queries and results, each once, by the bandwidth "
+    "The time is the longest of three: bytes of keys, values, queries and results, each once, by the bandwidth "
     "of a copy of 2 GiB in the same process (memory); FLOPs of the two products by "
     f"{ATTENTION_FLOPS / 1e12:.0f} TFLOP/s, about what FlashAttention 3 comes to at head size 256 for a prompt of 8192 "
     f"tokens (products); {ATTENTION_FIXED * 1e6:.0f} us, an estimate for two launches of which the second waits for "

@@ -27,7 +27,7 @@ it, then all figures.
 - **% of copy**: bytes a second, by those of a copy of 2 GiB. **% of same size**: the time of a copy of as many bytes,
   by the kernel's. The copy is the faster of PyTorch's `copy_` and an elementwise kernel, in the same process. Bytes are
   those of keys and values for attention, and each input read once and each output written once for operations.
-- **% of roofline** (attention): the least time that the shape can take, by the kernel's, and what it is **bound by**.
+- **% of roofline** (attention): a yardstick of the shape's time, by the kernel's, and what it is **bound by**.
   {textwrap.fill(ROOFLINE_TEXT, 118, subsequent_indent="  ")}
 - **error** (attention): that of the timed launches' output against float64, by the error of PyTorch's SDPA on the same
   requests; the first and the last of a batch. Attention is causal, bfloat16, with pages of 16. `b8 c1024 q4 h8/1 d512`

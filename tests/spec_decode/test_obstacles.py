@@ -354,6 +354,10 @@ def test_without_drafts_there_are_graphs_of_inputs_and_sampling_where_they_are_a
     assert refused(change(plain_v2(), path, value), runner_v2, words) & WITHOUT_DRAFTS == parts
 
 
+def test_beside_a_drafter_no_request_brings_the_tokens_that_are_to_be_sampled() -> None:
+    assert why_not(change(runner_v2(), "sampler.trace_replay_state", object()), TAIL) is None
+
+
 def test_all_reasons_are_said_in_order() -> None:
     made = change(runner_v2(), "vllm_config.parallel_config.enable_eplb", True)
     made = change(made, "speculator.acceptance_estimator", object())

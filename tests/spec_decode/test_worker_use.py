@@ -250,6 +250,8 @@ def test_graphs_that_are_asked_for_without_speculation_are_those_of_v2_and_count
     graphs = {"v2-step-inputs", "v2-tail-graph"}
     assert found == [{"v2-mixed-graphs"}, set(), graphs | {"v2-mixed-graphs"}]
     assert engines == [None, None, 0]
+    worker_use.report_worker(worker(drafter=None, speculative_config=None))
+    assert "Model Runner V1" in uses()["v2-tail-graph"]["reason"]
 
 
 def test_a_feature_that_is_on_ends_the_start_of_an_engine_that_does_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -442,8 +442,11 @@ OBSTACLES: Final = (
     Obstacle("VLLM_COMPUTE_NANS_IN_LOGITS is set", _SAMPLES, lambda _: envs.VLLM_COMPUTE_NANS_IN_LOGITS),
     Obstacle("there are custom logits processors: {}", _SAMPLES, _custom_processors),
     Obstacle("sampling masks leave the engine in each step", Part.V2_SAMPLING, _has("sampler.return_sampling_mask")),
+    # vLLM refuses such requests beside speculation.
     Obstacle(
-        "requests may bring the tokens that are to be sampled", Part.V2_SAMPLING, _has("sampler.trace_replay_state")
+        "requests may bring the tokens that are to be sampled",
+        Part.V2_SAMPLING,
+        lambda r: r.speculator is None and getattr(r.sampler, "trace_replay_state", None),
     ),
     Obstacle("ranks sample a part of the batch each", Part.V2_SAMPLING, _has("batch_sharder")),
     Obstacle("samples are watermarked", _TAIL, lambda r: "Watermark" in type(r.sampler).__name__),

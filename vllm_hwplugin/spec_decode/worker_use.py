@@ -14,7 +14,7 @@ import torch
 from packaging.version import Version
 from vllm.platforms import current_platform
 
-from vllm_hwplugin import features
+from vllm_hwplugin import features, gates
 from vllm_hwplugin.journal import Journal
 from vllm_hwplugin.linear import layers
 from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, step_counts
@@ -109,7 +109,8 @@ def _unused(worker: Any, vllm: Version) -> dict[str, Mapping[str, object]]:
     speculates: dict[str, object] = {"there is no speculative decoding": spec is None}
     drafts = speculates | {"another stage of the pipeline drafts": drafter is None}
     on_v1 = {"the engine runs on Model Runner V1": not v2}
-    tail = {} if _decodes_plainly(worker) else drafts
+    plain = spec is None and gates.read(gates.PLAIN_DECODE).flag
+    tail = {} if plain and (not v2 or _decodes_plainly(worker)) else drafts
     decodes: dict[str, object] = {"the target does not decode in FULL CUDA graphs": mode.decode_mode().name != "FULL"}
     one_rank: dict[str, object] = {"there is one data parallel rank": parallel.data_parallel_size == 1}
     v1_graphs = drafts | {

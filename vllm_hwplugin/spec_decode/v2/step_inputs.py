@@ -183,6 +183,11 @@ class StepInputs:
                 num_tokens,
             )
             block_tables, slots = runner.prepare_attn(attended)
+            if runner.model_config.is_hybrid:
+                # As vLLM leaves padding. Kernels of recurrent layers take all requests of a graph, pass over block 0,
+                # and would move the state that another batch had in a row.
+                for table in block_tables:
+                    table[:num_reqs].mul_(padding.alive.unsqueeze(1))
             if metadata:
                 runner.model_state.prepare_attn(
                     attended, CUDAGraphMode.FULL, block_tables, slots, runner.attn_groups, runner.kv_cache_config
