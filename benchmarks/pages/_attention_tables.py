@@ -16,7 +16,8 @@ _FIGURES = ("us", "GB/s", "% of copy", "% of same size", "TFLOP/s", "% of roofli
 
 
 def tables(results: Mapping[str, Any]) -> Iterator[str]:
-    yield from _prefill(results)
+    if present(results, attention.PREFILL):
+        yield from _prefill(results)
     others = [name for name in present(results, attention.DECODE) if name != attention.OURS]
     for kv_heads in dict.fromkeys(case.kv_heads for case in attention.DECODE):
         yield ""

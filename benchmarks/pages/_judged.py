@@ -139,13 +139,25 @@ def _goal(text: str, figures: Sequence[tuple[float, float, str]], missing: int =
 
 
 def _attention(results: Mapping[str, Any]) -> Iterator[Goal]:
-    wanted = (*attention.PREFILL, *attention.DECODE)
+    """Of the kinds of batches that were to be measured; `--kind` leaves one out."""
+    kinds = results["settings"]["only"].get("kind") or ("prefill", "decode")
+    wanted = [case for case in (*attention.PREFILL, *attention.DECODE) if case.kind in kinds]
     measured = [(case, cell) for case in wanted if (cell := find(results, attention.OURS, case.key)) is not None]
     yield _goal(
         f"error within {ERROR:g} times SDPA's (figure: SDPA's by ours)",
         [(1 / max(cell["error_ratio"], 1e-9), 1 / ERROR, case.key) for case, cell in measured],
         len(wanted) - len(measured),
     )
+    if "decode" in kinds:
+        yield from _decode(results, measured)
+    if "prefill" in kinds:
+        yield from _prefill(results, measured)
+
+
+_Measured = Sequence[tuple[attention.AttentionCase, Mapping[str, Any]]]
+
+
+def _decode(results: Mapping[str, Any], measured: _Measured) -> Iterator[Goal]:
     decode = [(*roofline(results, case, cell), case, cell) for case, cell in measured if case.kind == "decode"]
     text = f"decode and verification within {ROOFLINE:g} times the roofline (figure: the roofline by the time)"
     figures = [(least / cell["seconds"], 1 / ROOFLINE, case.key) for least, _, case, cell in decode]
@@ -153,6 +165,9 @@ def _attention(results: Mapping[str, Any]) -> Iterator[Goal]:
     for bound in (BY_MEMORY, BY_PRODUCTS, BY_LAUNCHES):
         figures = [(least / cell["seconds"], 1 / ROOFLINE, case.key) for least, by, case, cell in decode if by == bound]
         yield _goal(f"of these, those bound by {bound}", figures)
+
+
+def _prefill(results: Mapping[str, Any], measured: _Measured) -> Iterator[Goal]:
     for rival in (attention.FLEX, attention.SDPA, attention.SDPA_REPEATED):
         yield _goal(
             f"prefill not slower than {rival} (figure: its time by ours)",

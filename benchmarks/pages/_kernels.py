@@ -69,14 +69,15 @@ def _attention(file: Found) -> Iterator[str]:
         "The time of another kernel by that of the plugin's CUDA kernel on the same batch: above 1 the plugin's is "
         "faster. 8 query heads, bfloat16, causal."
     )
-    yield ""
     shapes = [f"{c.batch} x {c.query} tokens, {c.kv_heads} KV head{'s'[: c.kv_heads - 1]}" for c in attention.PREFILL]
     others = [name for name in present(results, attention.PREFILL) if name != attention.OURS]
     spared = " (FLEX_ATTENTION and SDPA are spared the paged cache here)" if attention.SDPA in others else ""
-    yield f"**A prompt**{spared}:"
-    yield ""
-    rows = [[name, *(_by_ours(results, name, [case]) for case in attention.PREFILL)] for name in others]
-    yield from table(["kernel", *shapes], rows)
+    if others:
+        yield ""
+        yield f"**A prompt**{spared}:"
+        yield ""
+        rows = [[name, *(_by_ours(results, name, [case]) for case in attention.PREFILL)] for name in others]
+        yield from table(["kernel", *shapes], rows)
     contexts = [case.context for case in attention.DECODE]
     rivals = [name for name in (attention.TRITON, attention.FA4) if name in present(results, attention.DECODE)]
     for rival in rivals:

@@ -37,7 +37,7 @@ constexpr int64_t kSharedBytes = 224 * 1024;
 constexpr int kMostTokens = 32;
 
 // A matrix as the copy engine sees it: chunks of 64 columns, each row by row, of which one copy takes `depth` / 64. Its
-// rows may be two halves, of each of which a copy takes `box_rows` / 2. Rows beyond the last arrive as zeros.
+// rows may be two halves, of each of which a copy takes `box_rows` / 2. Copies divide the matrix, so none has to be filled.
 CUtensorMap map_of(
     const char* name, const void* data, int64_t rows, int64_t columns, int64_t stride, int halves, int box_rows,
     int depth) {

@@ -191,6 +191,9 @@ class TailGraphs:
             return
         profile_only = getattr(runner.cudagraph_manager, "_max_full_descs_to_capture", None) is not None
         self._vllms = {part: reason for part in _HALVES if (reason := why_not(runner, part)) is not None}
+        # Without a drafter nobody drafts.
+        halves = _HALVES if runner.speculator is not None else (Part.V2_SAMPLING,)
+        left = {part: reason for part, reason in self._vllms.items() if part in halves}
         reason = why_not(runner, Part.V2_SAMPLING | Part.V2_DRAFTING) if len(self._vllms) == len(_HALVES) else None
         shapes = [] if reason else self._shapes()[: 1 if profile_only else None]
         if not shapes:
@@ -203,8 +206,7 @@ class TailGraphs:
             # Within: where it fails, the ranks leave the context together.
             self._failed = not attempt(V2_TAIL_GRAPH, _STOCK, lambda: self._record(shapes), self._forget)
             # vLLM's drafter takes what metadata the target had.
-            drafts = runner.speculator is not None and Part.V2_DRAFTING in self._vllms
-            asked_for = _HALVES[Part.V2_DRAFTING] if drafts else None
+            asked_for = _HALVES[Part.V2_DRAFTING] if Part.V2_DRAFTING in left else None
             for companion in () if self._failed or profile_only else self._companions:
                 assert self._buffers is not None
                 companion.capture(self._batches, self._buffers, self._pool, asked_for)
@@ -224,11 +226,7 @@ class TailGraphs:
             V2_TAIL_GRAPH,
             f"{len(shapes)} shapes of at most {max(self.most_reqs.values())} requests, captured in "
             f"{time.perf_counter() - started:.1f} s, {(reserved_memory() - reserved) / 2**20:.0f} MiB"
-            + "".join(
-                f"; {_HALVES[part]}: {reason}"
-                for part, reason in self._vllms.items()
-                if runner.speculator is not None or part is not Part.V2_DRAFTING
-            ),
+            + "".join(f"; {_HALVES[part]}: {reason}" for part, reason in left.items()),
         )
         journal.use(V2_TAIL_GRAPH, True)
 

@@ -42,7 +42,7 @@ BY_MEMORY, BY_PRODUCTS, BY_LAUNCHES = "memory", "products", "launches"
 
 
 def roofline(results: Mapping[str, Any], case: attention.AttentionCase, cell: Mapping[str, Any]) -> tuple[float, str]:
-    """The seconds that a case takes at least on the device that measured the cell, and what it is bound by.
+    """What a case's seconds are held to on the device that measured the cell, and what it is bound by.
 
     The largest of ``bytes_each`` by the copy bandwidth, ``flops`` by `ATTENTION_FLOPS`, and `ATTENTION_FIXED`
     (Williams, Waterman, Patterson: Roofline, 2009). Bytes and FLOPs follow from the shape.
