@@ -3,8 +3,8 @@
 
 A step of a few tokens is the time of reading weights, and between two linear layers the memory idles: a kernel ends,
 the next starts, and only then asks for its weights. These kernels ask for theirs while the one before them ends
-(csrc/skinny_linear). Up to 32 tokens are served so. Any other call is cuBLAS's, inside the operation: a graph of
-torch.compile has one operation for any number of tokens.
+(csrc/skinny_linear). Up to 32 tokens are served so. What vLLM compiles for more has none of these operations
+(:mod:`.restore_pass`); where it compiles nothing, or nothing apart, other calls are cuBLAS's inside the operation.
 
 Sums are in float32 and in a fixed order: the same operands give the same bits, with overlap and without.
 """

