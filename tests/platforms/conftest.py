@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import vllm_hwplugin
-from vllm_hwplugin import gates, journal, musa, spec_decode
+from vllm_hwplugin import gates, journal, linear, musa, spec_decode
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.platforms import _offer
 
@@ -51,7 +51,7 @@ def real_vllm(monkeypatch: pytest.MonkeyPatch, vllm_tree: Callable[[str], Any]) 
 
 @pytest.fixture
 def dflash(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the platform classes call for DFlash, and for the capture sizes of any drafter, noted."""
+    """What the platform classes call for DFlash, for the capture sizes of any drafter and for compile ranges, noted."""
     calls: list[str] = []
     hooks = SimpleNamespace(check_and_update_config=lambda config: calls.append("check_and_update_config"))
     sizes = SimpleNamespace(
@@ -59,7 +59,9 @@ def dflash(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         check_and_update_config=lambda config: calls.append("set sizes"),
     )
     monkeypatch.setattr(vllm_hwplugin, "dflash", hooks, raising=False)
+    ranges = SimpleNamespace(check_and_update_config=lambda config: calls.append("end a compile range"))
     monkeypatch.setattr(spec_decode, "capture_sizes", sizes, raising=False)
+    monkeypatch.setattr(linear, "compile_ranges", ranges, raising=False)
     return calls
 
 

@@ -78,6 +78,7 @@ def test_the_cuda_class_asks_vllm_first_and_dflash_then(
         "vLLM's check_and_update_config",
         "check_and_update_config",
         "set sizes",
+        "end a compile range",
     ]
 
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -81,6 +81,7 @@ class Asked:
     Attributes:
         acceptance_length: synthetic, of a dummy shape; None: 1 + k / 2.
         gpu_memory_utilization: of each engine; None: an equal part.
+        vllm_arguments: engine arguments of vLLM's, in place of what a command would choose.
     """
 
     sides: tuple[str, ...] = SIDES
@@ -89,6 +90,7 @@ class Asked:
     patched_environment: Mapping[str, str]
     acceptance_length: float | None = None
     gpu_memory_utilization: float | None = None
+    vllm_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +144,7 @@ def job_for(
     return Job(
         label=f"{case.label} {side}",
         patched=is_patched(side),
-        options=options,
+        options={**options, **settings.vllm_arguments},
         environment=environment_of(side, host, settings, own_process=own_process),
         workloads=tuple(_workload(case, batch, settings, host, checkpoints) for batch in settings.batches),
         tokenize=case.shape == TINY,

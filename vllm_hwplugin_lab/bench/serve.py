@@ -220,6 +220,7 @@ def serve_job(
         if (size := kv_cache_size(k, settings)) is not None:
             options["kv_cache_memory_bytes"] = size
     environment = environment_of(side, host, settings, own_process=True)
+    options |= settings.vllm_arguments
     return Job(f"{settings.method} k={k} {side}", is_patched(side), options, environment, workloads=())
 
 

@@ -21,7 +21,7 @@ from ..bench import serve as serving
 from ..bench.plan import TINY, check, check_sides, possible_sides, shapes_folder
 from ..bench.results import new_results, put_case
 from ..bench.table import SIDE_NAMES, of_loads
-from ._options import JsonFile, console_for, grouped, known, pairs, settings_of, writable_file
+from ._options import JsonFile, arguments, console_for, grouped, known, pairs, settings_of, writable_file
 from ._sides import (
     GRAPHS,
     GraphsOption,
@@ -30,6 +30,7 @@ from ._sides import (
     PatchedEnvOption,
     TimeLimitOption,
     UtilizationOption,
+    VllmArgOption,
     VllmEnvOption,
     asked_sides,
     progress,
@@ -45,7 +46,7 @@ _LABELS, _CELLS = 18, 15
 _FEW = 5
 _SERVED = ("url", "method", "target", "draft", "shape", "model", "acceptance_length", "k")
 _ENGINES = (
-    *("side", "vllm_env", "patched_env", "cudagraph_mode", "max_model_len", "tensor_parallel_size"),
+    *("side", "vllm_arg", "vllm_env", "patched_env", "cudagraph_mode", "max_model_len", "tensor_parallel_size"),
     *("gpu_memory_utilization", "kv_cache_gib"),
 )
 _LOAD = (
@@ -122,6 +123,7 @@ def serve(
     kv_cache_gib: Annotated[
         float | None, typer.Option(min=0.1, help="KV cache of each engine; with it they start side by side (GPU).")
     ] = None,
+    vllm_arg: VllmArgOption = None,
     vllm_env: VllmEnvOption = None,
     patched_env: PatchedEnvOption = None,
     json_file: JsonFile = None,
@@ -187,6 +189,7 @@ def serve(
         concurrency=tuple(dict.fromkeys(concurrency or [16])),
         request_rate=tuple(dict.fromkeys(request_rate or [0.0])),
         ignore_eos=prompts is None if ignore_eos is None else ignore_eos,
+        vllm_arguments=arguments(vllm_arg or (), "--vllm-arg"),
         vllm_environment=pairs(vllm_env or (), "--vllm-env"),
         patched_environment=pairs(patched_env or (), "--patched-env"),
         client=tuple(client),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -122,6 +123,22 @@ def pairs(values: Iterable[str], option: str) -> dict[str, str]:
         if not equals or not name:
             raise typer.BadParameter(f"{value!r} is not KEY=VAL", param_hint=option)
         found[name] = setting
+    return found
+
+
+def arguments(values: Iterable[str], option: str) -> dict[str, Any]:
+    """``KEY=VAL`` options as arguments of a function, each value as JSON where it is some.
+
+    Raises:
+        typer.BadParameter: one has no key or no equals sign.
+    """
+    found: dict[str, Any] = {}
+    for name, text in pairs(values, option).items():
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        found[name.replace("-", "_")] = value
     return found
 
 

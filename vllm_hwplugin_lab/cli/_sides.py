@@ -40,6 +40,12 @@ UtilizationOption = Annotated[
     ),
 ]
 VllmEnvOption = Annotated[list[str] | None, typer.Option("--vllm-env", metavar="KEY=VAL", help="Set for all sides.")]
+VllmArgOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--vllm-arg", metavar="KEY=VAL", help="An engine argument of vLLM's for all sides: kv_cache_dtype=fp8."
+    ),
+]
 PatchedEnvOption = Annotated[
     list[str] | None, typer.Option("--patched-env", metavar="KEY=VAL", help="Set for patched sides only.")
 ]

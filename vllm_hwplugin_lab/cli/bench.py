@@ -39,7 +39,7 @@ from ..bench.table import host_line, of_engines, profiled, rows, shown_phases, t
 from ..bench.turns import ENGINE, SERVING
 from . import _bench_kernels
 from ._bench_serve import SERVE, serve
-from ._options import JsonFile, console_for, grouped, known, pairs, runs, settings_of
+from ._options import JsonFile, arguments, console_for, grouped, known, pairs, runs, settings_of
 from ._sides import (
     GRAPHS,
     GraphsOption,
@@ -48,6 +48,7 @@ from ._sides import (
     PatchedEnvOption,
     TimeLimitOption,
     UtilizationOption,
+    VllmArgOption,
     VllmEnvOption,
     asked_sides,
     progress,
@@ -59,7 +60,7 @@ from ._soak import soak
 _SHAPES = (TINY, *SHAPES)
 _GROUPS = {
     "What to measure": ("shape", "method", "k", "batch", "model", "acceptance_length", "cudagraph_mode"),
-    "Sides": ("side", "vllm_env", "patched_env", "gpu_memory_utilization"),
+    "Sides": ("side", "vllm_arg", "vllm_env", "patched_env", "gpu_memory_utilization"),
     "Rounds": ("rounds", "tokens", "tiny_prompts", "tiny_tokens", "profile_tokens"),
     "Results": ("json_file", "profile", "timeout", "time_limit"),
 }
@@ -106,6 +107,7 @@ def measure(
             help="Instead: where the host's time goes, function by function, and traces for Perfetto there.",
         ),
     ] = None,
+    vllm_arg: VllmArgOption = None,
     vllm_env: VllmEnvOption = None,
     patched_env: PatchedEnvOption = None,
     model: Annotated[Path | None, typer.Option(help="Checkpoints of the tiny shape.")] = None,
@@ -143,7 +145,14 @@ def measure(
         load_prompts(checkpoints, max(tiny_prompts, *batches))
     host = detect_host()
     sides = wanted or possible_sides(methods, host)
-    settings = settings_of(Settings, context, batches=batches, sides=sides, **environments)
+    settings = settings_of(
+        Settings,
+        context,
+        batches=batches,
+        sides=sides,
+        vllm_arguments=arguments(vllm_arg or (), "--vllm-arg"),
+        **environments,
+    )
     check(planned, host, sides)
     show_host(host, console)
     if profile is not None:

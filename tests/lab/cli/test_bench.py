@@ -126,6 +126,22 @@ def test_environments_for_all_sides_and_for_the_patched_ones(run):
     assert found["settings"]["vllm_environment"] == {"A": "1=2"}
 
 
+def test_vllms_engine_arguments_take_the_place_of_what_the_command_chooses(run):
+    options = [
+        "--vllm-arg",
+        "kv-cache-dtype=fp8",
+        "--vllm-arg",
+        "max_num_seqs=64",
+        "--vllm-arg",
+        'hf_overrides={"a": 1}',
+    ]
+    _, found, ((jobs, *_),) = run(["--shape", "0.6b", *options])
+    asked = {"kv_cache_dtype": "fp8", "max_num_seqs": 64, "hf_overrides": {"a": 1}}
+    for job in jobs.values():
+        assert job.options.items() >= asked.items()
+    assert found["settings"]["vllm_arguments"] == asked
+
+
 @pytest.mark.parametrize(
     ("failed", "code"),
     [
@@ -233,6 +249,7 @@ def test_a_run_that_is_stopped_before_it_has_measured_says_that_alone(run, more,
         (["--shape", "9b"], "choose from tiny, 0.6b, 1.7b"),
         (["--method", "ngram"], "choose from eagle3, dflash"),
         (["--vllm-env", "A"], "is not KEY=VAL"),
+        (["--vllm-arg", "=1"], "is not KEY=VAL"),
         (["--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),
         (["--batch", "97"], "holds 96 prompts, 97 were asked for"),
     ],

@@ -133,6 +133,11 @@ def test_every_load_on_the_same_engines_and_each_k_on_its_own(run):
     assert ("67% / 30%" in line, "prompt 33% / 70%" in line) == (True, True)
 
 
+def test_a_server_may_have_room_for_more_requests_than_there_are(run):
+    _, _, ((jobs, *_),) = run([*CASE, "--concurrency", "16", "--vllm-arg", "max_num_seqs=256"])
+    assert {job.options["max_num_seqs"] for job in jobs.values()} == {256}
+
+
 def test_a_round_has_as_many_requests_as_take_the_quickest_side_five_seconds(run):
     _, _, ((_, (closed, clocked), *_),) = run([*CASE, "--request-rate", "0", "--request-rate", "12"])
     half = closed.trial["requests"]
