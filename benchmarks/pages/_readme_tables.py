@@ -25,7 +25,8 @@ _START_NAMES = ["vLLM", "target", "drafts", "model runner", "KV blocks", "first 
 _START_HOW = (
     "Stock → with the plugin, at vLLM's own memory share, requests at once and capture sizes. A later start is alone "
     "on the device, with filled caches. The first starts ran side by side, so they say how long one takes beside "
-    "others."
+    "others. What larger capture sizes do to the KV cache is in "
+    "[drafter-graphs.md](drafter-graphs.md#capture-sizes)."
 )
 
 

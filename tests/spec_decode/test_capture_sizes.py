@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -26,10 +28,13 @@ from vllm_hwplugin.spec_decode.capture_sizes import (
     capture_sizes,
     largest_own,
     max_num_splits,
+    sampled,
+    two_samples,
 )
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.v1 import mixed_sizes as v1_mixed_sizes
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
+from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import versions
 from .released import Modules, texts
@@ -310,19 +315,52 @@ V2 = ("vllm/config/vllm.py", "vllm/v1/worker/gpu/cudagraph_utils.py")
 V1 = ("vllm/config/vllm.py", "vllm/v1/cudagraph_dispatcher.py")
 
 
+class Memory:
+    """What FULL graphs of decode batches take of an H100 for Qwen3-0.6B: of a pool that each uses again, and besides.
+
+    FlashAttention 3 has float32 parts of outputs, 4 or up to vLLM's own sizes 32, unless there are more than 992
+    requests.
+    """
+
+    def __init__(self) -> None:
+        self.pool = self.taken = 0
+
+    def capture(self, tokens: int, requests: int) -> None:
+        parts = 0 if requests > 992 else 4 if tokens > 512 else 32
+        grown = max(0, tokens * (72 << 10) + parts * tokens * (8 << 10) - self.pool)
+        self.pool += grown
+        self.taken += grown + (4 << 20)
+
+    def info(self) -> tuple[int, int]:
+        return (80 << 30) - self.taken, 80 << 30
+
+
 class Manager:
     """The target's graphs on a released Model Runner V2, captured."""
 
     def __init__(
-        self, tree: Any, config: Any, monkeypatch: pytest.MonkeyPatch, full: Sequence[int] = (), **choices: str
+        self,
+        tree: Any,
+        config: Any,
+        monkeypatch: pytest.MonkeyPatch,
+        full: Sequence[int] = (),
+        profile: bool = False,
+        passes: list[tuple[int, str]] | None = None,
+        **choices: str,
     ) -> None:
-        """Args: full: tokens of FULL graphs of mixed batches."""
+        """Args:
+        full: tokens of FULL graphs of mixed batches.
+        profile: as vLLM captures to estimate the memory.
+        passes: where they are taken down.
+        """
         name = "vllm.v1.worker.gpu.cudagraph_utils"
-        self.passes: list[tuple[int, str]] = []
+        self.passes = [] if passes is None else passes
+        self.memory = Memory()
         context = {"set_forward_context": self._context}
-        module = Modules(texts(tree, **choices), [name], stand_ins=STAND_INS | context)(name)
-        monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+        self.module = module = Modules(texts(tree, **choices), [name], stand_ins=STAND_INS | context)(name)
+        monkeypatch.setattr(torch.cuda, "graph", self._graph)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", self.memory.info, raising=False)
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
         spec = config.speculative_config
         self.block = 1 + spec.num_speculative_tokens
@@ -330,6 +368,8 @@ class Manager:
         if full:
             shape = partial(module.BatchExecutionDescriptor, cg_mode=CUDAGraphMode.FULL, num_reqs=16)
             mixed_graphs._offer(self.made, [shape(num_tokens=size) for size in full])
+        if profile:
+            self.made._max_full_descs_to_capture, self.made._capture_mem_samples = 2, []
         batched = config.scheduler_config.max_num_batched_tokens
         names = ("input_ids", "positions", "is_padding")
         inputs = {
@@ -344,6 +384,12 @@ class Manager:
     def _context(self, *_: Any, num_tokens: int, cudagraph_runtime_mode: CUDAGraphMode, **__: Any) -> Iterator[None]:
         self.passes.append((num_tokens, cudagraph_runtime_mode.name))
         yield
+
+    @contextlib.contextmanager
+    def _graph(self, *_: Any, **__: Any) -> Iterator[None]:
+        yield
+        tokens, _ = self.passes[-1]
+        self.memory.capture(tokens, tokens // self.block)
 
     def captured(self, mode: str) -> list[int]:
         """Tokens of the graphs of decode batches where these are FULL."""
@@ -524,14 +570,9 @@ def test_larger_graphs_of_mixed_batches_are_kept_where_they_win(
     settled: list[list[tuple[int, str]]] = []
     monkeypatch.setattr(mixed_sizes, "settle_all_reduce", lambda: settled.append(passes[-2:]))
 
-    class Timed(Manager):
-        def __setattr__(self, name: str, value: Any) -> None:
-            # The clock reads what this one takes down.
-            super().__setattr__(name, passes if name == "passes" else value)
-
     # A FULL one goes where the PIECEWISE one goes, and is taken back with it.
     full = mixed_graphs.SIZES if version != "0.24.0" else ()
-    manager = Timed(tree, config, monkeypatch, full)
+    manager = Manager(tree, config, monkeypatch, full, passes=passes)
     assert max(manager.captured("PIECEWISE")) == largest
     assert max(manager.captured("FULL")) == min(max(largest, LARGEST), 4 * seqs)
     assert manager.serves(9, largest) == f"{'FULL' if full else 'PIECEWISE'} {largest}"
@@ -544,7 +585,7 @@ def test_larger_graphs_of_mixed_batches_are_kept_where_they_win(
     assert all(run == [(run[0][0], "NONE"), (run[0][0], "PIECEWISE")] for run in captured)
     # As after vLLM's profile of memory: what was found holds, and nothing is timed again.
     passes.clear()
-    again = Timed(tree, config, monkeypatch, full)
+    again = Manager(tree, config, monkeypatch, full, passes=passes)
     assert again.captured("PIECEWISE") == manager.captured("PIECEWISE")
     assert passes.count((LARGEST_MIXED, "PIECEWISE")) <= 1
     assert again.made.hidden_states.shape[0] == max(*again.captured("FULL"), *again.captured("PIECEWISE"))
@@ -614,6 +655,66 @@ def test_larger_graphs_of_mixed_batches_are_kept_on_the_v1_runner(
         decodes = expected["FULL"]
         assert dispatcher.dispatch(decodes, uniform_decode=True)[0] == CUDAGraphMode.FULL
         assert dispatcher.dispatch(decodes + 4, uniform_decode=True)[0] == CUDAGraphMode.NONE or decodes < largest
+
+
+@pytest.mark.parametrize("full", [(), mixed_graphs.SIZES], ids=["decodes", "mixed"])
+@pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.29.0") :]))
+def test_released_v2_runners_estimate_about_what_graphs_take(
+    entry: journal.Journal, version: str, full: Sequence[int], vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the KV cache lacks it: by vLLM's two samples decodes alone would be several times of that."""
+    tree, passes = vllm_tree(version), list[tuple[int, str]]()
+    timed_by(Clock(2.2e-6), passes, monkeypatch)
+    config = made(config_of(v2=True), fill_of(tree))
+    first, real = (Manager(tree, config, monkeypatch, full, profile, passes) for profile in (True, False))
+    assert max(real.captured("FULL")) == LARGEST_MIXED
+    samples, graphs = first.made._capture_mem_samples, len(first.made._capture_descs[CUDAGraphMode.FULL])
+    assert graphs == len(real.made._capture_descs[CUDAGraphMode.FULL])
+    estimate = first.module._extrapolate_full_graph_memory(samples, graphs)
+    assert 0.88 * real.memory.taken <= estimate < 1.1 * real.memory.taken
+
+
+PROFILE = "profile_cudagraph_memory"
+WRAPPERS = ("CUDAGraphWrapper", "BreakableCUDAGraphWrapper")
+
+
+@pytest.mark.parametrize("version", versions(*V1, "vllm/v1/worker/gpu_model_runner.py"))
+def test_released_v1_runners_estimate_about_what_graphs_take(
+    entry: journal.Journal, version: str, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, passes, memory = vllm_tree(version), list[tuple[int, str]](), Memory()
+    timed_by(Clock(2.2e-6), passes, monkeypatch)
+    text = texts(tree)("vllm/v1/worker/gpu_model_runner.py") or ""
+    wrappers = SimpleNamespace(_all_instances=[], clear_all_graphs=lambda: None)
+    # What it names beside these takes no memory.
+    found = [node for node in ast.walk(methods(text, "GPUModelRunner")[PROFILE]) if isinstance(node, ast.Name)]
+    names = dict.fromkeys({node.id for node in found} - {node.id for node in found if isinstance(node.ctx, ast.Store)})
+    names = {name: MagicMock() for name in names if not hasattr(builtins, name)}
+    names |= {"torch": torch, "CUDAGraphMode": CUDAGraphMode, "sampled": sampled, "two_samples": two_samples}
+    names |= {"settled": v1_mixed_sizes.settled, **dict.fromkeys(WRAPPERS, wrappers)}
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", memory.info, raising=False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory.info)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+
+    class Profiled(Runner):
+        max_model_len, max_num_tokens, lora_config = 4096, 8192, None
+        _create_encoder_cudagraph_manager = staticmethod(lambda: None)
+
+        def __getattr__(self, name: str) -> Any:
+            return MagicMock()
+
+        def _warmup_and_capture(self, desc: Any, *, cudagraph_runtime_mode: CUDAGraphMode, **_: Any) -> None:
+            memory.capture(desc.num_tokens, desc.num_tokens // 4 if cudagraph_runtime_mode == CUDAGraphMode.FULL else 0)
+
+    runner = Profiled(tree, made(config_of(), fill_of(tree)), passes, monkeypatch)
+    planned = runner.cudagraph_dispatcher.get_capture_descs()
+    estimate = method_of(text, "GPUModelRunner", PROFILE, **names)(runner)
+    monkeypatch.setattr(memory, "pool", 0)
+    monkeypatch.setattr(memory, "taken", 0)
+    for mode, descs in v1_mixed_sizes.settled(runner, planned):
+        for desc in descs:
+            runner._warmup_and_capture(desc, cudagraph_runtime_mode=mode)
+    assert memory.taken <= estimate < 1.2 * memory.taken
 
 
 @pytest.mark.parametrize("version", versions("vllm/v1/worker/gpu_model_runner.py"))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import fmean
 from typing import Any, Final
 
 from vllm_hwplugin import gates, journal
@@ -237,6 +238,37 @@ def own_sizes(compilation_config: Any) -> Sequence[int]:
 
 def _up_to(bound: int | None, sizes: Sequence[int]) -> Sequence[int]:
     return sizes if bound is None else [size for size in sizes if size <= bound]
+
+
+def sampled(compilation_config: Any, descs: Sequence[Any]) -> list[Any]:
+    """Which graphs vLLM is to capture to estimate what all of one mode take, largest first: the two largest are its own
+    choice, and the last of these stands for all that are not among them; see :func:`two_samples`.
+
+    vLLM counts what the second largest takes for each further graph. The largest of 512 tokens come close to that. With
+    4096 a part is what later graphs use again: for Qwen3-0.6B on an H100 vLLM 0.26 estimated 8.8 GiB where 1.3 were
+    taken, and the KV cache lacked the rest.
+
+    Args:
+        compilation_config: of the engine.
+        descs: `BatchDescriptor` of all graphs of the mode, largest first.
+    """
+    own, first = largest_own(compilation_config), list(descs[:2])
+    if own is None or not first or first[0].num_tokens <= own:
+        return first
+    # FlashAttention's buffers have more parts at vLLM's own sizes.
+    first = list(dict.fromkeys([*first, *[desc for desc in descs if desc.num_tokens <= own][:1]]))
+    mean = fmean(desc.num_tokens for desc in descs)
+    others = sorted((desc for desc in descs if desc not in first), key=lambda desc: abs(desc.num_tokens - mean))
+    return [*first, *others[:1]]
+
+
+def two_samples(samples: list[int]) -> list[int]:
+    """What vLLM reads of the memory that graphs of :func:`sampled` took: of the first ones together, and of the last.
+
+    Args:
+        samples: bytes, in the order of capture.
+    """
+    return samples if len(samples) < 3 else [sum(samples[:-1]), samples[-1]]
 
 
 def max_num_splits(builder: Any, num_tokens: int, max_query_len: int = 1) -> int:

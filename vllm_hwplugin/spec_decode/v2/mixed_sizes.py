@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_hwplugin.spec_decode.capture_sizes import largest_own, settled_bounds, wants_mixed
+from vllm_hwplugin.spec_decode.capture_sizes import largest_own, sampled, settled_bounds, wants_mixed
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.mixed_sizes import largest_that_wins
 
@@ -45,6 +45,11 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     dropped = {one for one in larger if one.num_tokens > (of_decodes if one.uniform_token_count else largest)}
     for descs in planned.values():
         descs[:] = [desc for desc in descs if desc not in dropped]
+    if getattr(manager, "_max_full_descs_to_capture", None) is not None:
+        full = planned[CUDAGraphMode.FULL]
+        samples = sampled(compilation, full)
+        full[:] = [*samples, *(desc for desc in full if desc not in samples)]
+        manager._max_full_descs_to_capture = len(samples)
     candidates = manager._candidates
     # In 0.20 by position; many of the lists are one.
     for found in candidates.values() if isinstance(candidates, dict) else candidates:
