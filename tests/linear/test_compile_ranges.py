@@ -120,7 +120,7 @@ def test_released_ranges_end_at_the_most_tokens_of_the_kernels(
         )
     )
     compilation.compile_ranges_endpoints = given
-    compilation.pass_config = NoPass()
+    compilation.pass_config, compilation.compile_mm_encoder = NoPass(), False
     config.compilation_config = compilation
     config.scheduler_config = SimpleNamespace(max_num_batched_tokens=batched)
     # A configuration that is made of another one is asked again.
@@ -130,13 +130,16 @@ def test_released_ranges_end_at_the_most_tokens_of_the_kernels(
     assert [(one.start, one.end) for one in compilation.get_compile_ranges()] == expected
 
 
-@pytest.mark.parametrize(("names", "hopper"), [((), True), (("linear",), False)])
-def test_ranges_stay_vllms_without_the_feature_or_its_gpu(
-    names: tuple[str, ...], hopper: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("names", "hopper", "encoder"),
+    [((), True, False), (("linear",), False, False), (("linear",), True, True)],
+)
+def test_ranges_stay_vllms_without_the_feature_or_its_gpu_and_with_an_encoder(
+    names: tuple[str, ...], hopper: bool, encoder: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers, "ON_HOPPER", hopper)
     monkeypatch.setattr(journal, "current", lambda: SimpleNamespace(live=names))
-    compilation = SimpleNamespace(compile_ranges_endpoints=None)
+    compilation = SimpleNamespace(compile_ranges_endpoints=None, compile_mm_encoder=encoder)
     compile_ranges.check_and_update_config(SimpleNamespace(compilation_config=compilation))
     assert compilation.compile_ranges_endpoints is None
 

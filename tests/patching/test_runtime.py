@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hwplugin import __version__
+
 from .madeup import EDITS, GATES, OTHER_EDITS, Project
 
 CHECK = """
@@ -234,8 +236,9 @@ def test_gates_and_fingerprint_are_in_the_compile_key(patched: Project) -> None:
         print(factors["VLLM_HWPLUGIN_FINGERPRINT"], _runtime.current_plan().fingerprint, "VLLM_PORT" in factors)
         print(factors["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"])
         """
-    key, plan, kept = patched.run(code).splitlines()[0].split()
+    key, version, plan, kept = patched.run(code).splitlines()[0].split()
     assert key == plan != "none"
+    assert version == __version__
     assert kept == "True"
     off = patched.run(code, **{GATES[0]: "off"}).splitlines()
     assert off == ["none none True", "off"]

@@ -316,17 +316,17 @@ V1 = ("vllm/config/vllm.py", "vllm/v1/cudagraph_dispatcher.py")
 
 
 class Memory:
-    """What FULL graphs of decode batches take of an H100 for Qwen3-0.6B: of a pool that each uses again, and besides.
+    """What graphs take of an H100 for Qwen3-0.6B: of a pool that each uses again, and besides.
 
-    FlashAttention 3 has float32 parts of outputs, 4 or up to vLLM's own sizes 32, unless there are more than 992
-    requests.
+    FlashAttention 3, which is in FULL graphs alone, has float32 parts of outputs, 4 or up to vLLM's own sizes 32,
+    unless there are more than 992 requests.
     """
 
     def __init__(self) -> None:
         self.pool = self.taken = 0
 
-    def capture(self, tokens: int, requests: int) -> None:
-        parts = 0 if requests > 992 else 4 if tokens > 512 else 32
+    def capture(self, tokens: int, requests: int | None = None) -> None:
+        parts = 0 if requests is None or requests > 992 else 4 if tokens > 512 else 32
         grown = max(0, tokens * (72 << 10) + parts * tokens * (8 << 10) - self.pool)
         self.pool += grown
         self.taken += grown + (4 << 20)
@@ -346,6 +346,7 @@ class Manager:
         full: Sequence[int] = (),
         profile: bool = False,
         passes: list[tuple[int, str]] | None = None,
+        mode: CUDAGraphMode = MODE,
         **choices: str,
     ) -> None:
         """Args:
@@ -364,7 +365,7 @@ class Manager:
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
         spec = config.speculative_config
         self.block = 1 + spec.num_speculative_tokens
-        self.made = module.ModelCudaGraphManager(config, torch.device("cpu"), MODE, self.block)
+        self.made = module.ModelCudaGraphManager(config, torch.device("cpu"), mode, self.block)
         if full:
             shape = partial(module.BatchExecutionDescriptor, cg_mode=CUDAGraphMode.FULL, num_reqs=16)
             mixed_graphs._offer(self.made, [shape(num_tokens=size) for size in full])
@@ -671,7 +672,21 @@ def test_released_v2_runners_estimate_about_what_graphs_take(
     samples, graphs = first.made._capture_mem_samples, len(first.made._capture_descs[CUDAGraphMode.FULL])
     assert graphs == len(real.made._capture_descs[CUDAGraphMode.FULL])
     estimate = first.module._extrapolate_full_graph_memory(samples, graphs)
+    # With both of 4096 tokens in front nobody sees the parts of the next size.
     assert 0.88 * real.memory.taken <= estimate < 1.1 * real.memory.taken
+
+
+@pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.29.0") :]))
+def test_attention_without_full_graphs_has_its_memory_estimated(
+    entry: journal.Journal, version: str, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the worker finds that out, when the sizes are there."""
+    monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "decode")
+    tree = vllm_tree(version)
+    config = made(config_of(v2=True), fill_of(tree))
+    manager = Manager(tree, config, monkeypatch, profile=True, mode=CUDAGraphMode.PIECEWISE)
+    assert manager.made._capture_mem_samples == []
+    assert manager.captured("PIECEWISE")
 
 
 PROFILE = "profile_cudagraph_memory"
@@ -704,7 +719,8 @@ def test_released_v1_runners_estimate_about_what_graphs_take(
             return MagicMock()
 
         def _warmup_and_capture(self, desc: Any, *, cudagraph_runtime_mode: CUDAGraphMode, **_: Any) -> None:
-            memory.capture(desc.num_tokens, desc.num_tokens // 4 if cudagraph_runtime_mode == CUDAGraphMode.FULL else 0)
+            whole = cudagraph_runtime_mode == CUDAGraphMode.FULL
+            memory.capture(desc.num_tokens, desc.num_tokens // 4 if whole else None)
 
     runner = Profiled(tree, made(config_of(), fill_of(tree)), passes, monkeypatch)
     planned = runner.cudagraph_dispatcher.get_capture_descs()
@@ -714,7 +730,7 @@ def test_released_v1_runners_estimate_about_what_graphs_take(
     for mode, descs in v1_mixed_sizes.settled(runner, planned):
         for desc in descs:
             runner._warmup_and_capture(desc, cudagraph_runtime_mode=mode)
-    assert memory.taken <= estimate < 1.2 * memory.taken
+    assert memory.taken <= estimate < 1.1 * memory.taken
 
 
 @pytest.mark.parametrize("version", versions("vllm/v1/worker/gpu_model_runner.py"))

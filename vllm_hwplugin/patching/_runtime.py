@@ -414,7 +414,8 @@ def _register_with_vllm() -> None:
     """Enter the gates and the fingerprint of the patches in ``vllm.envs``, if this process has imported it.
 
     ``compile_factors()`` asks every entry of that table in all supported versions, so the fingerprint is in the key of
-    vLLM's compile cache: a graph that was compiled from other patches is not found.
+    vLLM's compile cache: a graph that was compiled from other patches is not found. The plugin's version is with it:
+    vLLM knows the texts of what it traces, and not that of a pass over graphs.
     """
     envs = sys.modules.get("vllm.envs")
     table = getattr(envs, "environment_variables", None)
@@ -425,7 +426,8 @@ def _register_with_vllm() -> None:
 
 
 def _fingerprint() -> str:
-    return _state.journal.fingerprint if _state is not None else "none"
+    patches = _state.journal.fingerprint if _state is not None else "none"
+    return patches if patches == "none" else f"{patches} {__version__}"
 
 
 def _is_stock(name: str, copy: Copy) -> bool:

@@ -241,12 +241,12 @@ def _up_to(bound: int | None, sizes: Sequence[int]) -> Sequence[int]:
 
 
 def sampled(compilation_config: Any, descs: Sequence[Any]) -> list[Any]:
-    """Which graphs vLLM is to capture to estimate what all of one mode take, largest first: the two largest are its own
-    choice, and the last of these stands for all that are not among them; see :func:`two_samples`.
+    """Which graphs vLLM is to capture to estimate what all of one mode take, in the order of capture; the last stands
+    for each but the first (:func:`two_samples`).
 
-    vLLM counts what the second largest takes for each further graph. The largest of 512 tokens come close to that. With
-    4096 a part is what later graphs use again: for Qwen3-0.6B on an H100 vLLM 0.26 estimated 8.8 GiB where 1.3 were
-    taken, and the KV cache lacked the rest.
+    vLLM captures the two largest, and counts what the second one takes for each further graph. Of 512 tokens that is
+    little. Of 4096 a part is memory that later graphs use again, and an estimate of several times what is taken makes
+    the KV cache smaller.
 
     Args:
         compilation_config: of the engine.
@@ -262,13 +262,14 @@ def sampled(compilation_config: Any, descs: Sequence[Any]) -> list[Any]:
     return [*first, *others[:1]]
 
 
-def two_samples(samples: list[int]) -> list[int]:
-    """What vLLM reads of the memory that graphs of :func:`sampled` took: of the first ones together, and of the last.
+def two_samples(samples: list[int]) -> tuple[list[int], int]:
+    """Of the memory that graphs of :func:`sampled` took: the two samples that vLLM reads, which are the first and the
+    last, and what the others add to its estimate.
 
     Args:
         samples: bytes, in the order of capture.
     """
-    return samples if len(samples) < 3 else [sum(samples[:-1]), samples[-1]]
+    return (samples, 0) if len(samples) < 3 else ([samples[0], samples[-1]], sum(samples[1:-1]))
 
 
 def max_num_splits(builder: Any, num_tokens: int, max_query_len: int = 1) -> int:

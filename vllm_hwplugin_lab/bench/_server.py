@@ -136,8 +136,9 @@ def arguments_of(options: Mapping[str, Any]) -> list[str]:
         option = name.replace("_", "-")
         if isinstance(value, bool):
             found.append(f"--{'' if value else 'no-'}{option}")
-        else:
-            found += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
+        elif value is not None:
+            values = value if isinstance(value, list) else [value]
+            found += [f"--{option}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in values)]
     return found
 
 

@@ -134,6 +134,7 @@ def job_for(
     )
     home = folder / f"{case.shape}-{case.method}-{case.k}-{side}"
     options |= model_of(case, synthetic_length(case, settings.acceptance_length), checkpoints, home)
+    options = with_arguments(options, settings.vllm_arguments)
     if host.device != "cpu":
         # The engines of all sides are alive together.
         options |= {
@@ -144,11 +145,20 @@ def job_for(
     return Job(
         label=f"{case.label} {side}",
         patched=is_patched(side),
-        options={**options, **settings.vllm_arguments},
+        options=with_arguments(options, settings.vllm_arguments),
         environment=environment_of(side, host, settings, own_process=own_process),
         workloads=tuple(_workload(case, batch, settings, host, checkpoints) for batch in settings.batches),
         tokenize=case.shape == TINY,
     )
+
+
+def with_arguments(options: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's options with those asked for in their places; of a dictionary only what is asked for changes."""
+    found = dict(options)
+    for name, value in asked.items():
+        both = isinstance(value, dict) and isinstance(found.get(name), dict)
+        found[name] = {**found[name], **value} if both else value
+    return found
 
 
 def shapes_folder() -> Path:

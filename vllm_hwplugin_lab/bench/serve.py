@@ -37,6 +37,7 @@ from .plan import (
     model_of,
     share_of_gpu,
     synthetic_length,
+    with_arguments,
 )
 from .results import acceptance, processes_entry
 from .table import NOT_MEASURED, SIDE_NAMES
@@ -220,7 +221,7 @@ def serve_job(
         if (size := kv_cache_size(k, settings)) is not None:
             options["kv_cache_memory_bytes"] = size
     environment = environment_of(side, host, settings, own_process=True)
-    options |= settings.vllm_arguments
+    options = with_arguments(options, settings.vllm_arguments)
     return Job(f"{settings.method} k={k} {side}", is_patched(side), options, environment, workloads=())
 
 

@@ -43,7 +43,9 @@ VllmEnvOption = Annotated[list[str] | None, typer.Option("--vllm-env", metavar="
 VllmArgOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--vllm-arg", metavar="KEY=VAL", help="An engine argument of vLLM's for all sides: kv_cache_dtype=fp8."
+        "--vllm-arg",
+        metavar="KEY=VAL",
+        help="An engine argument of vLLM's for all sides, as JSON or text: kv_cache_dtype=fp8.",
     ),
 ]
 PatchedEnvOption = Annotated[

@@ -146,10 +146,11 @@ def test_a_file_without_prompts_says_where(tmp_path, content, said):
 
 def test_engine_options_as_the_servers_command_line_has_them():
     options = {"model": "M", "enforce_eager": True, "enable_prefix_caching": False, "seed": 0}
-    found = _server.arguments_of(options | {"speculative_config": {"method": "mtp"}})
+    options |= {"speculative_config": {"method": "mtp"}, "cudagraph_capture_sizes": [1, 2], "quantization": None}
+    found = _server.arguments_of(options)
     assert found == [
         *("--model", "M", "--enforce-eager", "--no-enable-prefix-caching", "--seed", "0"),
-        *("--speculative-config", '{"method": "mtp"}'),
+        *("--speculative-config", '{"method": "mtp"}', "--cudagraph-capture-sizes", "1", "2"),
     ]
 
 

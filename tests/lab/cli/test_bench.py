@@ -127,18 +127,17 @@ def test_environments_for_all_sides_and_for_the_patched_ones(run):
 
 
 def test_vllms_engine_arguments_take_the_place_of_what_the_command_chooses(run):
-    options = [
-        "--vllm-arg",
-        "kv-cache-dtype=fp8",
-        "--vllm-arg",
-        "max_num_seqs=64",
-        "--vllm-arg",
-        'hf_overrides={"a": 1}',
-    ]
-    _, found, ((jobs, *_),) = run(["--shape", "0.6b", *options])
-    asked = {"kv_cache_dtype": "fp8", "max_num_seqs": 64, "hf_overrides": {"a": 1}}
-    for job in jobs.values():
-        assert job.options.items() >= asked.items()
+    asked = {"kv_cache_dtype": "fp8", "max_num_seqs": 64, "compilation_config": {"mode": 0}}
+    words = ("kv-cache-dtype=fp8", "max_num_seqs=64", 'compilation_config={"mode": 0}')
+    command = ["--shape", "0.6b", *(part for word in words for part in ("--vllm-arg", word))]
+    _, found, ((jobs, *_),) = run(command)
+    _, _, ((plain, *_),) = run(["--shape", "0.6b"])
+    for side, job in jobs.items():
+        before, after = plain[side].options, job.options
+        assert (after["kv_cache_dtype"], after["max_num_seqs"]) == ("fp8", 64)
+        assert after["compilation_config"] == {"cudagraph_mode": "FULL_AND_PIECEWISE", "mode": 0}
+        assert after["speculative_config"] == before["speculative_config"] | after["speculative_config"]
+        assert after["kv_cache_memory_bytes"] > before["kv_cache_memory_bytes"]
     assert found["settings"]["vllm_arguments"] == asked
 
 

@@ -45,8 +45,10 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     dropped = {one for one in larger if one.num_tokens > (of_decodes if one.uniform_token_count else largest)}
     for descs in planned.values():
         descs[:] = [desc for desc in descs if desc not in dropped]
+    # vLLM captures so many from the front to estimate memory, by a manager that it then drops.
     if getattr(manager, "_max_full_descs_to_capture", None) is not None:
-        full = planned[CUDAGraphMode.FULL]
+        # Attention that has no FULL graphs takes them from the mode in the worker.
+        full = planned.get(CUDAGraphMode.FULL, [])
         samples = sampled(compilation, full)
         full[:] = [*samples, *(desc for desc in full if desc not in samples)]
         manager._max_full_descs_to_capture = len(samples)
