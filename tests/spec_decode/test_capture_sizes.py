@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import ast
 import builtins
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -31,15 +29,14 @@ from vllm_hwplugin.spec_decode.capture_sizes import (
     sampled,
     two_samples,
 )
-from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.v1 import mixed_sizes as v1_mixed_sizes
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
 from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import versions
+from .graph_manager import MODE, Manager, Memory
 from .released import Modules, texts
 
-MODE = CUDAGraphMode.FULL_AND_PIECEWISE
 OFF = {"VLLM_HWPLUGIN_CAPTURE_SIZES": "off"}
 
 
@@ -297,112 +294,8 @@ def fill_of(tree: Any) -> Any:
     return method_of(text, "VllmConfig", "_set_cudagraph_sizes", CUDAGraphMode=CUDAGraphMode, logger=quiet)
 
 
-class _Platform:
-    graph_pool_handle = get_global_graph_pool = staticmethod(lambda: None)
-
-
-STAND_INS: dict[str, Any] = {
-    "current_platform": _Platform,
-    "get_pp_group": lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True),
-    "graph_capture": lambda **_: contextlib.nullcontext(),
-    "capture_pool": lambda *_: contextlib.nullcontext(),
-    "has_compiled_submodule": lambda _: True,
-    "is_breakable_cudagraph_enabled": lambda: False,
-    "is_global_first_rank": lambda: False,
-    "prepare_inputs_to_capture": lambda *_, **__: (None, None),
-}
 V2 = ("vllm/config/vllm.py", "vllm/v1/worker/gpu/cudagraph_utils.py")
 V1 = ("vllm/config/vllm.py", "vllm/v1/cudagraph_dispatcher.py")
-
-
-class Memory:
-    """What graphs take of an H100 for Qwen3-0.6B: of a pool that each uses again, and besides.
-
-    FlashAttention 3, which is in FULL graphs alone, has float32 parts of outputs, 4 or up to vLLM's own sizes 32,
-    unless there are more than 992 requests.
-    """
-
-    def __init__(self) -> None:
-        self.pool = self.taken = 0
-
-    def capture(self, tokens: int, requests: int | None = None) -> None:
-        parts = 0 if requests is None or requests > 992 else 4 if tokens > 512 else 32
-        grown = max(0, tokens * (72 << 10) + parts * tokens * (8 << 10) - self.pool)
-        self.pool += grown
-        self.taken += grown + (4 << 20)
-
-    def info(self) -> tuple[int, int]:
-        return (80 << 30) - self.taken, 80 << 30
-
-
-class Manager:
-    """The target's graphs on a released Model Runner V2, captured."""
-
-    def __init__(
-        self,
-        tree: Any,
-        config: Any,
-        monkeypatch: pytest.MonkeyPatch,
-        full: Sequence[int] = (),
-        profile: bool = False,
-        passes: list[tuple[int, str]] | None = None,
-        mode: CUDAGraphMode = MODE,
-        **choices: str,
-    ) -> None:
-        """Args:
-        full: tokens of FULL graphs of mixed batches.
-        profile: as vLLM captures to estimate the memory.
-        passes: where they are taken down.
-        """
-        name = "vllm.v1.worker.gpu.cudagraph_utils"
-        self.passes = [] if passes is None else passes
-        self.memory = Memory()
-        context = {"set_forward_context": self._context}
-        self.module = module = Modules(texts(tree, **choices), [name], stand_ins=STAND_INS | context)(name)
-        monkeypatch.setattr(torch.cuda, "graph", self._graph)
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-        monkeypatch.setattr(torch.accelerator, "get_memory_info", self.memory.info, raising=False)
-        monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-        spec = config.speculative_config
-        self.block = 1 + spec.num_speculative_tokens
-        self.made = module.ModelCudaGraphManager(config, torch.device("cpu"), mode, self.block)
-        if full:
-            shape = partial(module.BatchExecutionDescriptor, cg_mode=CUDAGraphMode.FULL, num_reqs=16)
-            mixed_graphs._offer(self.made, [shape(num_tokens=size) for size in full])
-        if profile:
-            self.made._max_full_descs_to_capture, self.made._capture_mem_samples = 2, []
-        batched = config.scheduler_config.max_num_batched_tokens
-        names = ("input_ids", "positions", "is_padding")
-        inputs = {
-            "model": lambda input_ids, **_: input_ids[:, None],
-            "model_state": SimpleNamespace(prepare_dummy_inputs=lambda *_: {}, supports_mm_inputs=False),
-            "input_buffers": SimpleNamespace(**{name: torch.zeros(batched, dtype=torch.bool) for name in names}),
-            **dict.fromkeys(("intermediate_tensors", "block_tables", "attn_groups", "kv_cache_config")),
-        }
-        self.made.capture(**known_arguments(self.made.capture, **inputs))
-
-    @contextlib.contextmanager
-    def _context(self, *_: Any, num_tokens: int, cudagraph_runtime_mode: CUDAGraphMode, **__: Any) -> Iterator[None]:
-        self.passes.append((num_tokens, cudagraph_runtime_mode.name))
-        yield
-
-    @contextlib.contextmanager
-    def _graph(self, *_: Any, **__: Any) -> Iterator[None]:
-        yield
-        tokens, _ = self.passes[-1]
-        self.memory.capture(tokens, tokens // self.block)
-
-    def captured(self, mode: str) -> list[int]:
-        """Tokens of the graphs of decode batches where these are FULL."""
-        descs = self.made._capture_descs[CUDAGraphMode[mode]]
-        return [desc.num_tokens for desc in descs if mode == "PIECEWISE" or desc.uniform_token_count]
-
-    def serves(self, requests: int, tokens: int) -> str:
-        """Mode and tokens of the graph for a batch: of decodes, if its tokens are those of decodes."""
-        uniform = self.block if tokens == requests * self.block else None
-        loras = () if not hasattr(self.made, "lora_capture_cases") else (0,)
-        found = self.made.dispatch(requests, tokens, uniform, *loras)
-        return f"{found.cg_mode.name} {found.num_tokens}"
 
 
 @pytest.mark.parametrize("k", [2, 3, 6, 15])

@@ -47,7 +47,7 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
         descs[:] = [desc for desc in descs if desc not in dropped]
     # vLLM captures so many from the front to estimate memory, by a manager that it then drops.
     if getattr(manager, "_max_full_descs_to_capture", None) is not None:
-        # Attention that has no FULL graphs takes them from the mode in the worker.
+        # The worker has left them out of the mode where attention has none.
         full = planned.get(CUDAGraphMode.FULL, [])
         samples = sampled(compilation, full)
         full[:] = [*samples, *(desc for desc in full if desc not in samples)]
