@@ -121,7 +121,7 @@ REAL = """
         import vllm.engine.arg_utils, vllm.v1.worker.worker_base
     before = set(sys.modules)
     register()
-    from vllm_hwplugin import journal
+    from vllm_hwplugin import __version__, journal
     from vllm_hwplugin.patching import _runtime
     entry, plan = journal.current(), _runtime.current_plan()
     assert entry.error is None and entry.live, entry
@@ -171,7 +171,8 @@ REAL = """
     assert states == {name: "re-applied" if name in before else "served" for name in states}, states
     assert ("re-applied" in states.values()) == EARLY
     import vllm.envs as envs
-    assert envs.compile_factors()["VLLM_HWPLUGIN_FINGERPRINT"].split()[0] == plan.fingerprint != "none"
+    assert plan.fingerprint != "none"
+    assert envs.compile_factors()["VLLM_HWPLUGIN_FINGERPRINT"] == f"{plan.fingerprint} {__version__}"
     print(*plan.files)
 """
 

@@ -58,8 +58,8 @@ def vllms(x: torch.Tensor, norm: torch.Tensor, both: torch.Tensor, down: torch.T
     return ir.ops.fused_add_rms_norm(F.linear(inner, down), x, norm, 1e-6)
 
 
-def of_a_layer() -> tuple[torch.Tensor, ...]:
-    """Its weights, of 512 hidden and 1024 inner features."""
+def layer_weights() -> tuple[torch.Tensor, ...]:
+    """Of 512 hidden and 1024 inner features."""
     return torch.rand(512).bfloat16(), weights(2048, 512), weights(512, 1024)
 
 
@@ -81,8 +81,8 @@ def test_released_passes_leave_the_operations_to_few_tokens(version: str, vllm_t
     config = VllmConfig()
     manager.configure(config)
     # Ahead of vLLM's: they are to find what they look for.
-    assert [type(one) for one in manager.passes].index(RestorePass) == 0
-    given = rows(40), *of_a_layer()
+    assert type(manager.passes[0]) is RestorePass
+    given = rows(40), *layer_weights()
     found = {}
     for name, bounds in (("few", (1, MOST_TOKENS)), ("all", (1, 8192)), ("more", (MOST_TOKENS + 1, 8192))):
         graph = make_fx(layer, tracing_mode="symbolic")(*given)
@@ -170,7 +170,7 @@ def test_what_vllm_compiles_for_more_tokens_gives_vllms_bits(
 
     made = support_torch_compile(dynamic_arg_dims={"x": 0})(Compiled)
     with set_current_vllm_config(config), torch.no_grad(), set_forward_context(None, config):
-        given = of_a_layer()
+        given = layer_weights()
         ours, stock = (made(vllm_config=config, forward=one, weights=given) for one in (layer, vllms))
         for tokens in (40, 4, MOST_TOKENS, MOST_TOKENS + 1):
             x = rows(tokens)

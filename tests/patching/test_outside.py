@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hwplugin import __version__
 from vllm_hwplugin.patching import CatalogueError, PatchingError, load_catalogue
 from vllm_hwplugin.patching.outside import Found, find_outside, load_outside
 
@@ -82,7 +83,7 @@ def test_features_from_outside_are_live_in_every_process_and_in_the_compile_key(
     assert cold["here"] == cold["forked"] == ["patched", 101]
     assert Path(cold["origin"]).is_relative_to(acme.cache)
     assert cold["factors"][FIX] == cold["factors"]["ACME_STEP"] == "auto"
-    assert cold["factors"]["VLLM_HWPLUGIN_FINGERPRINT"].split()[0] == cold["fingerprint"]
+    assert cold["factors"]["VLLM_HWPLUGIN_FINGERPRINT"] == f"{cold['fingerprint']} {__version__}"
     # The gate of one takes the other along, which requires it, and changes the key.
     without = json.loads(acme.run(STATE, **folders(acme, "acme"), **{FIX: "off"}))
     assert without["states"] == {"own": "live", "acme/fix": "off", "acme/step": "off"}

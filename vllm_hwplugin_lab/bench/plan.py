@@ -137,15 +137,16 @@ def job_for(
     options = with_arguments(options, settings.vllm_arguments)
     if host.device != "cpu":
         # The engines of all sides are alive together.
-        options |= {
+        options = {
             "gpu_memory_utilization": share_of_gpu(settings.gpu_memory_utilization, settings.sides),
             # With a size that is given vLLM does not measure free memory, which other engines change meanwhile.
             "kv_cache_memory_bytes": kv_cache_bytes(case, options["max_num_seqs"], options["max_model_len"]),
+            **options,
         }
     return Job(
         label=f"{case.label} {side}",
         patched=is_patched(side),
-        options=with_arguments(options, settings.vllm_arguments),
+        options=options,
         environment=environment_of(side, host, settings, own_process=own_process),
         workloads=tuple(_workload(case, batch, settings, host, checkpoints) for batch in settings.batches),
         tokenize=case.shape == TINY,
