@@ -76,7 +76,8 @@ class Shape:
         rope: the config's keys about rotary embeddings.
         more: what the config says beside the sizes above.
         methods: those that it has a drafter for, with the first vLLM that knows the model and runs them. With `mtp` the
-            drafter is one more layer of the model.
+            drafter is one more layer of the model, unless it has an assistant.
+        assistant: the config of a drafter that reads the target's keys and values.
         draft_heads: heads, KV heads and their size of the drafter; None: those of the model.
         kv_bytes: of one token in one layer with attention; None: keys and values of all KV heads.
         recurrent: the other layers of a hybrid.
@@ -96,6 +97,7 @@ class Shape:
     rope: Mapping[str, Any] = field(default_factory=lambda: _rope(1000000.0))
     more: Mapping[str, Any] = field(default_factory=dict)
     methods: Mapping[str, Version] = field(default_factory=lambda: {"eagle3": _ALWAYS, "dflash": _ALWAYS})
+    assistant: Mapping[str, Any] | None = None
     draft_heads: tuple[int, int, int] | None = None
     kv_bytes: int | None = None
     recurrent: Recurrent | None = None
@@ -110,6 +112,23 @@ _FP8: Final = {
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
     }
+}
+
+#: What Gemma 4 and its assistant have alike.
+_GEMMA4_TEXT: Final = {
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "use_bidirectional_attention": None,
+    "use_double_wide_mlp": False,
 }
 
 SHAPES: Final[Mapping[str, Shape]] = {
@@ -290,6 +309,58 @@ SHAPES: Final[Mapping[str, Shape]] = {
         },
         methods={"eagle3": _ALWAYS},
     ),
+    # For text alone: without its encoders of images and sounds. The last 18 layers read the keys and values of others.
+    "gemma-4-e4b": Shape(
+        "Gemma-4-E4B",
+        layers=42,
+        hidden=2560,
+        heads=8,
+        kv_heads=2,
+        head_dim=256,
+        intermediate=10240,
+        tied=True,
+        vocabulary=262144,
+        model=("gemma4_text", "Gemma4ForCausalLM"),
+        rope={},
+        more={
+            **_GEMMA4_TEXT,
+            "final_logit_softcapping": 30.0,
+            "hidden_size_per_layer_input": 256,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 7,
+            "num_kv_shared_layers": 18,
+            "vocab_size_per_layer_input": 262144,
+        },
+        # On Model Runner V2; on V1 from 0.21 on.
+        methods={"mtp": Version("0.23.0")},
+        assistant={
+            "architectures": ["Gemma4AssistantForCausalLM"],
+            "model_type": "gemma4_assistant",
+            "backbone_hidden_size": 2560,
+            "centroid_intermediate_top_k": 32,
+            "dtype": "bfloat16",
+            "num_centroids": 2048,
+            "tie_word_embeddings": True,
+            "use_ordered_embeddings": True,
+            "text_config": {
+                **_GEMMA4_TEXT,
+                "model_type": "gemma4_text",
+                "dtype": "bfloat16",
+                "final_logit_softcapping": None,
+                "head_dim": 256,
+                "hidden_size": 256,
+                "hidden_size_per_layer_input": 0,
+                "intermediate_size": 2048,
+                "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+                "num_attention_heads": 4,
+                "num_hidden_layers": 4,
+                "num_key_value_heads": 2,
+                "num_kv_shared_layers": 4,
+                "rms_norm_eps": 1e-06,
+                "vocab_size": 262144,
+                "vocab_size_per_layer_input": 0,
+            },
+        },
+    ),
 }
 
 
@@ -325,9 +396,12 @@ def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[
     """
     target = folder / "target"
     _write(target, _target(shape))
+    drafter = folder / method
+    if method == "mtp" and shape.assistant is not None:
+        _write(drafter, dict(shape.assistant))
+        return target, drafter
     if method in ("mtp", NO_DRAFTS):
         return target, None
-    drafter = folder / method
     if method == "draft_model":
         _write(drafter, _target(SHAPES[DRAFT_MODEL]))
         return target, drafter
@@ -385,6 +459,8 @@ def cache_bytes(shape: Shape, method: str, k: int, requests: int, length: int) -
     """
     draft = SHAPES[DRAFT_MODEL] if method == "draft_model" else shape
     drafting = {"dflash": _DFLASH_LAYERS, "draft_model": draft.layers, NO_DRAFTS: 0}.get(method, 1)
+    if method == "mtp" and shape.assistant is not None:
+        drafting = 0
     _, kv_heads, head_dim = draft.draft_heads or (0, draft.kv_heads, draft.head_dim)
     token = shape.kv_bytes or 2 * shape.kv_heads * shape.head_dim * _ELEMENT
     of_draft = token if method == "mtp" else 2 * kv_heads * head_dim * _ELEMENT

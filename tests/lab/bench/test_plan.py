@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
 import sys
@@ -115,6 +116,15 @@ def test_a_dummy_eagle3_drafter_keeps_its_own_head(settings, gpu_host, tmp_path,
     job = job_for(Case("8b", "eagle3", 5), "stock", settings, gpu_host, None, tmp_path)
     assert issubclass(resolve_name(job.options["worker_extension_cls"]), BenchWorker)
     assert drafter.has_own_lm_head
+
+
+def test_a_dummy_gemma4_assistant_looks_up_tokens_of_the_vocabulary(monkeypatch):
+    models = pytest.importorskip("vllm.model_executor.models.gemma4_mtp")
+    monkeypatch.setattr(models, "Gemma4MTPMaskedEmbedder", models.Gemma4MTPMaskedEmbedder)
+    monkeypatch.delitem(sys.modules, "vllm_hwplugin_lab.bench._dummy_worker", raising=False)
+    importlib.import_module("vllm_hwplugin_lab.bench._dummy_worker")
+    embedder = models.Gemma4MTPMaskedEmbedder(8, vocab_size=64, num_centroids=4, centroid_intermediate_top_k=2)
+    assert sorted(embedder.token_ordering.tolist()) == list(range(64))
 
 
 def test_a_later_run_finds_what_vllm_compiled_for_a_dummy_shape(settings, gpu_host, monkeypatch, tmp_path):

@@ -25,6 +25,7 @@ DRAFT = {
     "draft_model": ("Qwen3ForCausalLM", "qwen3"),
     ("qwen3_next", "mtp"): ("Qwen3NextMTP", "qwen3_next_mtp"),
     ("deepseek_v3", "mtp"): ("DeepSeekMTPModel", "deepseek_mtp"),
+    ("gemma4_text", "mtp"): ("Gemma4MTPModel", "gemma4_mtp"),
 }
 
 
@@ -49,8 +50,11 @@ def test_vllm_knows_the_model_and_its_drafter(name: str, method: str, tmp_path: 
     assert (of_draft.architectures[0], of_draft.model_type) == expected
     known = ModelRegistry.get_supported_archs()
     assert {config.architectures[0], of_draft.architectures[0]} <= set(known)
-    same = "vocab_size" if method == "draft_model" else "hidden_size"
-    assert getattr(of_draft, same) == getattr(config, same)
+    if shape.assistant is None:
+        same = "vocab_size" if method == "draft_model" else "hidden_size"
+        assert getattr(of_draft, same) == getattr(config, same)
+    else:
+        assert of_draft.backbone_hidden_size == config.hidden_size
     if method == "mtp":
         assert getattr(of_draft, "n_predict", None) in (None, 1)
 
@@ -61,7 +65,7 @@ def test_layers_are_of_the_kinds_that_the_model_has(name: str, tmp_path: Path) -
     method = next(iter(shape.methods))
     config = config_of(write_configs(shape, tmp_path, method, 4)[0])
     assert config.num_hidden_layers == shape.layers
-    assert config.rope_parameters["rope_theta"] == shape.rope["rope_theta"]
+    assert name == "gemma-4-e4b" or config.rope_parameters["rope_theta"] == shape.rope["rope_theta"]
     kinds = getattr(config, "layer_types", None) or []
     if shape.recurrent is not None:
         assert kinds == (["linear_attention"] * 3 + ["full_attention"]) * (shape.layers // 4)
@@ -69,16 +73,18 @@ def test_layers_are_of_the_kinds_that_the_model_has(name: str, tmp_path: Path) -
         assert kinds == ["sliding_attention", "full_attention"] * (shape.layers // 2)
         assert config.sliding_window == 128
         assert getattr(config, "use_sliding_window", True)
+    elif name == "gemma-4-e4b":
+        assert kinds == (["sliding_attention"] * 5 + ["full_attention"]) * (shape.layers // 6)
+        assert set(config.rope_parameters) == set(kinds)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_shape_without_a_drafter_is_the_target_alone(name: str, tmp_path: Path) -> None:
     _, drafter = write_configs(SHAPES[name], tmp_path, NO_DRAFTS, 1)
     assert drafter is None
-    # What its drafters need on top.
-    assert cache_bytes(SHAPES[name], NO_DRAFTS, 0, 8, 512) < min(
-        cache_bytes(SHAPES[name], method, 0, 8, 512) for method in SHAPES[name].methods
-    )
+    with_drafts = min(cache_bytes(SHAPES[name], method, 0, 8, 512) for method in SHAPES[name].methods)
+    # What its drafters need on top; an assistant has no keys of its own.
+    assert (with_drafts > cache_bytes(SHAPES[name], NO_DRAFTS, 0, 8, 512)) == (SHAPES[name].assistant is None)
     assert why_not(name, NO_DRAFTS, min(SHAPES[name].methods.values()), on_v2=False) is None
 
 
@@ -114,7 +120,7 @@ def test_a_job_has_what_its_shape_needs(
     assert job.options.get("tensor_parallel_size", 1) == (2 if name.endswith("-tp2") else 1)
     assert job.options.get("gdn_prefill_backend") == (None if SHAPES[name].recurrent is None else "triton")
     speculation = job.options["speculative_config"]
-    assert ("model" in speculation) == (method != "mtp")
+    assert ("model" in speculation) == (method != "mtp" or SHAPES[name].assistant is not None)
     target = json.loads((Path(job.options["model"]) / "config.json").read_text())
     assert all(token < target["vocab_size"] for w in job.workloads for prompt in w.prompts for token in prompt)
 
@@ -147,7 +153,10 @@ def test_the_first_vllm_of_a_shape_has_its_model(vllm_tree: Callable[[str], Any]
         return f'"{architecture}": (' in vllm_tree(version).read("vllm/model_executor/models/registry.py")
 
     assert known(str(since))
-    if since > Version("0.20.0"):
+    if SHAPES[name].assistant is not None:
+        speculators = "vllm/v1/worker/gpu/spec_decode/__init__.py"
+        assert ["Gemma4Speculator" in vllm_tree(v).read(speculators) for v in ("0.22.1", str(since))] == [False, True]
+    elif since > Version("0.20.0"):
         assert not known("0.26.0")
 
 
