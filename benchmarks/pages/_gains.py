@@ -48,7 +48,7 @@ class Gain:
 
     @property
     def target(self) -> str:
-        return "tiny, trained" if self.shape == TINY else SHAPES[self.shape].title
+        return ("tiny, trained" if self.shape == TINY else SHAPES[self.shape].title) + self.file.asked
 
     def gpu_busy_ms(self, row: Row) -> float | None:
         """Of a step, the least of all sides; None where no side was profiled."""
@@ -71,7 +71,7 @@ def gains(files: Iterable[Found]) -> list[Gain]:
         for case in file.results["cases"]:
             own = tuple(row for row in rows(file.results) if row.case is case)
             found = Gain(file, own)
-            key = (file.device, file.vllm, case["shape"], case["method"], case["k"])
+            key = (file.device, file.vllm, file.asked, case["shape"], case["method"], case["k"])
             if key in newest and any(side["error"] for side in case["sides"].values()):
                 continue
             if any(found.ratios(*pair) for pair in comparisons(sides_of(file.results))):
@@ -83,7 +83,7 @@ def failures(files: Iterable[Found]) -> list[tuple[Found, str, str]]:
     """File, case and side of what failed, if only half-way, and was not measured since."""
     files = list(files)
     good = {
-        (one.file.device, one.vllm, row.label, side)
+        (one.file.device, one.vllm, one.file.asked, row.label, side)
         for one in gains(files)
         for row in one.rows
         for side, found in row.sides.items()
@@ -95,7 +95,8 @@ def failures(files: Iterable[Found]) -> list[tuple[Found, str, str]]:
         for case in file.results["cases"]
         for side, entry in case["sides"].items()
         if entry["error"]
-        and (file.device, file.vllm, label := f"{case['shape']} {case['method']} k={case['k']}", side) not in good
+        and (file.device, file.vllm, file.asked, label := f"{case['shape']} {case['method']} k={case['k']}", side)
+        not in good
     ]
 
 

@@ -56,7 +56,7 @@ class Found:
         host, commit = self.results["host"], self.results["commit"]
         return (
             f"{host['name']}, driver {host['driver']}, torch {host['torch']}, vLLM {host['vllm']}, vllm-hwplugin "
-            f"{self.results['plugin']} at `{commit}`, {self.results['date'][:10]}{self.conditions}"
+            f"{self.results['plugin']} at `{commit}`, {self.results['date'][:10]}{self.asked}{self.conditions}"
         )
 
     @property
@@ -64,6 +64,12 @@ class Found:
         """What else the host did, where somebody wrote that into the file: to stand behind what it is of."""
         said = self.results.get("conditions")
         return f", {said}" if said else ""
+
+    @property
+    def asked(self) -> str:
+        """The engine arguments that somebody asked for, to stand behind the target: another engine than without."""
+        found = self.results["settings"].get("vllm_arguments") or {}
+        return "".join(f", `{name}={value}`" for name, value in found.items())
 
 
 def read_all(folder: Path, kind: str) -> list[Found]:

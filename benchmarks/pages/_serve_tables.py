@@ -101,7 +101,8 @@ def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
             yield [
                 file.vllm,
                 "V2" if stock == "mrv2" else "V1",
-                f"{_target(settings)}, {settings['method']} k={case['k']}{file.conditions}{_extra(settings)}",
+                f"{_target(settings)}{file.asked}, {settings['method']} k={case['k']}"
+                f"{file.conditions}{_extra(settings)}",
                 " / ".join(asked),
                 " / ".join(f"{ratio:.2f}" for ratio in ratios[0]),
                 " / ".join(f"{ratio:.2f}{mark}" for ratio, mark in zip(ratios[1], waited, strict=True)),
