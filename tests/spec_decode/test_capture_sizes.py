@@ -618,8 +618,8 @@ def test_released_v1_runners_estimate_about_what_graphs_take(
     runner = Profiled(tree, made(config_of(), fill_of(tree)), passes, monkeypatch)
     planned = runner.cudagraph_dispatcher.get_capture_descs()
     estimate = method_of(text, "GPUModelRunner", PROFILE, **names)(runner)
-    monkeypatch.setattr(memory, "pool", 0)
-    monkeypatch.setattr(memory, "taken", 0)
+    memory.pool = memory.taken = 0
+    memory.last.clear()
     for mode, descs in v1_mixed_sizes.settled(runner, planned):
         for desc in descs:
             runner._warmup_and_capture(desc, cudagraph_runtime_mode=mode)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from statistics import fmean
 from typing import Any, Final
 
 from vllm_hwplugin import gates, journal
@@ -246,7 +245,7 @@ def sampled(compilation_config: Any, descs: Sequence[Any]) -> list[Any]:
 
     vLLM captures the two largest, and counts what the second one takes for each further graph. Of 512 tokens that is
     little. Of 4096 a part is memory that later graphs use again, and an estimate of several times what is taken makes
-    the KV cache smaller.
+    the KV cache smaller. What the smallest graph takes is its own.
 
     Args:
         compilation_config: of the engine.
@@ -256,10 +255,8 @@ def sampled(compilation_config: Any, descs: Sequence[Any]) -> list[Any]:
     if own is None or not first or first[0].num_tokens <= own:
         return first
     # FlashAttention's buffers have more parts at vLLM's own sizes.
-    first = list(dict.fromkeys([*first, *[desc for desc in descs if desc.num_tokens <= own][:1]]))
-    mean = fmean(desc.num_tokens for desc in descs)
-    others = sorted((desc for desc in descs if desc not in first), key=lambda desc: abs(desc.num_tokens - mean))
-    return [*first, *others[:1]]
+    own_largest = [desc for desc in descs if desc.num_tokens <= own][:1]
+    return list(dict.fromkeys([*first, *own_largest, descs[-1]]))
 
 
 def two_samples(samples: list[int]) -> tuple[list[int], int]:
