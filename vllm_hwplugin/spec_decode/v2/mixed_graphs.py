@@ -27,6 +27,9 @@ _STOCK: Final = "only decode batches have FULL graphs"
 #: large. Each is captured for the target and for the drafter, and makes a start longer.
 SIZES: Final = (*range(32, 512, 32), *range(512, 1024, 64), *range(1024, 2048, 128), *range(2048, 4097, 256))
 
+#: Of a `CompilationConfig`, where an engine has these graphs.
+_ADDED: Final = "_hwplugin_mixed_graphs"
+
 #: Tokens times parts.
 _SPLIT_TOKENS: Final = 4096
 
@@ -34,12 +37,22 @@ _SPLIT_TOKENS: Final = 4096
 _FIRST_PASS: Final = ("EagleSpeculator", "MTPSpeculator")
 
 
-def most_splits(num_tokens: int) -> int:
-    """Parts that FlashAttention 3 may split a request's keys into, in a graph of any batch of so many tokens.
+def most_splits(compilation_config: Any, num_tokens: int, most: int) -> int | None:
+    """Parts that FlashAttention 3 may split a request's keys into, in a graph of any batch of so many tokens; None
+    where vLLM decides, because this engine has no such graphs beside vLLM's. Called by its patched metadata builder.
 
-    It keeps float32 outputs for each token and each part. Many tokens keep the GPU busy without parts.
+    It keeps float32 outputs for each token and each part. Many tokens keep the GPU busy without parts. A graph is
+    replayed with the parts of its capture, as Model Runner V2 tells both of a longest request of all tokens. The V1
+    runner tells the capture alone.
+
+    Args:
+        compilation_config: of the engine.
+        num_tokens: of the graph.
+        most: parts that vLLM allows.
     """
-    return max(1, min(4, _SPLIT_TOKENS // num_tokens))
+    if _ADDED not in vars(compilation_config):
+        return None
+    return max(1, min(4, most, _SPLIT_TOKENS // num_tokens))
 
 
 def add_mixed_graphs(runner: Any) -> None:
@@ -65,6 +78,7 @@ def add_mixed_graphs(runner: Any) -> None:
     _offer(runner.cudagraph_manager, graphs)
     if type(runner.speculator).__name__ in _FIRST_PASS:
         _offer(runner.speculator.prefill_cudagraph_manager, graphs)
+    vars(runner.compilation_config)[_ADDED] = True
     journal.note(V2_MIXED_GRAPHS, f"{len(graphs)} shapes of at most {sizes[-1]} tokens and {most} requests")
     for feature in (V2_MIXED_GRAPHS, BACKPORT_MIXED_GRAPHS):
         journal.use(feature, True)
