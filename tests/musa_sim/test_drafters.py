@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from vllm_hwplugin.features import gate_of
 
 from . import loads
+from .counting_processor import Counting
 from .loads import Engine, Load, Process, Request, Run
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
@@ -227,6 +228,11 @@ def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             name: Load({**common, **options}, loads.by_temperature(), initialised=True, autotuned=False)
             for name, options in made.items()
         },
+        "processor": Load(
+            {**Engine("eagle3").on_musa(), "logits_processors": [f"{Counting.__module__}:{Counting.__qualname__}"]},
+            loads.by_temperature(),
+            autotuned=False,
+        ),
         "schedule": Load(scheduled("eagle3"), growing(), autotuned=False),
         "block schedule": Load(scheduled("dflash"), growing(), autotuned=False),
     }
@@ -249,7 +255,8 @@ def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    "name", ["dflash2", "lilicorr", "gemma4", "schedule", "block schedule", "adapters", "head adapters"]
+    "name",
+    ["dflash2", "lilicorr", "gemma4", "processor", "schedule", "block schedule", "adapters", "head adapters"],
 )
 def test_graphs_change_nothing(name: str, runs: dict[str, dict[str, Run]]) -> None:
     expected, found = runs["stock"][name], runs["graphs"][name]

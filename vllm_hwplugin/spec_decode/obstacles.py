@@ -281,8 +281,11 @@ def _state_after(runner: Any) -> str:
     return "" if owner == "ModelState" or hybrid else _names([state])
 
 
-def _custom_processors(runner: Any) -> str:
-    """V2's sampler has them from 0.31 on. An installed package brings some without being asked."""
+def custom_processors(runner: Any) -> str:
+    """The logits processors of a `GPUModelRunner` that are not vLLM's own, by name; empty where there are none.
+
+    V2's sampler has them from 0.31 on. An installed package brings some without being asked.
+    """
     if hasattr(runner, "input_batch"):
         own, processors = f"{logits_processor.__name__}.", runner.input_batch.logitsprocs.all
         return _names(one for one in processors if not f"{type(one).__module__}.".startswith(own))
@@ -440,7 +443,7 @@ OBSTACLES: Final = (
     Obstacle("{} has work of its own after each step", _TAIL, _state_after),
     Obstacle("hidden states leave the engine in each step", _TAIL, _has("aux_output_connector")),
     Obstacle("VLLM_COMPUTE_NANS_IN_LOGITS is set", _SAMPLES, lambda _: envs.VLLM_COMPUTE_NANS_IN_LOGITS),
-    Obstacle("there are custom logits processors: {}", _SAMPLES, _custom_processors),
+    Obstacle("there are custom logits processors: {}", _SAMPLES, custom_processors),
     Obstacle("sampling masks leave the engine in each step", Part.V2_SAMPLING, _has("sampler.return_sampling_mask")),
     # vLLM refuses such requests beside speculation.
     Obstacle(

@@ -31,7 +31,7 @@ from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_STEP_INPUTS
 from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
-from vllm_hwplugin.spec_decode.obstacles import Part, why_not
+from vllm_hwplugin.spec_decode.obstacles import Part, custom_processors, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v2.tail_buffers import StandIn, TailBuffers
 from vllm_hwplugin.spec_decode.v2.tail_graph import Held, TailGraphs
@@ -87,6 +87,7 @@ class StepInputs:
         self._moving: tuple[Any, ...] = ()
         self._fixed: tuple[torch.Tensor, ...] = ()
         self._metadata_is_vllms = False
+        self._tells_of_each_step = False
         self._embeds = self._embedded = False
         # The requests that were served last, and their batch.
         self._held: Held | None = None
@@ -128,6 +129,7 @@ class StepInputs:
         if reason is None and shows_metadata(runner):
             reason = "a KV connector is shown each step"
         self._embeds = _embeds_tokens(runner)
+        self._tells_of_each_step = bool(custom_processors(runner))
         rope = getattr(runner.model_state, "rope_state", None)
         # Both change when a request comes, and the first with its blocks.
         self._moving = (runner.block_tables.num_blocks, *(() if rope is None else (rope.prefill_delta,)))
@@ -201,8 +203,8 @@ class StepInputs:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def changes_sampling(self, scheduled: Any) -> bool:
-        """Whether the sampler has parameters of a new request to take over."""
-        return not self._graphs or bool(scheduled.scheduled_new_reqs)
+        """Whether the sampler has parameters of a new request to take over, or processors that count steps."""
+        return not self._graphs or self._tells_of_each_step or bool(scheduled.scheduled_new_reqs)
 
     def changes_blocks(self, scheduled: Any) -> bool:
         """Whether a request has other blocks than in the step before, which the device is to know of."""
