@@ -47,3 +47,18 @@ def stays_stock(feature: str, effect: str, reason: str, level: int = logging.INF
     journal.note(feature, f"{effect}: {reason}")
     journal.use(feature, False, reason)
     logger.log(level, "%s: %s: %s", feature, effect, reason)
+
+
+def gives_up(feature: str, effect: str, reason: str) -> None:
+    """Put in the journal and in the log that ``feature`` leaves things as they are from now on.
+
+    While an engine serves: requests are under way, so no gate makes this an error.
+
+    Args:
+        feature: one of `features`.
+        effect: what happens instead.
+        reason: why.
+    """
+    journal.note(feature, f"{effect}: {reason}")
+    journal.use(feature, False, reason)
+    logger.warning("%s: from now on %s: %s", feature, effect, reason)

@@ -38,6 +38,16 @@ class Parameters:
         return None
 
 
+def around_graphs(model: Any) -> list[torch.nn.Module | None]:
+    """What vLLM itself calls of a target or a draft outside of its graphs: the head, and an Eagle3 draft's `fc`.
+
+    Args:
+        model: also one that takes images, whose head is its language model's.
+    """
+    language = model.get_language_model() if hasattr(model, "get_language_model") else model
+    return [getattr(language, "lm_head", None), getattr(getattr(model, "model", None), "fc", None)]
+
+
 class FusedWeights:
     """The tensors that a draft model has fused when this is made.
 

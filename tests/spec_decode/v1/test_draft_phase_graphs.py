@@ -259,6 +259,28 @@ def left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Target], Non
     return compare
 
 
+@pytest.mark.parametrize("of", ["target", "draft"])
+def test_a_head_in_the_place_of_another_leaves_every_later_step_to_vllm(
+    make_dflash: Any, left_to_vllm: Any, monkeypatch: pytest.MonkeyPatch, uses: dict[str, tuple[bool, str]], of: str
+) -> None:
+    """vLLM calls it outside of its own graphs, so it would go on with the new one."""
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+    stock, target = prepared(make_dflash, monkeypatch)
+    models = {"target": target.host.model, "draft": target.host.drafter.model}
+    for model in models.values():
+        model.lm_head = torch.nn.Linear(2, 2)
+    target.start(CUDAGraphMode.FULL_DECODE_ONLY)
+    RecordedGraphs.sealed = True
+    models[of].lm_head.weight = torch.nn.Parameter(torch.ones(2, 2))
+    left_to_vllm(stock, target)
+    phase = target.host.draft_phase
+    assert phase._drafting.outcomes() == ({"not_captured": 3} if of == "target" else {"moved": 1, "not_captured": 2})
+    of_drafter = {"draft-full-graph", "draft-loop-graph", "dflash-full-graph"}
+    given_up = {"v1-draft-phase"} | (of_drafter if of == "draft" else set())
+    reason = "the weight of a Linear is another tensor than at capture"
+    assert {feature for feature, said in uses.items() if said == (False, reason)} == given_up
+
+
 def test_a_phase_that_cannot_be_recorded_is_left_to_vllm(
     make_dflash: Any, monkeypatch: pytest.MonkeyPatch, fail: Any, uses: Any, left_to_vllm: Any
 ) -> None:

@@ -23,6 +23,7 @@ from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
 from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2 import tail_graph
 from vllm_hwplugin.spec_decode.v2.recording import SamplerParts
+from vllm_hwplugin.spec_decode.v2.step_inputs import StepInputs
 from vllm_hwplugin.spec_decode.v2.tail_graph import TailGraphs, _Graphs
 from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters
 from vllm_hwplugin.versions import SUPPORTED
@@ -54,15 +55,16 @@ def test_fused_weights_that_do_not_fit_leave_the_step_to_vllm(monkeypatch: pytes
     draft = SimpleNamespace(model=SimpleNamespace(fused=torch.ones(2, 3)))
     graphs = TailGraphs(SimpleNamespace(max_num_reqs=2, sample=lambda *_: "vLLM's"))
     graphs._fused = FusedWeights(draft)
-    forgotten: list[str] = []
-    graphs.add(SimpleNamespace(forget=lambda: forgotten.append("inputs")))  # type: ignore[arg-type]
+    inputs = StepInputs(graphs._runner, graphs)
+    inputs._graphs[4, 1] = object()  # type: ignore[assignment]
     graphs.held = object()  # type: ignore[assignment]
     draft.model.fused = torch.ones(2, 4)
     assert graphs.sample(HIDDEN, SimpleNamespace(num_reqs=1, has_structured_output_reqs=False), None) == "vLLM's"
     assert graphs.held is None
-    assert forgotten == ["inputs"]
+    assert not inputs._graphs
     assert graphs._sampling.outcomes() == {"not_captured": 1}
-    assert noted == [("v2-tail-graph", False, "the draft model's fused has another shape or type than at capture")]
+    reason = "the draft model's fused has another shape or type than at capture"
+    assert noted == [("v2-tail-graph", False, reason), ("v2-step-inputs", False, reason)]
 
 
 def test_a_head_that_is_put_in_the_place_of_another_leaves_the_step_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

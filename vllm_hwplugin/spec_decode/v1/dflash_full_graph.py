@@ -9,7 +9,6 @@ decode or prefill: padding has slots of `PADDING_SLOT_ID`, which cache writes sk
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -28,8 +27,6 @@ from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, full_graphs
 from vllm_hwplugin.spec_decode.weights import FusedWeights
 
 _STOCK = "a DFlash drafter's context is stored as in stock vLLM"
-
-logger = logging.getLogger("vllm.hwplugin")
 
 
 def lengthen_query_buffers(proposer: Any) -> None:
@@ -112,9 +109,7 @@ class ContextGraphs(Companion):
             return False
         reason = self._fused.keep_in_place()
         if reason is not None:
-            self.forget()
-            journal.note(DFLASH_FULL_GRAPH, f"{_STOCK}: {reason}")
-            logger.warning("%s: from now on %s: %s", DFLASH_FULL_GRAPH, _STOCK, reason)
+            self.give_up(reason)
         return reason is None
 
     def _launch(self, count: int, mode: CUDAGraphMode) -> None:

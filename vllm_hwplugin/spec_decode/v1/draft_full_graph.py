@@ -22,7 +22,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 
 from vllm_hwplugin import journal
-from vllm_hwplugin.fallback import stays_stock
+from vllm_hwplugin.fallback import gives_up, stays_stock
 from vllm_hwplugin.features import DFLASH_FULL_GRAPH, DRAFT_FULL_GRAPH
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, GraphShape
 from vllm_hwplugin.spec_decode.graph_recording import attempt
@@ -36,6 +36,7 @@ from vllm_hwplugin.spec_decode.v1.draft_decision import (
     plan_before_capture,
 )
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, descriptor_of
+from vllm_hwplugin.spec_decode.weights import Parameters, around_graphs
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -83,6 +84,11 @@ class Companion:
         """
         self.forget()
         stays_stock(self.feature, self.effect, reason)
+
+    def give_up(self, reason: str) -> None:
+        """Have no graphs any more, in an engine that serves, and put in the journal why."""
+        self.forget()
+        gives_up(self.feature, self.effect, reason)
 
 
 _C = TypeVar("_C", bound=Companion)
@@ -138,6 +144,7 @@ class DraftGraphs:
         # None where no graph may be replayed; `_passes` may still have some then.
         self._keys: DraftKeys | None = None
         self._first_query_len = 0
+        self._parameters: Parameters | None = None
         self._shape: GraphShape | None = None
         self._passed_over: set[str] = set()
         for companion in self._companions:
@@ -203,6 +210,7 @@ class DraftGraphs:
             if not companion.failed:
                 companion.capture(self._passes, keys, template)
         self._keys, self._first_query_len = keys, first.query_len
+        self._parameters = Parameters(*around_graphs(proposer.model))
         return True
 
     def _record(self, shape: GraphShape, template: Any) -> None:
@@ -234,12 +242,16 @@ class DraftGraphs:
     def may_replay(self, metadata: Any) -> bool:
         """Whether this batch is where the captured kernels look for it.
 
-        A batch that lies elsewhere is left alone. A block table that moved stays there, so it turns the graphs off.
+        A batch that lies elsewhere is left alone. A block table or a weight that moved stays there, so it turns the
+        graphs off.
         """
         if not self.ready:
             return False
+        reason = None if self._parameters is None else self._parameters.moved()
         if self._buffers.block_table_moved(metadata):
-            self._turn_off("the drafter's block table moved after the graphs were captured")
+            reason = "the drafter's block table moved after the graphs were captured"
+        if reason is not None:
+            self._turn_off(reason)
             return False
         field = unmanaged_field(metadata)
         if field is not None:
@@ -321,11 +333,11 @@ class DraftGraphs:
     # -- graphs that cannot be used -----------------------------------------------------------------------------------
 
     def _turn_off(self, reason: str) -> None:
-        """Give the graphs up while serving: requests are under way, so no gate makes this an error."""
-        journal.use(DRAFT_FULL_GRAPH, False, reason)
-        self._keys = None
-        self._note(f"{_STOCK}: {reason}")
-        logger.warning("%s: from now on %s: %s", DRAFT_FULL_GRAPH, _STOCK, reason)
+        """Give the graphs up while serving."""
+        self._keys, self._decision = None, f"{_STOCK}: {reason}"
+        gives_up(DRAFT_FULL_GRAPH, _STOCK, reason)
+        for companion in self._companions:
+            companion.give_up(reason)
 
     def _pass_over(self, field: str) -> None:
         """Say, once for each field, that batches with it run without graphs."""

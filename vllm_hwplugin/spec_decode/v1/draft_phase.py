@@ -49,6 +49,7 @@ from vllm_hwplugin.spec_decode.v1.draft_phase_graphs import (
     input_addresses,
 )
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs
+from vllm_hwplugin.spec_decode.weights import Parameters, around_graphs
 
 #: In place of a draft, from 0.25 on of a new request whose prompt is computed but for its last token.
 _PLACEHOLDER: Final = -1
@@ -85,6 +86,7 @@ class DraftPhase(Companion):
         self._judged: Any = None
         self._judgement: Sampling | None = None
         self._parameters_of: Any = None
+        self._weights: Parameters | None = None
         # What of sampling no graph does.
         self._vllms = ""
         self._spent = (0.0, 0)
@@ -125,6 +127,7 @@ class DraftPhase(Companion):
             )
         drafting = tuple(Drafting)[: 2 if drawn else 1]
         self._recorder = PhaseRecorder(runner, passes, self._buffers, sampling, drafting, filters)
+        self._weights = Parameters(*around_graphs(runner.model))
         journal.use(V1_DRAFT_PHASE, False, "the target has no FULL graph of a decode batch")
 
     def capture_behind(self, outputs: Any, template: Any, *, profiling: bool) -> None:
@@ -304,6 +307,8 @@ class DraftPhase(Companion):
         self, scheduler_output: Any, spec_decode_metadata: Any, hidden_states: torch.Tensor
     ) -> PhaseGraphs | Reason:
         """The graphs for a batch in which every request decodes one token and has all its drafts; or why not."""
+        if self._graphs and self._weights is not None and (reason := self._weights.moved()) is not None:
+            self.give_up(reason)
         if not self._graphs:
             return Reason.NOT_CAPTURED
         runner, query_len = self._runner, self.query_len

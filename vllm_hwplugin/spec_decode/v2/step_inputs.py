@@ -28,7 +28,7 @@ from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens, pre
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 
 from vllm_hwplugin import journal
-from vllm_hwplugin.fallback import stays_stock
+from vllm_hwplugin.fallback import gives_up, stays_stock
 from vllm_hwplugin.features import V2_STEP_INPUTS
 from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
 from vllm_hwplugin.spec_decode.obstacles import Part, custom_processors, why_not
@@ -105,6 +105,11 @@ class StepInputs:
             FeatureRequired: the feature's gate says `on`.
         """
         stays_stock(V2_STEP_INPUTS, _STOCK, reason)
+
+    def give_up(self, reason: str) -> None:
+        """Have no graphs any more, in an engine that serves, and put in the journal why."""
+        self.forget()
+        gives_up(V2_STEP_INPUTS, _STOCK, reason)
 
     def capture(
         self, batches: Mapping[tuple[int, int], Any], buffers: TailBuffers, pool: Any, metadata_asked_for: str | None

@@ -27,7 +27,6 @@ buffers hold.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -42,7 +41,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_hwplugin import journal
-from vllm_hwplugin.fallback import stays_stock
+from vllm_hwplugin.fallback import gives_up, stays_stock
 from vllm_hwplugin.features import V2_TAIL_GRAPH
 from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.builders import updated_in_place
@@ -70,12 +69,10 @@ from vllm_hwplugin.spec_decode.v2.recording import (
     verified_in_chunks,
 )
 from vllm_hwplugin.spec_decode.v2.tail_buffers import LogitsRows, TailBuffers
-from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters
+from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters, around_graphs
 
 if TYPE_CHECKING:
     from vllm_hwplugin.spec_decode.v2.step_inputs import StepInputs
-
-logger = logging.getLogger("vllm.hwplugin")
 
 _STOCK: Final = "vLLM's own kernels after the target"
 
@@ -261,9 +258,8 @@ class TailGraphs:
         draft = getattr(runner.speculator, "model", None)
         # What comes before and behind the graphs that vLLM has of its own: it has none of a draft model of its own.
         method = runner.speculative_config.method if Part.V2_DRAFTING not in self._vllms else None
-        outer = [getattr(one, "lm_head", None) for one in (runner.model, draft)]
-        outer.append(draft if method == "draft_model" else getattr(getattr(draft, "model", None), "fc", None))
-        self._parameters = Parameters(*outer)
+        of_draft = [draft] if method == "draft_model" else around_graphs(draft)
+        self._parameters = Parameters(*around_graphs(runner.model), *of_draft)
         if method == "dflash":
             self._fused = FusedWeights(draft)
 
@@ -479,8 +475,9 @@ class TailGraphs:
             reason = self._fused.keep_in_place()
         if reason is not None:
             self._forget()
-            journal.use(V2_TAIL_GRAPH, False, reason)
-            logger.warning("%s: from now on %s: %s", V2_TAIL_GRAPH, _STOCK, reason)
+            gives_up(V2_TAIL_GRAPH, _STOCK, reason)
+            for companion in self._companions:
+                companion.give_up(reason)
 
     def _graphs_for(
         self, hidden_states: torch.Tensor, batch: Any, grammar: bool
