@@ -493,6 +493,7 @@ class Runner:
         self.cudagraph_dispatcher = dispatcher_of(tree, config)
         self.drafter = SimpleNamespace(cudagraph_dispatcher=dispatcher_of(tree, config))
         self.model, self._passes, self.most_tokens = object(), passes, LARGEST_MIXED
+        self.failure: Exception = RuntimeError("CUDA error: out of memory")
         self.graphs: dict[Any, object] = {}
         wrapper = SimpleNamespace(concrete_cudagraph_entries=self.graphs, graph_pool=(0, 1))
         monkeypatch.setattr(mixed_sizes.CUDAGraphWrapper, "_all_instances", [wrapper])
@@ -504,7 +505,7 @@ class Runner:
         self._passes.append((num_tokens, cudagraph_runtime_mode.name))
         if cudagraph_runtime_mode != CUDAGraphMode.NONE:
             if num_tokens > self.most_tokens:
-                raise RuntimeError("CUDA error: out of memory")
+                raise self.failure
             # That of a DFlash drafter has no more tokens than decode batches may have.
             for tokens in (num_tokens, min(num_tokens, 256)):
                 self.graphs[self.cudagraph_dispatcher.dispatch(tokens)[1]] = object()
@@ -644,8 +645,10 @@ def small(entry: journal.Journal, vllm_tree: Any, monkeypatch: pytest.MonkeyPatc
     return Runner(tree, made(config_of(), fill_of(tree)), passes, monkeypatch)
 
 
-def test_a_size_whose_capture_fails_loses(small: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failure", [RuntimeError("CUDA error: out of memory"), AssertionError("at most 2048 tokens")])
+def test_a_size_whose_capture_fails_loses(small: Runner, monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
     """In whatever words CUDA says that there is no memory, torch has to leave the capture."""
+    small.failure = failure
     left: list[Any] = []
     monkeypatch.setattr(mixed_sizes, "leave_capture", lambda pool, *, broken: left.append((pool, broken)))
     small.most_tokens = 2048

@@ -70,7 +70,7 @@ def largest_that_wins(
 def _seconds(forward: Callable[[CUDAGraphMode], Any], mode: CUDAGraphMode) -> float:
     """Of one pass, of some that the host launches in a row after the first one, which captures or tunes; infinity where
     that fails on a rank of tensor parallelism. As a rule it has no memory for it, which CUDA and its libraries say in
-    several ways.
+    several ways; or a kernel does not take as many tokens, which stock vLLM never runs at a start.
 
     While vLLM captures, its own all-reduce is left out of passes without a graph: the graph has to win by more then.
     """
@@ -78,8 +78,9 @@ def _seconds(forward: Callable[[CUDAGraphMode], Any], mode: CUDAGraphMode) -> fl
         forward(CUDAGraphMode.NONE)
         forward(mode)
         fits = True
-    except RuntimeError:
-        logger.debug("capture-sizes: a pass in mode %s failed", mode.name, exc_info=True)
+    except Exception as failure:
+        logger.info("%s: a pass in mode %s failed, so its size loses: %r", _DECISION, mode.name, failure)
+        logger.debug("%s: where it failed", _DECISION, exc_info=True)
         fits = False
         for pool in {wrapper.graph_pool for wrapper in CUDAGraphWrapper._all_instances}:
             leave_capture(pool, broken=None)
