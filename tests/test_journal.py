@@ -143,6 +143,26 @@ def test_a_damaged_or_foreign_journal_is_left_out(tmp_path: Path, text: str) -> 
     assert len(journals.read_all(tmp_path)) == 1
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("features", {"a": 1}),
+        ("uses", {"a": {"used": "yes"}}),
+        ("steps", {"a sampling": 5}),
+        ("notes", [None]),
+        ("engine", "0"),
+        ("started", "yesterday"),
+    ],
+)
+def test_so_is_one_with_a_field_of_another_kind(tmp_path: Path, field: str, value: object) -> None:
+    journal.begin(journal.new("1"), tmp_path)
+    (path,) = (tmp_path / "records").glob("*.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    left_out: list[str] = []
+    assert journals.read_all(tmp_path, left_out) == []
+    assert str(path) in left_out[0]
+
+
 def test_a_field_of_a_later_release_is_no_hindrance(tmp_path: Path) -> None:
     journal.begin(journal.new("1"), tmp_path)
     (path,) = (tmp_path / "records").glob("*.json")
@@ -213,19 +233,27 @@ def process(pid: int, ppid: int) -> journal.Journal:
     return dataclasses.replace(journal.new("1"), pid=pid, ppid=ppid)
 
 
+def family(written: list[journal.Journal], pid: int) -> list[journal.Journal]:
+    return journals.families(written)[journal.pids(), pid]
+
+
 def test_a_process_is_found_with_its_ancestors_children() -> None:
     older = [process(10, 1), process(11, 10)]
     newer = [process(20, 1), process(21, 20), process(22, 21), process(23, 20)]
     for pid in (20, 21, 22, 23):
-        assert journals.families([*older, *newer])[pid] == newer
-    assert journals.families([*older, *newer])[11] == older
+        assert family([*older, *newer], pid) == newer
+    assert family([*older, *newer], 11) == older
+    # Another container has processes of the same ids.
+    others = [dataclasses.replace(one, pids="elsewhere") for one in newer]
+    assert family([*newer, *others], 21) == newer
+    assert not any(map(journals.is_running, others))
 
 
 def test_a_process_id_that_was_used_before_is_no_ancestor() -> None:
     # The newest process has the id of its own parent's earlier child.
-    assert [item.pid for item in journals.families([process(10, 7), process(7, 1), process(8, 7)])[8]] == [7, 8]
+    assert [item.pid for item in family([process(10, 7), process(7, 1), process(8, 7)], 8)] == [7, 8]
     # The one that started the engine has gone, and a child of the engine has its id.
-    assert [item.pid for item in journals.families([process(20, 7), process(7, 20)])[7]] == [20, 7]
+    assert [item.pid for item in family([process(20, 7), process(7, 20)], 7)] == [20, 7]
 
 
 def test_a_process_runs_that_has_not_ended_nor_left_its_id_to_a_later_one() -> None:

@@ -45,6 +45,7 @@ class Journal:
     """The state of the plugin in one process.
 
     Attributes:
+        pids: where a process's id is its own, see :func:`pids`; empty in a journal of an older plugin.
         role: see :func:`role`.
         argv: the interpreter and the names of long options, without any value: journals go into bug reports.
         features: feature id -> ``{"state": ..., "reason": ...}`` with the states of the plan.
@@ -79,6 +80,12 @@ class Journal:
     notes: list[str] = field(default_factory=list)
     error: str | None = None
     format: int = FORMAT
+    pids: str = ""
+
+    @property
+    def process(self) -> tuple[str, int]:
+        """What no other process that runs has, in whatever container."""
+        return self.pids, self.pid
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -126,6 +133,17 @@ def role(name: str | None = None, argv: Sequence[str] | None = None) -> str:
     return "parent"
 
 
+def pids() -> str:
+    """This process's namespace of process ids, and the boot of its kernel: containers that share a cache folder have
+    processes of the same ids. Empty where the system does not say.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
 def new(plugin_version: str) -> Journal:
     """A journal of this process that says nothing yet about vLLM."""
     return Journal(
@@ -136,6 +154,7 @@ def new(plugin_version: str) -> Journal:
         argv=[*sys.orig_argv[:1], *(found[0] for found in map(_LONG_OPTION.match, sys.orig_argv) if found)],
         python=sys.version.split()[0],
         plugin_version=plugin_version,
+        pids=pids(),
     )
 
 

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
 import os
 import reprlib
 import time
 from collections.abc import Sequence
+from inspect import formatannotation
 from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
 
 from .cachedir import UntrustedFolder, places, read_private, trusted_folder
-from .journal import FOLDER, FORMAT, Journal, new
+from .journal import FOLDER, FORMAT, Journal, pids
 
 
 def read_all(base: Path | None = None, notes: list[str] | None = None, *, pid: int | None = None) -> list[Journal]:
@@ -49,13 +51,13 @@ def read_all(base: Path | None = None, notes: list[str] | None = None, *, pid: i
     return [journal for _, journal in sorted(found.items())]
 
 
-def read_latest(pid: int) -> Journal | None:
-    """The newest journal of a process; None where there is none that can be read."""
-    return next(reversed(read_all(pid=pid)), None)
+def read_latest(process: tuple[str, int]) -> Journal | None:
+    """The newest journal of a :attr:`Journal.process`; None where there is none that can be read."""
+    return next((one for one in reversed(read_all(pid=process[1])) if one.process == process), None)
 
 
-def families(journals: Sequence[Journal]) -> dict[int, list[Journal]]:
-    """The processes that belong together, oldest first: with its ancestors' children, each process by its id.
+def families(journals: Sequence[Journal]) -> dict[tuple[str, int], list[Journal]]:
+    """The processes that belong together, oldest first: with its ancestors' children, each :attr:`Journal.process`.
 
     An id may have been used before: it is the newest process that counts, and a parent is looked for only among
     journals that are older than the child.
@@ -63,16 +65,18 @@ def families(journals: Sequence[Journal]) -> dict[int, list[Journal]]:
     Args:
         journals: oldest first, as :func:`read_all` gives them.
     """
-    found: dict[int, list[Journal]] = {}
+    found: dict[tuple[str, int], list[Journal]] = {}
     for item in journals:
-        members = found.get(item.ppid, [])
+        members = found.get((item.pids, item.ppid), [])
         members.append(item)
-        found[item.pid] = members
+        found[item.process] = members
     return found
 
 
 def is_running(journal: Journal) -> bool:
     """Whether the process that left it runs, as far as this host, or this container, has it."""
+    if journal.pids != pids():
+        return False
     try:
         state, *fields = Path(f"/proc/{journal.pid}/stat").read_text().rpartition(")")[2].split()
         since_boot = int(fields[18]) / os.sysconf("SC_CLK_TCK")
@@ -100,9 +104,26 @@ def _load(path: Path) -> Journal | None:
         raise ValueError("it is no process journal")
     if entry["format"] != FORMAT:
         return None
-    # An empty journal has a value of each field's kind, but for those that may be absent.
-    empty = dataclasses.asdict(new(""))
-    for name, value in empty.items():
-        if value is not None and not isinstance(entry.get(name, value), type(value)):
-            raise TypeError(f"its {name} is {reprlib.repr(entry[name])}, expected {type(value).__name__}")
-    return Journal(**{name: entry[name] for name in empty if name in entry})
+    kinds = get_type_hints(Journal)
+    entry = {name: value for name, value in entry.items() if name in kinds}
+    for name, value in entry.items():
+        if not _is_a(value, kinds[name]):
+            raise TypeError(f"its {name} is {reprlib.repr(value)}, expected {formatannotation(kinds[name])}")
+    journal = Journal(**entry)
+    datetime.datetime.fromisoformat(journal.started)
+    return journal
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a value from JSON is of a kind that a field of `Journal` has."""
+    if is_typeddict(kind):
+        kinds = get_type_hints(kind)
+        return isinstance(value, dict) and all(_is_a(value.get(name), one) for name, one in kinds.items())
+    origin, of = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return any(_is_a(value, one) for one in of)
+    if origin is list:
+        return isinstance(value, list) and all(_is_a(one, of[0]) for one in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_is_a(one, of[1]) for one in value.values())
+    return isinstance(value, kind)

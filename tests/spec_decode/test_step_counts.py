@@ -40,7 +40,7 @@ def own_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def on_record(pid: int) -> dict[str, dict[str, int]]:
-    entry = journals.read_latest(pid)
+    entry = journals.read_latest((journal.pids(), pid))
     return {} if entry is None else entry.steps
 
 
@@ -151,7 +151,7 @@ def worker(engine: int | None, steps: dict[str, dict[str, int]]) -> Journal:
         time.sleep(60)
         os._exit(0)
     os.read(ready, 1)
-    entry = journals.read_latest(pid)
+    entry = journals.read_latest((journal.pids(), pid))
     assert entry is not None
     return entry
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin import gates, journals
+from vllm_hwplugin import gates, journal, journals
 from vllm_hwplugin.spec_decode.step_counts import INTERVAL
 
 # Of the engines that were made last in this process: vLLM drops its own counters of the ones before, too.
@@ -38,18 +38,18 @@ class StepCounters:
             documentation="Steps by fast path of vllm-hwplugin: served, or why vLLM's own way was taken.",
             labelnames=[*labelnames, "feature", "part", "outcome"],
         )
-        self._workers: dict[int, int] | None = None
+        self._workers: dict[int, tuple[str, int]] | None = None
         self._seen: dict[tuple[int, str, str], int] = {}
 
     def observe(self) -> None:
         """Count what the workers have put in the journal since the last call."""
         if self._workers is None:
             # The engines stand when a front end makes its metrics, so all that will ever be here is in the journal.
-            family = journals.families(journals.read_all()).get(os.getpid(), [])
+            family = journals.families(journals.read_all()).get((journal.pids(), os.getpid()), [])
             engines = self._labelvalues
-            self._workers = {engine: one.pid for one in family for engine in engines if one.engine == engine}
-        for engine, pid in self._workers.items():
-            entry = journals.read_latest(pid)
+            self._workers = {engine: one.process for one in family for engine in engines if one.engine == engine}
+        for engine, worker in self._workers.items():
+            entry = journals.read_latest(worker)
             if entry is not None:
                 self._count(engine, entry.steps)
 
