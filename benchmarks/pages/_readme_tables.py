@@ -25,8 +25,9 @@ _START_NAMES = ["vLLM", "target", "drafts", "model runner", "KV blocks", "first 
 _START_HOW = (
     "Stock → with the plugin, at vLLM's own memory share, requests at once and capture sizes. A later start is alone "
     "on the device, with filled caches. The first starts ran side by side, so they say how long one takes beside "
-    "others. A second start may compile Triton's kernels once more, and the plugin has more of them to compile: vLLM "
-    "has Triton keep them in a folder of the model while it compiles that, and not where it loads what it compiled. "
+    "others. A second start compiled Triton's kernels once more, and the plugin had more of them to compile: vLLM has "
+    "Triton keep them in a folder of the model while it compiles that, and not where it loads what it compiled. Those "
+    "of the plugin's graphs are now kept for both, which nobody has timed. "
     "What larger capture sizes do to the KV cache is in [drafter-graphs.md](drafter-graphs.md#capture-sizes)."
 )
 
@@ -43,8 +44,8 @@ def starts(files: Sequence[Found]) -> str:
         return "What a start with the plugin takes longer was not measured."
     measured = (
         paragraph(
-            f"`{file.name}`: {file.source}. Starts of each side before: {file.results['settings']['fills']}; later ones: "
-            f"{file.results['settings']['rounds']}."
+            f"`{file.name}`: {file.source}. Starts of each side before: {file.results['settings']['fills']}; "
+            f"later ones: {file.results['settings']['rounds']}."
         )
         for file in files
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ import pytest
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 import torch
+from triton.runtime.cache import FileCacheManager
+from vllm import envs
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import pynccl_allocator as allocator
 
@@ -27,6 +30,7 @@ from vllm_hwplugin.spec_decode import graph_recording
 from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
 
 POOL = (0, 7)
+CACHE = "TRITON_CACHE_DIR"
 
 
 class Graph:
@@ -52,6 +56,40 @@ def _device(accelerator: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     yield
     Graph.under_way = None
+
+
+@pytest.mark.parametrize("compiles", [True, False], ids=["vLLM compiles", "vLLM loads what it compiled"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_are_kept_where_the_next_start_finds_them(
+    compiles: bool, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path), raising=False)
+    monkeypatch.setattr(graph_recording, "stays_stock", lambda *_, **__: None)
+    monkeypatch.delenv(CACHE, raising=False)
+    if compiles:
+        monkeypatch.setenv(CACHE, "of the model")
+    found: list[str] = []
+
+    def record() -> None:
+        found.append(FileCacheManager("a-kernel").cache_dir)
+        if fails:
+            raise RuntimeError
+
+    assert attempt(V2_TAIL_GRAPH, "", record, lambda: None) is not fails
+    assert found == [str(tmp_path / "vllm_hwplugin" / "triton" / "a-kernel")]
+    assert os.environ.get(CACHE) == ("of the model" if compiles else None)
+
+
+def test_that_is_in_a_folder_of_the_user_if_one_is_named_and_vllms_if_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE, "of the model")
+    monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path / "missing"), raising=False)
+    for of_user, expected in (("of the user", "of the user"), (None, "of the model")):
+        monkeypatch.setattr(graph_recording, "_OF_USER", of_user)
+        with graph_recording.kept_kernels():
+            assert os.environ[CACHE] == expected
+        assert os.environ[CACHE] == "of the model"
 
 
 def test_collectives_in_symmetric_memory_find_the_pool_of_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:

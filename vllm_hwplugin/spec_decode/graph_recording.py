@@ -10,12 +10,13 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
 
 import torch
-from vllm import _custom_ops
+from vllm import _custom_ops, envs
 from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
 from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
 from vllm.v1.sample.ops import topk_topp_triton
@@ -24,6 +25,10 @@ from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.fallback import FeatureRequired, stays_stock
 
 logger = logging.getLogger("vllm.hwplugin")
+
+_TRITON_CACHE: Final = "TRITON_CACHE_DIR"
+#: Of the user; vLLM names a folder later, while it compiles.
+_OF_USER: Final = os.environ.get(_TRITON_CACHE)
 
 
 class RecordingFailed(HwpluginError, RuntimeError):
@@ -78,7 +83,8 @@ def attempt(
         FeatureRequired: something failed, and the feature's gate says `on`.
     """
     try:
-        record()
+        with kept_kernels():
+            record()
         if all_ranks(True):
             return True
         reason = "it failed on another rank"
@@ -100,6 +106,29 @@ def attempt(
     reserved_memory()
     stays_stock(feature, effect, f"recording graphs failed: {reason}", level=logging.WARNING)
     return False
+
+
+@contextmanager
+def kept_kernels() -> Iterator[None]:
+    """Have Triton keep the kernels that it compiles where each start of vLLM finds them, in vLLM's own cache.
+
+    While vLLM compiles a model it names a folder of that model for them, and none where it loads what it compiled at an
+    earlier start: so a second start would compile once more what a first one did. A folder that the user names stays.
+    """
+    named, folder = os.environ.get(_TRITON_CACHE), _OF_USER
+    if folder is None and os.access(envs.VLLM_CACHE_ROOT, os.W_OK | os.X_OK):
+        folder = os.path.join(envs.VLLM_CACHE_ROOT, "vllm_hwplugin", "triton")
+    if folder is None:
+        yield
+        return
+    os.environ[_TRITON_CACHE] = folder
+    try:
+        yield
+    finally:
+        if named is None:
+            del os.environ[_TRITON_CACHE]
+        else:
+            os.environ[_TRITON_CACHE] = named
 
 
 def record_graph(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
