@@ -41,11 +41,10 @@ class Parameters:
 def around_graphs(model: Any) -> list[torch.nn.Module | None]:
     """What vLLM itself calls of a target or a draft outside of its graphs: the head, and an Eagle3 draft's `fc`.
 
-    Args:
-        model: also one that takes images, whose head is its language model's.
+    A model that takes images has its head in a `language_model`.
     """
-    language = model.get_language_model() if hasattr(model, "get_language_model") else model
-    return [getattr(language, "lm_head", None), getattr(getattr(model, "model", None), "fc", None)]
+    heads = [getattr(one, "lm_head", None) for one in (model, getattr(model, "language_model", None))]
+    return [*heads, getattr(getattr(model, "model", None), "fc", None)]
 
 
 class FusedWeights:

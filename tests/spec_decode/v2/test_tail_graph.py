@@ -25,7 +25,7 @@ from vllm_hwplugin.spec_decode.v2 import tail_graph
 from vllm_hwplugin.spec_decode.v2.recording import SamplerParts
 from vllm_hwplugin.spec_decode.v2.step_inputs import StepInputs
 from vllm_hwplugin.spec_decode.v2.tail_graph import TailGraphs, _Graphs
-from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters
+from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters, around_graphs
 from vllm_hwplugin.versions import SUPPORTED
 
 from ..released import Modules, texts
@@ -65,6 +65,12 @@ def test_fused_weights_that_do_not_fit_leave_the_step_to_vllm(monkeypatch: pytes
     assert graphs._sampling.outcomes() == {"not_captured": 1}
     reason = "the draft model's fused has another shape or type than at capture"
     assert noted == [("v2-tail-graph", False, reason), ("v2-step-inputs", False, reason)]
+
+
+def test_what_vllm_calls_outside_of_its_graphs_is_watched() -> None:
+    head, fc = torch.nn.Linear(2, 3), torch.nn.Linear(2, 2)
+    assert around_graphs(SimpleNamespace(lm_head=head, model=SimpleNamespace(fc=fc))) == [head, None, fc]
+    assert around_graphs(SimpleNamespace(language_model=SimpleNamespace(lm_head=head))) == [None, head, None]
 
 
 def test_a_head_that_is_put_in_the_place_of_another_leaves_the_step_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
