@@ -69,7 +69,7 @@ class Found:
     def asked(self) -> str:
         """The engine arguments that somebody asked for, to stand behind the target: another engine than without."""
         found = self.results["settings"].get("vllm_arguments") or {}
-        return "".join(f", `{name}={value}`" for name, value in found.items())
+        return "".join(f", {name}={value}" for name, value in found.items())
 
 
 def read_all(folder: Path, kind: str) -> list[Found]:

@@ -27,7 +27,7 @@ _START_HOW = (
     "on the device, with filled caches. The first starts ran side by side, so they say how long one takes beside "
     "others. A second start compiled Triton's kernels once more, and the plugin had more of them to compile: vLLM has "
     "Triton keep them in a folder of the model while it compiles that, and not where it loads what it compiled. Those "
-    "of the plugin's graphs are now kept for both, which nobody has timed. "
+    "of the graphs that the plugin records itself are now kept for both, which nobody has timed. "
     "What larger capture sizes do to the KV cache is in [drafter-graphs.md](drafter-graphs.md#capture-sizes)."
 )
 

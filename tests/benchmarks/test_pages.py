@@ -74,7 +74,7 @@ def test_an_engine_with_other_arguments_has_a_row_of_its_own(tree):
     (tree / ENGINES.replace("eagle3", "eagle3-fp8")).write_text(json.dumps(results))
     after = table_of(pages(tree)["docs/benchmarks.md"])
     key = ("0.26.0", "V1", "Qwen3-0.6B", "Eagle3 k=3")
-    assert after[key] == before[key] == after["0.26.0", "V1", "Qwen3-0.6B, `kv_cache_dtype=fp8`", "Eagle3 k=3"]
+    assert after[key] == before[key] == after["0.26.0", "V1", "Qwen3-0.6B, kv_cache_dtype=fp8", "Eagle3 k=3"]
 
 
 def test_the_drawings_are_made_of_the_tree(tree):

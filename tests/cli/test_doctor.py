@@ -270,7 +270,11 @@ def test_the_engine_that_runs_is_shown_before_later_ones_and_scripts(diagnose: D
 
 
 def test_another_engine_can_be_asked_for(diagnose: Diagnose, tmp_path: Path) -> None:
-    _engines(cachedir.private_folder(tmp_path / "cache" / "records"), os.getpid())
+    folder = cachedir.private_folder(tmp_path / "cache" / "records")
+    _engines(folder, os.getpid())
+    # In another container, which shares the cache.
+    _write_record(folder, f"6-{os.getpid()}.json", pid=os.getpid(), pids="elsewhere")
+    assert [item.pid for item in diagnose(engine=os.getpid()).last_engine] == [os.getpid(), FREE + 30]
     for pid, shown in ((FREE + 20, [FREE + 20]), (FREE + 30, [os.getpid(), FREE + 30]), (FREE + 50, [FREE + 50])):
         assert [item.pid for item in diagnose(engine=pid).last_engine] == shown
     with pytest.raises(HwpluginError, match="60"):

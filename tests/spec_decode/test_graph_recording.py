@@ -65,6 +65,7 @@ def test_kernels_are_kept_where_the_next_start_finds_them(
 ) -> None:
     monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path), raising=False)
     monkeypatch.setattr(graph_recording, "stays_stock", lambda *_, **__: None)
+    monkeypatch.setattr(graph_recording, "_OF_USER", None)
     monkeypatch.delenv(CACHE, raising=False)
     if compiles:
         monkeypatch.setenv(CACHE, "of the model")
@@ -89,6 +90,11 @@ def test_that_is_in_a_folder_of_the_user_if_one_is_named_and_vllms_if_there_is_n
         monkeypatch.setattr(graph_recording, "_OF_USER", of_user)
         with graph_recording.kept_kernels():
             assert os.environ[CACHE] == expected
+        assert os.environ[CACHE] == "of the model"
+    # Somebody else has made the folder.
+    monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path), raising=False)
+    monkeypatch.setattr(os, "access", lambda path, mode: "vllm_hwplugin" not in path)
+    with graph_recording.kept_kernels():
         assert os.environ[CACHE] == "of the model"
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import multiprocessing
 import os
 import re
@@ -17,6 +19,7 @@ import prometheus_client
 import pytest
 
 from vllm_hwplugin import journal, journals
+from vllm_hwplugin.cachedir import write_atomically
 from vllm_hwplugin.gates import PLAIN_DECODE
 from vllm_hwplugin.journal import Journal, Use
 from vllm_hwplugin.spec_decode import step_counts, step_metrics
@@ -182,6 +185,9 @@ def test_metrics_are_what_the_workers_of_this_servers_engines_have_on_record(tmp
         assert sample(2, "served") is None
         (path,) = (tmp_path / "records").glob(f"*-{workers[0].pid}.json")
         text = path.read_text()
+        # A process of the same id in another container, which shares the folder.
+        elsewhere = dataclasses.asdict(workers[0]) | {"pids": "elsewhere", "steps": {PATH: {"served": 9000}}}
+        write_atomically(path.with_name(f"9999999999999-{workers[0].pid}.json"), json.dumps(elsewhere).encode())
         # It captures anew in between.
         for steps, expected in (('"served": 8', 8), ('"served": 1', 9)):
             path.write_text(text.replace('"served": 5', steps))

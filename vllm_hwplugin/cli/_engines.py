@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .. import journals
 from ..errors import HwpluginError
-from ..journal import Journal
+from ..journal import Journal, pids
 
 
 class NoSuchEngine(HwpluginError):
@@ -52,9 +52,11 @@ def find_engines(written: Sequence[Journal], wanted: int | None) -> tuple[tuple[
         for members in reversed(journals.families(written).values())
     }
     if wanted is not None:
-        for members in families.values():
-            if any(item.pid == wanted for item in members):
-                return tuple(families), members
+        asked = [members for members in families.values() if any(item.pid == wanted for item in members)]
+        if asked:
+            # Before one of another container, whose processes may have the same ids.
+            here = [members for members in asked if any(item.process == (pids(), wanted) for item in members)]
+            return tuple(families), (here or asked)[0]
         others = ", ".join(str(one.pid) for one in families if one.stands)
         raise NoSuchEngine(f"process {wanted} has left no journal; engines that have: {others or 'none'}")
     shown = max(families, key=lambda one: (one.stands, one.running), default=None)

@@ -108,6 +108,16 @@ def attempt(
     return False
 
 
+def _own_cache() -> str | None:
+    """A folder in vLLM's cache; None where vLLM has none, or this user may not write there."""
+    folder = os.path.join(envs.VLLM_CACHE_ROOT, "vllm_hwplugin", "triton")
+    if not os.path.isdir(envs.VLLM_CACHE_ROOT):
+        return None
+    with suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+    return folder if os.access(folder, os.W_OK | os.X_OK) else None
+
+
 @contextmanager
 def kept_kernels() -> Iterator[None]:
     """Have Triton keep the kernels that it compiles where each start of vLLM finds them, in vLLM's own cache.
@@ -115,9 +125,7 @@ def kept_kernels() -> Iterator[None]:
     While vLLM compiles a model it names a folder of that model for them, and none where it loads what it compiled at an
     earlier start: so a second start would compile once more what a first one did. A folder that the user names stays.
     """
-    named, folder = os.environ.get(_TRITON_CACHE), _OF_USER
-    if folder is None and os.access(envs.VLLM_CACHE_ROOT, os.W_OK | os.X_OK):
-        folder = os.path.join(envs.VLLM_CACHE_ROOT, "vllm_hwplugin", "triton")
+    named, folder = os.environ.get(_TRITON_CACHE), _OF_USER or _own_cache()
     if folder is None:
         yield
         return

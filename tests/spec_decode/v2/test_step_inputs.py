@@ -46,6 +46,9 @@ class Tail:
     def add(self, companion: Any) -> None:
         """Captures nothing."""
 
+    def follow_weights(self) -> None:
+        """They stay where they are."""
+
     def hold(self, req_ids: list[str], rows: np.ndarray, query_len: int, num_tokens: int) -> Any:
         assert num_tokens == 4 * query_len
         if self.held is None or self.held.req_ids != req_ids:
@@ -255,6 +258,15 @@ def test_vllm_takes_everything_over_in_each_step_where_there_are_no_graphs() -> 
     assert inputs.changes_sampling(scheduled())
     assert inputs.changes_blocks(scheduled())
     assert step(inputs, scheduled()) is None
+
+
+def test_the_sampler_is_told_of_requests_and_processors_that_are_not_vllms_own_of_each_step(
+    served: tuple[StepInputs, Tail, Graph],
+) -> None:
+    inputs, _, _ = served
+    assert [inputs.changes_sampling(scheduled(scheduled_new_reqs=new)) for new in ([], ["c"])] == [False, True]
+    inputs._tells_of_each_step = True
+    assert inputs.changes_sampling(scheduled())
 
 
 def test_a_batch_that_vllm_prepared_is_not_taken_for_the_last_one(served: tuple[StepInputs, Tail, Graph]) -> None:

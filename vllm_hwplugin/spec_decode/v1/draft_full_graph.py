@@ -58,6 +58,8 @@ class Companion:
     feature: ClassVar[str]
     effect: ClassVar[str]
     failed: bool = False
+    #: Whatever it keeps them in.
+    _graphs: Any = None
 
     def forget(self) -> None:
         """Have no graphs, and nothing that was made for them."""
@@ -87,8 +89,9 @@ class Companion:
 
     def give_up(self, reason: str) -> None:
         """Have no graphs any more, in an engine that serves, and put in the journal why."""
-        self.forget()
-        gives_up(self.feature, self.effect, reason)
+        if self._graphs:
+            self.forget()
+            gives_up(self.feature, self.effect, reason)
 
 
 _C = TypeVar("_C", bound=Companion)

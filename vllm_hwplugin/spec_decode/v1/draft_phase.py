@@ -375,7 +375,10 @@ class DraftPhase(Companion):
         ):
             return Reason.MOVED
         context = getattr(proposer, "draft_context", None)
-        return None if context is None or context.keep_fused_in_place() else Reason.NOT_CAPTURED
+        if context is None or context.keep_fused_in_place():
+            return None
+        self.give_up("the context's keys and values have no graph any more")
+        return Reason.NOT_CAPTURED
 
 
 def _are_drafts(runner: Any, scheduler_output: Any) -> bool:

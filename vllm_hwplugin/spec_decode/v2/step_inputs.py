@@ -108,8 +108,9 @@ class StepInputs:
 
     def give_up(self, reason: str) -> None:
         """Have no graphs any more, in an engine that serves, and put in the journal why."""
-        self.forget()
-        gives_up(V2_STEP_INPUTS, _STOCK, reason)
+        if self._graphs:
+            self.forget()
+            gives_up(V2_STEP_INPUTS, _STOCK, reason)
 
     def capture(
         self, batches: Mapping[tuple[int, int], Any], buffers: TailBuffers, pool: Any, metadata_asked_for: str | None
@@ -254,6 +255,7 @@ class StepInputs:
 
     def _hold(self, scheduled: Any, desc: Any) -> Held | Reason:
         """The requests of this step, which the tail's buffers then hold; or why vLLM has to prepare its inputs."""
+        self._tail.follow_weights()
         if not self._graphs:
             return Reason.NOT_CAPTURED
         # vLLM sorts a batch by what its requests have, and these all have the same.

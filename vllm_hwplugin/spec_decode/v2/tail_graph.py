@@ -401,7 +401,7 @@ class TailGraphs:
     def sample(self, hidden_states: torch.Tensor, batch: Any, grammar_output: Any) -> Any:
         """`GPUModelRunner.sample`, and `postprocess_sampled` with it where a graph serves."""
         self._sampled, self._drafts = False, None
-        self._follow_weights()
+        self.follow_weights()
         grammar = grammar_output is not None or batch.has_structured_output_reqs
         sampling, self._drafting_graph = self._graphs_for(hidden_states, batch, grammar)
         if isinstance(sampling, Reason):
@@ -468,16 +468,20 @@ class TailGraphs:
         """The drafts in the requests' state, in the order of the batch."""
         return self._runner.req_states.draft_tokens[idx_mapping] if self._drafts is None else self._drafts
 
-    def _follow_weights(self) -> None:
-        """Have graphs read new weights; give the graphs up if these do not fit or lie elsewhere."""
+    def follow_weights(self) -> None:
+        """Have graphs read new weights; give the graphs up if these do not fit or lie elsewhere.
+
+        Before a step's inputs are made, because vLLM's drafter takes more of them than a graph leaves; and where no
+        graph makes these, before the step is sampled.
+        """
         reason = None if self._parameters is None else self._parameters.moved()
         if reason is None and self._fused is not None:
             reason = self._fused.keep_in_place()
         if reason is not None:
-            self._forget()
-            gives_up(V2_TAIL_GRAPH, _STOCK, reason)
             for companion in self._companions:
                 companion.give_up(reason)
+            self._forget()
+            gives_up(V2_TAIL_GRAPH, _STOCK, reason)
 
     def _graphs_for(
         self, hidden_states: torch.Tensor, batch: Any, grammar: bool
