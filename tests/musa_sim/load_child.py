@@ -101,6 +101,8 @@ class Recorder:
         self._runner = core.model_executor.driver_worker.worker.model_runner
         self._drafts: dict[int, dict] = {}
         self._patches = [
+            # In a thread it takes another number of steps each time, and its request waits for it.
+            mock.patch.object(core.structured_output_manager, "_use_async_grammar_compilation", False),
             mock.patch.object(core.model_executor, "sample_tokens", busy(core.model_executor.sample_tokens)),
             mock.patch.object(self._runner, "execute_model", self._executed(self._runner.execute_model)),
             mock.patch.object(self._runner, "sample_tokens", self._drafted(self._runner.sample_tokens)),
