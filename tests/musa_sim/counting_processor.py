@@ -13,7 +13,7 @@ class Counting(LogitsProcessor):
     """Leaves out other tokens in each step, which it counts by a call that vLLM says comes "once per step"."""
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
-        self._vocabulary, self._steps = req_states.vocab_size, 0
+        self._steps = 0
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         return True

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from vllm_hwplugin import journals
 from vllm_hwplugin.errors import HwpluginError
+from vllm_hwplugin.journal import pids
 
 from . import _entry_points
 from ._job import Event, Job
@@ -338,8 +339,8 @@ def records_of(kin: set[int], since: datetime) -> tuple[dict[str, Any], ...]:
     kin = set(kin)
     found = []
     for one in journals.read_all():
-        # Process ids come round again, and records outlive their processes.
-        if datetime.fromisoformat(one.started) >= since and (one.pid in kin or one.ppid in kin):
+        # Process ids come round again, and records outlive their processes; another container has the same ids.
+        if one.pids == pids() and datetime.fromisoformat(one.started) >= since and (one.pid in kin or one.ppid in kin):
             kin.add(one.pid)
             found.append(dataclasses.asdict(one))
     return tuple(found)

@@ -458,9 +458,8 @@ def cache_bytes(shape: Shape, method: str, k: int, requests: int, length: int) -
         length: tokens of each.
     """
     draft = SHAPES[DRAFT_MODEL] if method == "draft_model" else shape
-    drafting = {"dflash": _DFLASH_LAYERS, "draft_model": draft.layers, NO_DRAFTS: 0}.get(method, 1)
-    if method == "mtp" and shape.assistant is not None:
-        drafting = 0
+    of_mtp = 1 if shape.assistant is None else 0
+    drafting = {"dflash": _DFLASH_LAYERS, "draft_model": draft.layers, "mtp": of_mtp, NO_DRAFTS: 0}.get(method, 1)
     _, kv_heads, head_dim = draft.draft_heads or (0, draft.kv_heads, draft.head_dim)
     token = shape.kv_bytes or 2 * shape.kv_heads * shape.head_dim * _ELEMENT
     of_draft = token if method == "mtp" else 2 * kv_heads * head_dim * _ELEMENT

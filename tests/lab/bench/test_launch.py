@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
@@ -141,5 +142,7 @@ def test_records_of_the_process_and_its_children_but_not_of_an_older_one(monkeyp
         return at(pid, ppid, now + timedelta(seconds=seconds))
 
     everyone = [after(10, 1, -50), after(10, 1, 1), after(11, 10, 2), after(12, 11, 3), after(20, 1, 3)]
+    # Of a process in another container, which has the same id.
+    everyone.append(dataclasses.replace(everyone[1], pids="elsewhere"))
     monkeypatch.setattr(journals, "read_all", lambda: everyone)
     assert [r["pid"] for r in _launch.records_of({10}, now)] == [10, 11, 12]
