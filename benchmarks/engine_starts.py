@@ -149,7 +149,10 @@ def _case(case: Case, sides: Mapping[str, tuple[Outcome, Sequence[Outcome]]]) ->
 def _facts(outcome: Outcome) -> dict[str, Any]:
     ready = outcome.ready()
     said = {
-        key: text for one in outcome.records for key, text in one["decisions"].items() if key.startswith(("v1-", "v2-"))
+        key: text
+        for one in outcome.records
+        for key, text in one["decisions"].items()
+        if key.startswith(("v1-", "v2-", "capture"))
     }
     return {
         "error": outcome.error,
@@ -157,6 +160,7 @@ def _facts(outcome: Outcome) -> dict[str, Any]:
         "seconds": ready.get("seconds"),
         "num_gpu_blocks": ready.get("num_gpu_blocks"),
         "said": said,
+        "took": outcome.took,
     }
 
 

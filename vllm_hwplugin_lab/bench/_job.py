@@ -52,7 +52,8 @@ class Outcome:
     """What came back of a job.
 
     ``error`` is None when the engine did not fail; what was measured before a crash is kept. ``stopped`` is None when
-    all was measured that was to be; else it says what ended the run before that.
+    all was measured that was to be; else it says what ended the run before that. ``took`` are the lines of vLLM's log
+    that say what took how long.
     """
 
     job: Job
@@ -62,6 +63,7 @@ class Outcome:
     log_tail: str = ""
     records: tuple[Mapping[str, Any], ...] = field(default=())
     stopped: str | None = None
+    took: tuple[str, ...] = ()
 
     def of(self, event: str, workload: str | None = None) -> list[Event]:
         return [e for e in self.events if e["event"] == event and (workload is None or e["workload"] == workload)]

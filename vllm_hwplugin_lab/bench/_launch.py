@@ -36,6 +36,8 @@ _TAIL_LINES = 30
 _CAUSES = 3
 #: In a log, where it says what was raised.
 EXCEPTION = re.compile(r"\b\w+(Error|Exception): ")
+#: In a log, where vLLM says how many seconds or GiB a part of a start took, and what graphs will take.
+_TOOK = re.compile(r"\b(?:took|takes|Estimated CUDA graph memory)\b")
 _POLL_SECONDS = 0.02
 #: Seconds that an engine may take to end.
 _END = 60.0
@@ -64,13 +66,17 @@ def child_environment(extra: Mapping[str, str], metadata: Path | None = None) ->
 
 @dataclass(frozen=True)
 class Ended:
-    """A child process that is over; ``error`` is None when it said that it was done."""
+    """A child process that is over.
+
+    ``error`` is None when it said that it was done. ``took`` are the lines of its log that say what took how long.
+    """
 
     events: tuple[Event, ...]
     seconds: float
     error: str | None
     log_tail: str
     records: tuple[dict[str, Any], ...]
+    took: tuple[str, ...] = ()
 
 
 def run_child(
@@ -195,11 +201,13 @@ class Child:
         self._kill()
         seconds = time.monotonic() - self._started
         error = error or _error(self._process.returncode, self.events)
-        log = self._log.read_text(encoding="utf-8", errors="replace") if error else ""
-        tail = "\n".join(_telling(log.splitlines()))
+        log = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        tail = "\n".join(_telling(log)) if error else ""
+        took = tuple(line for line in log if _TOOK.search(line))
         # Under a command such as compute-sanitizer the engine is not this child, nor always a child of it.
         said = {event["pid"] for event in self.events if "pid" in event}
-        return Ended(tuple(self.events), seconds, error, tail, records_of({self._process.pid, *said}, self._since))
+        records = records_of({self._process.pid, *said}, self._since)
+        return Ended(tuple(self.events), seconds, error, tail, records, took)
 
     def _kill(self) -> None:
         if self._killed:

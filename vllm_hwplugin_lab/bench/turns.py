@@ -225,7 +225,7 @@ class _Run:
 
     def _ended(self, side: str) -> Outcome:
         one = self.sessions[side].ended()
-        return Outcome(self._jobs[side], one.events, one.seconds, one.error, one.log_tail, one.records)
+        return Outcome(self._jobs[side], one.events, one.seconds, one.error, one.log_tail, one.records, took=one.took)
 
 
 def launch(job: Job, *, timeout: float, on_event: Callable[[Event], None] = lambda event: None) -> Outcome:

@@ -29,11 +29,13 @@ def test_events_come_as_they_are_written(child):
         "assert json.load(open(job))['label'] == 'tiny' and os.environ['SAID'] == 'yes'\n"
         # A line in two halves must not be read as two.
         'f.write(\'{"event": "rea\'); f.flush(); time.sleep(0.4); f.write(\'dy"}\\n{"event": "done"}\\n\')\n'
+        "print('loading\\nGraph capturing finished in 12 secs, took 0.41 GiB\\ntooken')\n"
     )
     seen = []
     outcome = _launch.run_child(*JOB, timeout=30, on_event=seen.append)
     assert outcome.error is None
     assert outcome.log_tail == ""
+    assert outcome.took == ("Graph capturing finished in 12 secs, took 0.41 GiB",)
     assert [e["event"] for e in outcome.events] == ["ready", "done"]
     assert seen == list(outcome.events)
 
