@@ -84,9 +84,11 @@ class Manager:
         """
         name = "vllm.v1.worker.gpu.cudagraph_utils"
         self.passes = [] if passes is None else passes
-        self.memory = Memory()
+        self.memory, self._pieces = Memory(), set[int]()
         context = {"set_forward_context": self._context}
-        self.module = module = Modules(texts(tree, **choices), [name], stand_ins=STAND_INS | context)(name)
+        patched = texts(tree, **choices)
+        self.text = patched("vllm/v1/worker/gpu/cudagraph_utils.py") or ""
+        self.module = module = Modules(patched, [name], stand_ins=STAND_INS | context)(name)
         monkeypatch.setattr(torch.cuda, "graph", self._graph)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
         monkeypatch.setattr(torch.accelerator, "get_memory_info", self.memory.info, raising=False)
@@ -95,8 +97,8 @@ class Manager:
         self.block = 1 + spec.num_speculative_tokens
         self.made = module.ModelCudaGraphManager(config, torch.device("cpu"), mode, self.block)
         if full:
-            shape = partial(module.BatchExecutionDescriptor, cg_mode=CUDAGraphMode.FULL, num_reqs=16)
-            mixed_graphs._offer(self.made, [shape(num_tokens=size) for size in full])
+            shape = partial(module.BatchExecutionDescriptor, cg_mode=CUDAGraphMode.FULL)
+            mixed_graphs._offer(self.made, [shape(num_tokens=size, num_reqs=min(size, 64)) for size in full])
         if profile:
             self.made._max_full_descs_to_capture, self.made._capture_mem_samples = 2, []
         batched = config.scheduler_config.max_num_batched_tokens
@@ -112,6 +114,9 @@ class Manager:
     @contextlib.contextmanager
     def _context(self, *_: Any, num_tokens: int, cudagraph_runtime_mode: CUDAGraphMode, **__: Any) -> Iterator[None]:
         self.passes.append((num_tokens, cudagraph_runtime_mode.name))
+        if cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE and num_tokens not in self._pieces:
+            self._pieces.add(num_tokens)
+            self.memory.capture(num_tokens)
         yield
 
     @contextlib.contextmanager

@@ -280,7 +280,7 @@ class Breakable:
         (runner_v1, "cache_config.kv_sharing_fast_prefill", True, "share keys", Part.V1_METADATA),
         (runner_v1, "routed_experts_initialized", True, "slots are copied", Part.V1_METADATA),
         # Mixed batches have graphs without drafts, too.
-        (runner_v2, "speculator", None, "does not draft", TAIL | Part.V2_INPUTS | Part.V2_METADATA),
+        (runner_v2, "speculator", None, "does not draft", PARTS[runner_v2]),
         (runner_v2, "rejection_sampler", None, "not verified", TAIL),
         (runner_v2, "speculative_config.method", "ngram", "method is ngram", MIXED),
         (runner_v2, "speculator.acceptance_estimator", object(), "acceptance", Part.V2_DRAFTING),
@@ -330,7 +330,7 @@ def plain_v2() -> Any:
     return made
 
 
-WITHOUT_DRAFTS = Part.V2_SAMPLING | Part.V2_INPUTS | Part.V2_METADATA
+WITHOUT_DRAFTS = Part.V2_SAMPLING | Part.V2_INPUTS | Part.V2_METADATA | Part.V2_MIXED
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ WITHOUT_DRAFTS = Part.V2_SAMPLING | Part.V2_INPUTS | Part.V2_METADATA
     [
         ("sampler", type("DiffusionSampler", (), {})(), "DiffusionSampler samples", Part.V2_SAMPLING),
         ("sampler.trace_replay_state", object(), "bring the tokens", Part.V2_SAMPLING),
-        ("attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V2_METADATA),
+        ("attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V2_METADATA | Part.V2_MIXED),
         ("vllm_config.parallel_config.enable_eplb", True, "experts", Part.V2_SAMPLING),
         # It embeds, and samples nothing.
         ("sampler", None, "does not draft", WITHOUT_DRAFTS),

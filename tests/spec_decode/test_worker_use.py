@@ -133,7 +133,7 @@ MTP_V1 = ON_V1 | {"backport-mtp-embeddings"}
         (False, {}, ON_V1),
         (True, {}, ON_V2),
         (False, {"speculative_config": None, "drafter": None}, set()),
-        (True, {"speculative_config": None, "drafter": None}, {"v2-mixed-graphs"}),
+        (True, {"speculative_config": None, "drafter": None}, set()),
         # Another stage drafts; that the pipeline has stages follows from the sizes.
         (False, {"drafter": None, PP: 2}, SCHEDULED | {"nwor", "backport-pipeline-drafts"}),
         (False, {METHOD: "ngram", "drafter": object()}, ON_V1 - PASSES - {"backport-draft-lookahead"}),
@@ -247,8 +247,7 @@ def test_graphs_that_are_asked_for_without_speculation_are_those_of_v2_and_count
         one.model_runner.speculative_config, one.model_runner.sampler = None, sampler
         found.append(used(one))
         engines.append(entry.engine)
-    graphs = {"v2-step-inputs", "v2-tail-graph"}
-    assert found == [{"v2-mixed-graphs"}, set(), graphs | {"v2-mixed-graphs"}]
+    assert found == [set(), set(), {"v2-step-inputs", "v2-tail-graph", "v2-mixed-graphs"}]
     assert engines == [None, None, 0]
     worker_use.report_worker(worker(drafter=None, speculative_config=None))
     assert "Model Runner V1" in uses()["v2-tail-graph"]["reason"]

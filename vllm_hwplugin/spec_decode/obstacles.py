@@ -91,12 +91,12 @@ class Part(Flag):
     V2_METADATA = auto()
     #: Of a drafter, by `v2-fused-drafts`.
     V2_STEPS = auto()
-    #: Whole batches of any shape, also without speculation, by `v2-mixed-graphs`.
+    #: Whole batches of any shape, by `v2-mixed-graphs`.
     V2_MIXED = auto()
 
 
 #: What an engine without a drafter can have.
-_WITHOUT_DRAFTS: Final = Part.V2_SAMPLING | Part.V2_INPUTS | Part.V2_METADATA
+_WITHOUT_DRAFTS: Final = Part.V2_SAMPLING | Part.V2_INPUTS | Part.V2_METADATA | Part.V2_MIXED
 
 
 class Obstacle(NamedTuple):
@@ -122,7 +122,7 @@ def why_not(owner: Any, parts: Part) -> str | None:
             attention groups; what `V1_PASSES` needs is there before them.
     """
     drafter = getattr(owner, "drafter", getattr(owner, "speculator", owner))
-    if not parts & Part.V2_MIXED and (owner.speculative_config is None or drafter is None):
+    if owner.speculative_config is None or drafter is None:
         parts &= _WITHOUT_DRAFTS if decodes_plainly(owner) else Part(0)
         if not parts:
             return "this worker does not draft"

@@ -143,7 +143,7 @@ def _unused(worker: Any, vllm: Version) -> dict[str, Mapping[str, object]]:
         features.V1_STEP_INPUTS: drafts | {"the engine runs on Model Runner V2": v2} | decodes,
         features.V2_STEP_INPUTS: tail | on_v1 | decodes,
         features.V2_TAIL_GRAPH: tail | on_v1 | decodes,
-        features.V2_MIXED_GRAPHS: on_v1,
+        features.V2_MIXED_GRAPHS: tail | on_v1,
         features.DFLASH_DRAFT_BACKEND: of("dflash") | drafts | backend,
         features.DFLASH_CONTEXT_NORM: of(*_DFLASH_FAMILY) | drafts | {f"{own_norm}": own_norm},
         features.V2_DRAFT_METADATA: drafts | on_v1 | {"vLLM makes the metadata of one or two draft tokens": few},

@@ -15,6 +15,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 
+from vllm_hwplugin.gates import PLAIN_DECODE
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.v2 import capture_metadata, mixed_graphs
@@ -231,8 +232,8 @@ SIZES_HERE = (2, 5, 9, 16, 24)
 
 
 @contextlib.contextmanager
-def with_them(tree: Any, mode: CUDAGraphMode) -> Iterator[Sides]:
-    """Stock vLLM, and vLLM with graphs of any batch, and with all others of the plugin."""
+def with_them(tree: Any, mode: CUDAGraphMode, **settings: Any) -> Iterator[Sides]:
+    """Stock vLLM, and vLLM with graphs of any batch, and with all others of the plugin; `settings` are `Whole`'s."""
     with host_of_graphs() as monkeypatch:
         monkeypatch.setattr(mixed_graphs, "SIZES", (*SIZES_HERE, 40))
         on = {"VLLM_HWPLUGIN_V2_MIXED_GRAPHS": "on"}
@@ -241,7 +242,7 @@ def with_them(tree: Any, mode: CUDAGraphMode) -> Iterator[Sides]:
         for modules in (stock, patched):
             # As if the models here were compiled in pieces.
             vars(modules("cudagraph_utils"))["has_compiled_submodule"] = lambda model: True
-        yield Sides(*(Whole(modules, mode=mode, largest=max(SIZES_HERE)) for modules in (stock, patched)))
+        yield Sides(*(Whole(modules, mode=mode, largest=max(SIZES_HERE), **settings) for modules in (stock, patched)))
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE])
@@ -263,6 +264,16 @@ def test_each_step_of_a_live_load_is_a_replay_and_nothing_differs(vllm_tree, mod
 def test_nor_does_it_whatever_happens_to_requests(vllm_tree) -> None:
     with with_them(vllm_tree("0.32.0"), CUDAGraphMode.FULL_DECODE_ONLY) as sides:
         walk(sides, 3 * (PLAIN + BEST) + MORE, examples=15)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_without_a_drafter_there_are_some_only_where_they_are_asked_for(
+    vllm_tree, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PLAIN_DECODE, str(int(asked)))
+    with with_them(vllm_tree("0.32.0"), CUDAGraphMode.FULL_DECODE_ONLY, drafts=0) as sides:
+        graphs = sides.both[1].runner.cudagraph_manager.graphs
+    assert {one.num_tokens for one in graphs if one.uniform_token_count is None} == ({*SIZES_HERE} if asked else set())
 
 
 @pytest.mark.parametrize(

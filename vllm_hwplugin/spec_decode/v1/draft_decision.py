@@ -32,8 +32,8 @@ STEP_QUERY_LEN = 1
 def request_ladder(capture_sizes: Iterable[int], target_query_len: int, max_num_seqs: int) -> tuple[int, ...]:
     """Request counts, ascending, at which a uniform batch of the target has a graph.
 
-    The drafter then has a graph wherever the target has one. `max_num_seqs` itself is added, so that the fullest batch
-    does not fall off the ladder when it lies between two capture sizes.
+    The drafter then has a graph wherever the target has one of these sizes. `max_num_seqs` itself is added, so that the
+    fullest batch does not fall off the ladder when it lies between two capture sizes.
 
     Args:
         capture_sizes: `cudagraph_capture_sizes`, in tokens.

@@ -19,7 +19,7 @@ from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import BACKPORT_MIXED_GRAPHS, V2_MIXED_GRAPHS
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
-from vllm_hwplugin.spec_decode.obstacles import Part, why_not
+from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
 
 _STOCK: Final = "only decode batches have FULL graphs"
 
@@ -61,9 +61,13 @@ def add_mixed_graphs(runner: Any) -> None:
     They are no larger than the largest capture size, which the user may have named. `mixed_sizes` later takes those
     back that lose.
 
+    An engine without a drafter has none, unless it is asked for graphs.
+
     Raises:
         FeatureRequired: the engine cannot have them, and the feature's gate says `on`.
     """
+    if runner.speculator is None and not decodes_plainly(runner):
+        return
     most_tokens = min(runner.max_num_tokens, runner.compilation_config.max_cudagraph_capture_size or 0)
     sizes = [size for size in SIZES if size <= most_tokens]
     reason = why_not(runner, Part.V2_MIXED)

@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sizes above vLLM's own Model Runner V2 captures: `spec_decode.mixed_sizes` times the target."""
+"""Which graphs Model Runner V2 captures, and which of them to estimate memory; `spec_decode.mixed_sizes` times some."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Final
 
+import torch
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin.spec_decode.capture_sizes import largest_own, sampled, settled_bounds, wants_mixed
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
-from vllm_hwplugin.spec_decode.mixed_sizes import largest_that_wins
+from vllm_hwplugin.spec_decode.mixed_sizes import forget, largest_that_wins
 
 _TARGET: Final = "ModelCudaGraphManager"
+_LEFT_OUT: Final = "_hwplugin_left_out"
+#: Bytes that vLLM counts for a graph at least, which an allocation of others may hide.
+_LEAST: Final = 1 << 20
 
 
 def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
-    """Take back the graphs of mixed batches that are not to be captured; the first thing in vLLM's patched `capture`.
+    """Take back the graphs that are not to be captured; the first thing in vLLM's patched `capture`.
 
-    The target's manager comes first, and the drafter's follow it. From 0.29 on vLLM captures once more before, to
-    measure memory: what is found then holds.
+    Those are graphs of mixed batches that lose, and those that no batch gets. The target's manager comes first, and the
+    drafter's follow it. From 0.29 on vLLM captures once more before, to measure memory: what is found then holds.
 
     Args:
         manager: vLLM's `CudaGraphManager`.
@@ -30,37 +34,98 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     own = largest_own(compilation)
     planned = manager._capture_descs
     larger = [desc for descs in planned.values() for desc in descs if own is not None and desc.num_tokens > own]
-    if not larger:
-        return
-    assert own is not None
-    pieces = [desc for desc in larger if desc.cg_mode == CUDAGraphMode.PIECEWISE and _compares(manager)]
+    dropped = set[Any]()
+    if larger:
+        assert own is not None
+        pieces = [desc for desc in larger if desc.cg_mode == CUDAGraphMode.PIECEWISE and _compares(manager)]
 
-    def forward_of(num_tokens: int) -> Callable[[CUDAGraphMode], Any]:
-        return _forward_of(create_forward_fn, dataclasses.replace(pieces[0], num_tokens=num_tokens))
+        def forward_of(num_tokens: int) -> Callable[[CUDAGraphMode], Any]:
+            return _forward_of(create_forward_fn, dataclasses.replace(pieces[0], num_tokens=num_tokens))
 
-    sizes = [desc.num_tokens for desc in pieces]
-    largest, of_decodes = settled_bounds(
-        compilation, lambda: largest_that_wins(sizes, own, forward_of) if sizes else own
-    )
-    dropped = {one for one in larger if one.num_tokens > (of_decodes if one.uniform_token_count else largest)}
+        sizes = [desc.num_tokens for desc in pieces]
+        largest, of_decodes = settled_bounds(
+            compilation, lambda: largest_that_wins(sizes, own, forward_of) if sizes else own
+        )
+        dropped = {one for one in larger if one.num_tokens > (of_decodes if one.uniform_token_count else largest)}
+    dropped |= _never_replayed(manager, dropped)
     for descs in planned.values():
         descs[:] = [desc for desc in descs if desc not in dropped]
-    # vLLM captures so many from the front to estimate memory, by a manager that it then drops.
-    if getattr(manager, "_max_full_descs_to_capture", None) is not None:
-        # The worker has left them out of the mode where attention has none.
-        full = planned.get(CUDAGraphMode.FULL, [])
-        samples = sampled(compilation, full)
-        full[:] = [*samples, *(desc for desc in full if desc not in samples)]
-        manager._max_full_descs_to_capture = len(samples)
     candidates = manager._candidates
     # In 0.20 by position; many of the lists are one.
     for found in candidates.values() if isinstance(candidates, dict) else candidates:
         found[:] = [desc for desc in found if desc not in dropped]
-    if dropped and type(manager).__name__ == _TARGET:
+    # One of them may have been timed.
+    for size in {one.num_tokens for one in dropped if one.cg_mode == CUDAGraphMode.PIECEWISE}:
+        forget(size)
+    kept = [desc for descs in planned.values() for desc in descs]
+    if dropped and kept and type(manager).__name__ == _TARGET:
         # vLLM keeps what the target returns in tensors for the first batch that it captures, which need no longer be
         # the largest: so let that one come first.
-        kept = [desc for descs in planned.values() for desc in descs]
         _forward_of(create_forward_fn, max(kept, key=lambda desc: desc.num_tokens))(CUDAGraphMode.NONE)
+    if larger and getattr(manager, "_max_full_descs_to_capture", None) is not None:
+        _sample(manager, create_forward_fn)
+
+
+def _never_replayed(manager: Any, dropped: Set[Any]) -> set[Any]:
+    """PIECEWISE graphs whose batches all have a FULL one: `v2-mixed-graphs` puts that in front of them.
+
+    Args:
+        manager: vLLM's `CudaGraphManager`.
+        dropped: graphs that are not there.
+    """
+    planned = manager._capture_descs
+    mixed = [
+        desc
+        for desc in planned.get(CUDAGraphMode.FULL, ())
+        # Up to 0.29 no graph has a bound on its requests' tokens, and those of a decode batch are uniform.
+        if desc not in dropped and desc.uniform_token_count is None and getattr(desc, "max_query_len", None) is None
+    ]
+    requests: int = manager.max_num_reqs
+    held = max((desc.num_tokens for desc in mixed if desc.num_reqs >= min(desc.num_tokens, requests)), default=0)
+    return {desc for desc in planned.get(CUDAGraphMode.PIECEWISE, ()) if desc.num_tokens <= held}
+
+
+def _sample(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
+    """Leave vLLM's estimate of memory a few graphs of each mode. It drops this manager and its graphs afterwards.
+
+    vLLM would capture two FULL graphs, and all PIECEWISE ones, of which each takes several times as long.
+    """
+    compilation, planned = manager.compilation_config, manager._capture_descs
+    # The worker has left them out of the mode where attention has none.
+    full = planned.get(CUDAGraphMode.FULL, [])
+    samples = sampled(compilation, full)
+    full[:] = [*samples, *(desc for desc in full if desc not in samples)]
+    # So many from the front.
+    manager._max_full_descs_to_capture = len(samples)
+    pieces = planned.get(CUDAGraphMode.PIECEWISE, [])
+    if manager.use_breakable_cg or not pieces:
+        return
+    taken, samples = 0, sampled(compilation, pieces)
+    for desc in samples:
+        forward = _forward_of(create_forward_fn, desc)
+        forward(CUDAGraphMode.NONE)
+        before = _free_memory()
+        forward(CUDAGraphMode.PIECEWISE)
+        taken = before - _free_memory()
+    vars(manager)[_LEFT_OUT] = (len(pieces) - len(samples)) * max(taken, _LEAST)
+    # They are there, and a replay would read what ranks of tensor parallelism have not exchanged yet.
+    pieces.clear()
+
+
+def _free_memory() -> int:
+    torch.accelerator.synchronize()
+    free: int = torch.accelerator.get_memory_info()[0]
+    return free
+
+
+def left_out(manager: Any) -> int:
+    """Bytes of the PIECEWISE graphs that vLLM's estimate has not captured.
+
+    Args:
+        manager: vLLM's `CudaGraphManager`, after its `capture`.
+    """
+    found: int = vars(manager).get(_LEFT_OUT, 0)
+    return found
 
 
 def _compares(manager: Any) -> bool:
