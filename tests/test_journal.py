@@ -126,14 +126,27 @@ def test_old_journals_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(journal, "KEPT", 3)
     folder = tmp_path / "records"
     folder.mkdir(mode=0o700)
+    # Linux has no process of this number.
+    gone = 1 << 23
     for number in range(5):
-        (folder / f"000000000000{number}-1.json").write_text("{}")
+        (folder / f"000000000000{number}-{gone}.json").write_text("{}")
     (folder / "notes.txt").touch()
+
+    def names() -> list[str]:
+        return sorted(path.name for path in folder.glob("*.json") if path.is_file())
+
     journal.begin(journal.new("1"), tmp_path)
-    names = sorted(path.name for path in folder.glob("*.json") if path.is_file())
-    assert names[:2] == ["0000000000003-1.json", "0000000000004-1.json"]
-    assert len(names) == 3
+    assert names()[:2] == [f"0000000000003-{gone}.json", f"0000000000004-{gone}.json"]
+    assert len(names()) == 3
     assert (folder / "notes.txt").exists()
+    # An engine that serves keeps its own while others start, but not for ever.
+    running = f"0000000000000-{os.getppid()}.json"
+    for count, kept in ((6, True), (20, False)):
+        (folder / running).write_text("{}")
+        for number in range(count):
+            (folder / f"{1000000000000 + number}-{gone}.json").write_text("{}")
+        journal.begin(journal.new("1"), tmp_path)
+        assert (running in names()) == kept
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 99}', '{"format": 1}', '{"format": 1, "pid": 3}'])
@@ -259,9 +272,15 @@ def test_a_process_id_that_was_used_before_is_no_ancestor() -> None:
 def test_a_process_runs_that_has_not_ended_nor_left_its_id_to_a_later_one() -> None:
     own = journal.new("1")
     assert journals.is_running(own)
-    assert not journals.is_running(dataclasses.replace(own, started="2020-01-01T00:00:00.000+00:00"))
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    left = dataclasses.replace(journal.new("1"), pid=ended.pid)
+    # Whatever the clock says by now.
+    assert journals.is_running(dataclasses.replace(own, started="2020-01-01T00:00:00.000+00:00"))
+    assert not journals.is_running(dataclasses.replace(own, ticks=own.ticks - 1))
+    assert not journals.is_running(dataclasses.replace(own, ticks=0))
+    ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    left = dataclasses.replace(own, pid=ended.pid, ticks=journal.ticks(ended.pid))
+    assert journals.is_running(left)
+    assert ended.stdin is not None
+    ended.stdin.close()
     # Until somebody asks for its status it is still in the list of processes.
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
     assert not journals.is_running(left)

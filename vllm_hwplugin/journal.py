@@ -46,6 +46,7 @@ class Journal:
 
     Attributes:
         pids: where a process's id is its own, see :func:`pids`; empty in a journal of an older plugin.
+        ticks: when the process began, see :func:`ticks`; 0 in a journal of an older plugin.
         role: see :func:`role`.
         argv: the interpreter and the names of long options, without any value: journals go into bug reports.
         features: feature id -> ``{"state": ..., "reason": ...}`` with the states of the plan.
@@ -81,6 +82,7 @@ class Journal:
     error: str | None = None
     format: int = FORMAT
     pids: str = ""
+    ticks: int = 0
 
     @property
     def process(self) -> tuple[str, int]:
@@ -144,6 +146,18 @@ def pids() -> str:
         return ""
 
 
+def ticks(pid: int) -> int:
+    """When a process began, in the kernel's clock ticks since boot, which no change of the clock moves; 0 where there is
+    no such process, or one that has ended and is still listed.
+    """
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # proc(5): `state` is the third field, `starttime` the 22nd.
+        return 0 if state in "ZX" else int(fields[18])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def new(plugin_version: str) -> Journal:
     """A journal of this process that says nothing yet about vLLM."""
     return Journal(
@@ -155,6 +169,7 @@ def new(plugin_version: str) -> Journal:
         python=sys.version.split()[0],
         plugin_version=plugin_version,
         pids=pids(),
+        ticks=ticks(os.getpid()),
     )
 
 
@@ -274,7 +289,7 @@ def adopt() -> None:
         if _current is None or _current.pid == os.getpid():
             return
         own = new(_current.plugin_version)
-        for name in ("pid", "ppid", "role", "started", "argv"):
+        for name in ("pid", "ppid", "role", "started", "argv", "ticks"):
             setattr(_current, name, getattr(own, name))
         _current.uses, _current.steps, _current.engine = {}, {}, None
         _said.clear()
@@ -303,15 +318,25 @@ def _write() -> None:
 
 
 def _prune() -> None:
-    """Keep the newest journals; names begin with the time, so their order is the order of the starts."""
+    """Keep the newest journals, and for some time those of processes that may run; names begin with the start's time.
+
+    An engine that starts and fails again and again shall not take those of another one that serves.
+    """
     if _folder is None:
         return
     try:
         names = sorted(name for name in os.listdir(_folder) if name.endswith(".json"))
-        for name in names[:-KEPT]:
-            (_folder / name).unlink(missing_ok=True)
+        for number, name in enumerate(names[:-KEPT]):
+            if number < len(names) - 4 * KEPT or not ticks(_pid(name)):
+                (_folder / name).unlink(missing_ok=True)
     except OSError as error:
         logger.debug("journals in %s not pruned: %s", _folder, error)
+
+
+def _pid(name: str) -> int:
+    """Of a journal's file; 0 where it is named otherwise."""
+    pid = name.rpartition("-")[2].removesuffix(".json")
+    return int(pid) if pid.isdecimal() else 0
 
 
 def _renew_lock() -> None:

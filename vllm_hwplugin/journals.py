@@ -7,7 +7,6 @@ import datetime
 import json
 import os
 import reprlib
-import time
 from collections.abc import Sequence
 from inspect import formatannotation
 from pathlib import Path
@@ -15,7 +14,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
 
 from .cachedir import UntrustedFolder, places, read_private, trusted_folder
-from .journal import FOLDER, FORMAT, Journal, pids
+from .journal import FOLDER, FORMAT, Journal, pids, ticks
 
 
 def read_all(base: Path | None = None, notes: list[str] | None = None, *, pid: int | None = None) -> list[Journal]:
@@ -78,15 +77,8 @@ def is_running(journal: Journal) -> bool:
     # Older plugins left none.
     if journal.pids not in ("", pids()):
         return False
-    try:
-        state, *fields = Path(f"/proc/{journal.pid}/stat").read_text().rpartition(")")[2].split()
-        since_boot = int(fields[18]) / os.sysconf("SC_CLK_TCK")
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return False
-    # A later process may have the same id; a journal is begun after its process.
-    began = time.time() - uptime + since_boot
-    return state not in "ZX" and began < datetime.datetime.fromisoformat(journal.started).timestamp() + 1
+    # A later process may have the same id.
+    return journal.ticks != 0 and ticks(journal.pid) == journal.ticks
 
 
 def _load(path: Path) -> Journal | None:

@@ -290,7 +290,7 @@ def _nothing(op: Operation) -> bool:
 
 
 def _fails(op: Operation) -> bool:
-    raise ModuleNotFoundError("No module named 'filelock'")
+    raise ModuleNotFoundError("No module named 'torch'")
 
 
 @pytest.mark.parametrize("load", [_nothing, _fails])

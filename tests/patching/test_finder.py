@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -154,7 +155,10 @@ class Wrapping:
         self.busy = True
         try:
             self.seen.append(name)
-            return importlib.util.find_spec(name)
+            found = importlib.util.find_spec(name)
+            assert found is not None
+            found.loader_state = self
+            return found
         finally:
             self.busy = False
 
@@ -163,9 +167,35 @@ class Wrapping:
 def test_a_hook_that_wraps_finders_sees_the_copy(finder: CopyFinder, first: bool) -> None:
     hook = Wrapping()
     sys.meta_path.insert(0 if first else 1, hook)
-    assert importlib.import_module(ALPHA).answer() == "patched"
+    module = importlib.import_module(ALPHA)
+    assert module.answer() == "patched"
     assert hook.seen[0] == PACKAGE
-    assert (ALPHA in hook.seen) == first
+    assert ALPHA in hook.seen
+    # What it did to the spec stays.
+    assert module.__spec__.loader_state is hook
+
+
+def test_what_a_hook_finds_of_another_file_does_not_count(finder: CopyFinder, site: Path) -> None:
+    class Stock:
+        def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+            return PathFinder.find_spec(name, [str(site / PACKAGE / "v1")]) if name == ALPHA else None
+
+    sys.meta_path.insert(1, Stock())
+    assert importlib.import_module(ALPHA).answer() == "patched"
+
+
+def test_looking_for_a_module_is_not_loading_it(finder: CopyFinder, loads: list[str]) -> None:
+    importlib.import_module(f"{PACKAGE}.v1")
+    before = list(loads)
+    assert importlib.util.find_spec(ALPHA) is not None
+    assert loads == before
+
+
+def test_taking_it_away_skips_no_finder_of_another_import(finder: CopyFinder) -> None:
+    asked = iter(sys.meta_path)
+    assert next(asked) is finder
+    finder.remove()
+    assert PathFinder in list(asked)
 
 
 def test_putting_it_first_again_wins_over_a_later_finder(finder: CopyFinder) -> None:

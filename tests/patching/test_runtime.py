@@ -228,6 +228,24 @@ def test_a_whole_feature_that_cannot_be_patched_in_place_is_given_up_alone(proje
     assert written["features"]["state"]["state"] == "refused"
 
 
+def test_one_whose_new_import_cannot_be_had_is_given_up_alone(project: Project) -> None:
+    project.feature("imports", EDITS)
+    project.feature("other", OTHER_EDITS, gate=GATES[1])
+    code = """
+        import vllm.v1.beta as beta, vllm.v1.pack as pack
+        alpha.mul = object()
+        for _ in range(2):
+            _runtime.force(["other", "imports"])
+        print(state("imports"), state("other"), alpha.double(2), beta.quadruple(1), pack.name())
+        print(list(record.modules.values()), "it is to import mul" in record.features["imports"]["reason"])
+        _runtime._check_live()
+        """
+    assert project.start(PAST, code).stdout.splitlines() == [
+        "refused live 4 2 stock pack",
+        "['stock', 're-applied', 'stock'] True",
+    ]
+
+
 def test_gates_and_fingerprint_are_in_the_compile_key(patched: Project) -> None:
     code = """
         import vllm.envs as envs

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import CodeType, MappingProxyType, ModuleType
@@ -19,9 +20,14 @@ from ._overlay import Copy
 class CopyLoader(SourceFileLoader):
     """A source loader whose source is the text in memory that was verified, not what its path leads to by now."""
 
-    def __init__(self, copy: Copy) -> None:
+    def __init__(self, copy: Copy, on_load: Callable[[str], None] = lambda _: None) -> None:
         super().__init__(copy.module, str(copy.path))
         self._copy = copy
+        self._on_load = on_load
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._on_load(self._copy.module)
+        super().exec_module(module)
 
     def get_code(self, fullname: str) -> CodeType:
         return self._copy.code()
@@ -54,6 +60,7 @@ class CopyFinder:
         self._root = root
         self._roots = roots
         self._on_load = on_load
+        self._asking = threading.local()
         self.copies = dict(copies)
 
     def find_spec(
@@ -77,13 +84,36 @@ class CopyFinder:
         except PatchingError as error:
             # Modules of the same features may run patched already: the stock module would make half a feature.
             raise ImportError(str(error), name=fullname, path=str(copy.path)) from error
-        self._on_load(fullname)
-        return spec_from_file_location(
+        spec = spec_from_file_location(
             fullname,
             copy.path,
-            loader=CopyLoader(copy),
+            loader=CopyLoader(copy, self._on_load),
             submodule_search_locations=[str(installed)] if copy.is_package else None,
         )
+        return self._wrapped(fullname, path, target, spec) or spec
+
+    def _wrapped(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None, spec: ModuleSpec | None
+    ) -> ModuleSpec | None:
+        """The spec of a copy as another import hook has it, None where no hook has any.
+
+        A hook such as wrapt's asks importlib for a module's spec, and wraps its loader. Those that stand behind this
+        finder would never be asked for a patched module. A spec of anything but the copy does not count.
+        """
+        names: set[str] = vars(self._asking).setdefault("names", set())
+        if fullname in names or self not in sys.meta_path:
+            # The hook asks, or somebody asks this finder alone.
+            return None
+        names.add(fullname)
+        try:
+            behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+            for other in behind[: behind.index(PathFinder)] if PathFinder in behind else behind:
+                found: ModuleSpec | None = other.find_spec(fullname, path, target)
+                if found is not None and spec is not None and found.origin == spec.origin:
+                    return found
+            return None
+        finally:
+            names.discard(fullname)
 
     def put_first(self) -> None:
         """Make this the finder that is asked first, wherever others have put themselves since."""
@@ -91,7 +121,9 @@ class CopyFinder:
         sys.meta_path[:] = [self, *(other for other in sys.meta_path if other is not self)]
 
     def remove(self) -> None:
-        sys.meta_path[:] = [other for other in sys.meta_path if other is not self]
+        """Be asked no more."""
+        # A list of its own: another thread's import that is half through the old one would miss a finder.
+        sys.meta_path = [other for other in sys.meta_path if other is not self]
 
 
 def serves(module: ModuleType, copy: Copy) -> bool:

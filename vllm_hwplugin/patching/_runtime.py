@@ -162,13 +162,18 @@ def force(features: Collection[str]) -> None:
                 swaps[name] = _plan_swap(_state.wanted.installed, files[name], _state.finder.copies[name])
             except PatchingError as error:
                 stock[name] = str(error)
-        lost = lost_with(_state.plan, stock)
-        left = {name for name in swaps if features_in(_state.plan, {name}) <= lost}
+        while True:
+            lost = lost_with(_state.plan, stock)
+            left = {name for name in swaps if features_in(_state.plan, {name}) <= lost}
+            failed = _apply({name: swap for name, swap in swaps.items() if name not in left}, _state.undo)
+            if failed is None:
+                break
+            name, reason = failed
+            del swaps[name]
+            stock[name] = reason
         patched = {*_state.finder.copies} - {*stock} - left
         give_up(_state.journal, _state.plan, stock, patched, _state.wanted.choices, strict=_state.wanted.strict)
-        for name, swap in swaps.items():
-            if name not in left:
-                _state.undo.append(swap.apply())
+        for name in swaps:
             _state.journal.modules[name] = "stock" if name in left else "re-applied"
         if swaps or stock:
             journal.save()
@@ -368,6 +373,25 @@ def _plan_swap(targets: Mapping[str, Installed], file: PatchedFile, copy: Copy) 
     # The plan was made from this text a moment ago; without it nothing of the module would have been patched.
     assert text is not None
     return plan_swap(sys.modules[copy.module], copy, str(installed.root / file.path), text)
+
+
+def _apply(swaps: Mapping[str, Swap], undo: list[Callable[[], None]]) -> tuple[str, str] | None:
+    """Apply all; None, or which one fails, and why: then none is applied.
+
+    Args:
+        swaps: by module.
+        undo: gets what takes each of them back.
+    """
+    done: list[Callable[[], None]] = []
+    for name, swap in swaps.items():
+        try:
+            done.append(swap.apply())
+        except PatchingError as error:
+            while done:
+                done.pop()()
+            return name, str(error)
+    undo += done
+    return None
 
 
 def _must_hold(environ: Mapping[str, str], more: tuple[gates.Gate, ...]) -> bool:

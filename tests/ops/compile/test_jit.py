@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -20,6 +22,7 @@ from packaging.version import Version
 
 from vllm_hwplugin import cachedir
 from vllm_hwplugin.ops.compile import built, jit, toolchain, torch_build
+from vllm_hwplugin.ops.compile import ninja as ninja_module
 from vllm_hwplugin.ops.compile.ninja import build, script
 from vllm_hwplugin.ops.compile.plan import BuildPlan
 from vllm_hwplugin.ops.compile.spec import KernelSpec, KernelUnavailable
@@ -131,15 +134,83 @@ def test_of_many_that_ask_one_builds(own_cache: Path, kernel: KernelSpec, torch_
 
 
 def test_who_waits_too_long_says_so(own_cache: Path, plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    from filelock import FileLock
-
     folder = own_cache / "kernels" / f"sample-{plan().key}"
     folder.mkdir(parents=True)
     for made in (own_cache, own_cache / "kernels", folder):
         made.chmod(0o700)
     monkeypatch.setattr(jit, "WAIT", 0.1)
-    with FileLock(folder / "lock"), pytest.raises(KernelUnavailable, match=r"another process has been building in .*"):
+    with (
+        jit._locked(folder / "lock"),
+        pytest.raises(KernelUnavailable, match=r"another process has been building in .*"),
+    ):
         jit.build_once(plan(), os.environ)
+
+
+def test_who_has_waited_for_a_build_that_failed_does_not_repeat_it(
+    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any
+) -> None:
+    nvcc.set("slow")
+    nvcc.set("broken")
+    said: list[str] = []
+
+    def ask() -> None:
+        with pytest.raises(KernelUnavailable) as failure:
+            jit.provide(kernel, torch_cuda)
+        said.append(str(failure.value))
+
+    for _ in range(2):
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    # Once at each start.
+    assert len(nvcc.calls) == 2
+    assert sum("another process has just found that" in one for one in said) == 4
+    assert all("the compiler is broken" in one for one in said)
+    nvcc.set("broken", False)
+    assert sorted(path.name for path in jit.provide(kernel, torch_cuda).parent.iterdir()) == [
+        "built.json",
+        "lock",
+        "sample.so",
+    ]
+
+
+def test_a_compiler_that_hangs_is_ended_with_all_that_ninja_started(
+    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ninja_module, "TIME", 0.5)
+    nvcc.set("hangs")
+    with pytest.raises(KernelUnavailable, match=r"nvcc took more than 0.5 s over sample"):
+        jit.provide(kernel, torch_cuda)
+    compiler = int(nvcc.path.with_name("hangs").read_text())
+    for _ in range(100):
+        if not Path(f"/proc/{compiler}").exists() or " Z " in Path(f"/proc/{compiler}/stat").read_text():
+            break
+        time.sleep(0.02)
+    else:
+        pytest.fail("the compiler runs on")
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_file_systems_that_keep_no_locks_are_passed_over(
+    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(file: Any, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(jit.fcntl, "flock", flock)
+    with pytest.raises(KernelUnavailable, match=f"{own_cache}.*: .*{os.strerror(number)}.*set VLLM_HWPLUGIN_CACHE_DIR"):
+        jit.provide(kernel, torch_cuda)
+
+
+def test_a_library_that_is_not_whole_is_built_again(
+    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any
+) -> None:
+    library = jit.provide(kernel, torch_cuda)
+    os.truncate(library, 2)
+    assert jit.provide(kernel, torch_cuda).read_text() == "built\n"
+    assert len(nvcc.calls) == 4
 
 
 def test_a_build_that_was_cut_off_is_done_again(

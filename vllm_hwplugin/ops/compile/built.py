@@ -97,6 +97,9 @@ def _built(folder: Path, record: bytes) -> Built | None:
         library = folder / found["library"]
         if found["format"] != FORMAT or library.parent != folder or not library.is_file():
             return None
+        if library.stat().st_size != found["size"]:
+            # To load a part of one may end the process.
+            return None
         result = Built(
             library=library,
             kernel=found["kernel"],
@@ -111,7 +114,7 @@ def _built(folder: Path, record: bytes) -> Built | None:
         texts = (result.kernel, result.toolchain, result.version, result.torch, result.sources)
         whole = all(isinstance(text, str) for text in chain(texts, result.arch, result.flags, result.changes_numerics))
         return result if whole else None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         # A cache holds nothing that cannot be made anew.
         return None
 

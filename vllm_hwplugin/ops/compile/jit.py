@@ -2,17 +2,20 @@
 """Load a kernel's library: the wheel's, the cache's, or one that is built now.
 
 A kernel that cannot be had is no error: its operation has a torch reference, one warning says what is missing and what
-that costs, and this process does not try again. A failure is not kept on disk, because what was missing may be there
-the next time. So each worker of an engine tries for itself, one after the other.
+that costs, and this process does not try again. The next start does, because what was missing may be there by then;
+workers that have waited for a build that failed do not.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib
 import logging
 import os
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +23,7 @@ from packaging.version import Version
 
 from ...cachedir import UntrustedFolder, places, private_folder, writable
 from . import built, toolchain, torch_build
-from .ninja import build, find_ninja
+from .ninja import TIME, build, find_ninja
 from .plan import BuildPlan, make_plan, source_digest
 from .port import port_for
 from .spec import KernelSpec, KernelUnavailable, source_root
@@ -30,7 +33,10 @@ from .torch_build import TorchBuild
 logger = logging.getLogger("vllm.hwplugin")
 
 #: Seconds that a process waits for another one that builds the same library.
-WAIT = 900.0
+WAIT = TIME
+#: Beside a lock: why the last build failed.
+_FAILED: Final = "failed"
+_POLL_SECONDS: Final = 0.1
 
 #: Types of devices that a kernel may be built for.
 GPUS: Final = ("cuda", "musa")
@@ -160,15 +166,13 @@ def build_once(plan: BuildPlan, environ: Mapping[str, str]) -> Path:
     """The library in the cache; the first process of all that ask builds it, the others wait.
 
     The lock is the operating system's, so a dead holder's lock is free. On network file systems that do not keep locks
-    across hosts, two hosts may build the same library; each then puts a whole file in place.
+    across hosts, two hosts may build the same library; each then puts a whole file in place. A file system that keeps
+    no locks at all is passed over.
 
     Raises:
         KernelUnavailable: no folder can be used, the build failed, its result runs on other devices, or another process
             took too long over it.
     """
-    # torch depends on it, and there is a torch where this is called.
-    from filelock import FileLock, Timeout
-
     notes = []
     for candidate in _folders(plan, environ):
         try:
@@ -186,25 +190,65 @@ def build_once(plan: BuildPlan, environ: Mapping[str, str]) -> Path:
             notes.append(f"{folder} is on a file system that is mounted noexec")
             continue
         try:
-            with FileLock(folder / "lock", timeout=WAIT):
-                # Whoever held the lock before may have built it.
+            failed_before = _failure(folder)
+            with _locked(folder / "lock"):
+                # Whoever held the lock before may have built it, or have found that it cannot be built.
                 if (ready := _ready(plan, folder)) is not None:
                     return ready
+                if (failed := _failure(folder)) != failed_before and failed is not None:
+                    raise KernelUnavailable(f"another process has just found that {failed.partition(' ')[2]}")
                 logger.info("building the kernel %s with %s", plan.kernel.name, plan.toolchain.path)
-                build(plan, folder, environ)
+                try:
+                    build(plan, folder, environ)
+                except KernelUnavailable as error:
+                    # The number makes it another one than the last, which may have had the same reason.
+                    (folder / _FAILED).write_text(f"{time.time_ns()} {error}", encoding="utf-8")
+                    raise
+                (folder / _FAILED).unlink(missing_ok=True)
                 if (ready := _ready(plan, folder)) is not None:
                     return ready
                 raise KernelUnavailable(
                     f"what {plan.toolchain.path} built for {' '.join(plan.arch)} does not run on every device here, "
                     f"which are {', '.join('{}.{}'.format(*one) for one in plan.torch.capabilities)}"
                 )
-        except Timeout as error:
+        except TimeoutError as error:
             raise KernelUnavailable(f"another process has been building in {folder} for {WAIT:g} s") from error
         except OSError as error:
-            notes.append(str(error))
+            notes.append(f"{folder}: {error}")
     raise KernelUnavailable(
         f"no folder for built kernels can be used: {'; '.join(notes)}; set VLLM_HWPLUGIN_CACHE_DIR to a folder that can"
     )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a file's lock alone.
+
+    Some releases of `filelock` that vLLM allows wait for ever where a file system keeps no locks, or raise what is no
+    OSError; so this asks the operating system.
+
+    Raises:
+        TimeoutError: another process has held it for `WAIT` seconds.
+        OSError: the file system keeps no locks.
+    """
+    with open(path, "ab") as file:
+        end = time.monotonic() + WAIT
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise TimeoutError(path) from None
+                time.sleep(_POLL_SECONDS)
+        yield
+
+
+def _failure(folder: Path) -> str | None:
+    try:
+        return (folder / _FAILED).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
 
 
 def _renew_lock() -> None:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from ...cachedir import write_atomically
 from .plan import BuildPlan
@@ -22,6 +23,9 @@ from .toolchain import find_tool
 
 #: The file beside a library that says what it was built with.
 RECORD = "built.json"
+
+#: Seconds that a build may take. vLLM's API servers wait 600 for an engine.
+TIME: Final = 400.0
 
 _TAIL = 2000
 
@@ -34,15 +38,36 @@ def build(plan: BuildPlan, folder: Path, environ: Mapping[str, str]) -> Path:
         environ: of the commands; PATH is read there too.
 
     Raises:
-        KernelUnavailable: ninja is missing, a command failed, or the sources cannot be ported to this compiler.
+        KernelUnavailable: ninja is missing, a command failed or took too long, or the sources cannot be ported to this
+            compiler.
         OSError: the folder cannot be written to.
     """
     work = folder / "building"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(mode=0o700)
     (work / "build.ninja").write_text(script(plan.ported(work / "ported")), encoding="utf-8")
-    command = [find_ninja(environ), "-C", str(work)]
-    done = subprocess.run(
+    code, output = _run([find_ninja(environ), "-C", str(work)], environ)
+    if code != 0:
+        # The folder is left as it is: the commands can be run again by hand.
+        happened = f"took more than {TIME:g} s over" if code is None else "did not build"
+        raise KernelUnavailable(
+            f"{plan.toolchain.path} {happened} {plan.kernel.name}; run `ninja -C {work}` to see it again; "
+            f"the end of its output: {output[-_TAIL:].strip()}"
+        )
+    library = folder / plan.library
+    with open(work / plan.library, "rb") as made:
+        # Before the record, so that a power cut leaves no half of it behind a record.
+        os.fsync(made.fileno())
+    os.replace(work / plan.library, library)
+    record = {**plan.record(), "size": library.stat().st_size}
+    write_atomically(folder / RECORD, json.dumps(record, indent=1).encode())
+    shutil.rmtree(work, ignore_errors=True)
+    return library
+
+
+def _run(command: list[str], environ: Mapping[str, str]) -> tuple[int | None, str]:
+    """The exit status, None where it had to be ended with all that it started, and what it said."""
+    process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -51,17 +76,16 @@ def build(plan: BuildPlan, folder: Path, environ: Mapping[str, str]) -> Path:
         stdin=subprocess.DEVNULL,
         env=environ,
     )
-    if done.returncode != 0:
-        # The folder is left as it is: the commands can be run again by hand.
-        raise KernelUnavailable(
-            f"{plan.toolchain.path} did not build {plan.kernel.name}; run `ninja -C {work}` to see it again; "
-            f"the end of its output: {done.stdout[-_TAIL:].strip()}"
-        )
-    library = folder / plan.library
-    os.replace(work / plan.library, library)
-    write_atomically(folder / RECORD, json.dumps(plan.record(), indent=1).encode())
-    shutil.rmtree(work, ignore_errors=True)
-    return library
+    try:
+        output, _ = process.communicate(timeout=TIME)
+    except BaseException as error:
+        # ninja then ends its commands, which have process groups of their own.
+        process.terminate()
+        output, _ = process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        return None, output
+    return process.returncode, output
 
 
 def script(plan: BuildPlan) -> str:

@@ -45,7 +45,9 @@ def find_tool(name: ToolName, environ: Mapping[str, str]) -> str | None:
             package: Any = importlib.import_module("ninja")
         except ImportError:
             return None
-        found = str(Path(package.BIN_DIR) / "ninja")
+        # A folder of that name, wherever Python looks for modules, is a package without it.
+        folder = getattr(package, "BIN_DIR", None)
+        found = None if folder is None else str(Path(folder) / "ninja")
     return found
 
 
