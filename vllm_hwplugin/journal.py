@@ -147,8 +147,9 @@ def pids() -> str:
 
 
 def ticks(pid: int) -> int:
-    """When a process began, in the kernel's clock ticks since boot, which no change of the clock moves; 0 where there is
-    no such process, or one that has ended and is still listed.
+    """When a process began, in the kernel's clock ticks since boot, which no change of the clock moves.
+
+    0 where there is no such process, or one that has ended and is still listed.
     """
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

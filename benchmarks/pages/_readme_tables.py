@@ -25,9 +25,9 @@ _START_NAMES = ["vLLM", "target", "drafts", "model runner", "KV blocks", "first 
 _START_HOW = (
     "Stock → with the plugin, at vLLM's own memory share, requests at once and capture sizes. A later start is alone "
     "on the device, with filled caches. The first starts ran side by side, so they say how long one takes beside "
-    "others. A second start compiled Triton's kernels once more, and the plugin had more of them to compile: vLLM has "
-    "Triton keep them in a folder of the model while it compiles that, and not where it loads what it compiled. Those "
-    "of the graphs that the plugin records itself are now kept for both, which nobody has timed. "
+    "others. A second start compiles Triton's kernels once more, in stock vLLM, too: vLLM has Triton keep them in a "
+    "folder of the model while it compiles that, and not where it loads what it compiled. Those of the graphs that the "
+    "plugin records itself are kept for both. "
     "What larger capture sizes do to the KV cache is in [drafter-graphs.md](drafter-graphs.md#capture-sizes)."
 )
 

@@ -50,7 +50,7 @@ def test_a_library_is_shown_with_what_it_was_built_with(tmp_path: Path, monkeypa
         "format": 1, "kernel": "topk_softmax", "library": "topk_softmax.so", "key": "0123", "sources": "4567",
         "toolchain": "nvcc", "version": "13.0.88", "torch": "2.13.0+cu130", "arch": ["-gencode=arch=x"],
         "flags": [{"flags": ["-O3"], "reason": "speed"}, {"flags": ["--use_fast_math"], "reason": "more of it"}],
-        "changes_numerics": ["--use_fast_math"],
+        "changes_numerics": ["--use_fast_math"], "size": 0,
     }  # fmt: skip
     (folder / "built.json").write_text(json.dumps(built))
     found = _diagnosis.diagnose({"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path)})

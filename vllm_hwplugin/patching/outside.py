@@ -212,6 +212,8 @@ def find_outside(environ: Mapping[str, str], own: Catalogue) -> Found:
                 continue
             loaded = load_outside(folder, read=read)
             refuse_taken(loaded, catalogues, own)
+        except FileNotFoundError as error:
+            troubles.append(Trouble(where, f"{error.filename} is not there; expected a folder with a catalogue.toml"))
         except (HwpluginError, OSError) as error:
             troubles.append(Trouble(where, str(error)))
         except Exception as error:

@@ -274,9 +274,8 @@ def check(planned: Sequence[Case], host: Host, sides: Sequence[str] = SIDES) -> 
                 )
             continue
         if host.device == "cpu":
-            raise NotOnThisHost(
-                f"--shape {case.shape} needs a GPU: vLLM's CPU sampler has no synthetic acceptance; use --shape tiny"
-            )
+            why = "" if case.method == NO_DRAFTS else ": vLLM's CPU sampler has no synthetic acceptance"
+            raise NotOnThisHost(f"--shape {case.shape} needs a GPU{why}; use --shape {TINY}")
         if (reason := why_not(case.shape, case.method, Version(host.vllm), on_v2=any(map(on_v2, sides)))) is not None:
             raise NotOnThisHost(reason)
         needed = SHAPES[case.shape].tensor_parallel_size

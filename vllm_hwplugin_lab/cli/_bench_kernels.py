@@ -112,7 +112,10 @@ def _run(
     console = console_for(json_file)
     host = bench.detect_host() if device is None else bench.detect_host(device=device)
     if host.device not in devices:
-        raise bench.HostUnknown(f"`bench {kind}` measures kernels of a GPU; vLLM runs on {host.name} ({host.device})")
+        raise bench.HostUnknown(
+            f"`bench {kind}` measures kernels of a GPU; vLLM runs on {host.name} ({host.device}): run it on a GPU host, "
+            "or `vllm-hwplugin demo` here"
+        )
     console.print(f"vLLM {host.vllm} on {host.name}, torch {host.torch}", highlight=False)
     settings = {"seconds": seconds, "only": only, "seed": seed, "limit": _LIMITS[kind]}
     job = {"kind": kind, "device": host.device, "seed": seed}

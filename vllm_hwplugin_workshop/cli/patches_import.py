@@ -75,6 +75,8 @@ def import_change(arguments: Sequence[str]) -> int:
     good = [item for item in carried if item.outcome is Outcome.APPLIES]
     made = written(good)
     line(f"{change.title or 'a change'} ({change.origin})")
+    if folder is None and not change.title and options.id is None:
+        line("to write it, name the feature with --id: the diff has no commit's subject")
     for path in change.paths:
         line(f"  {path}")
     for left in change.left_out:

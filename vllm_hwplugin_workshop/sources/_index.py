@@ -198,6 +198,7 @@ class Index:
         # Like pip, answer from the indexes that do; but "no such version" is only sure when all of them did.
         if failures and not found:
             raise failures[0]
+        self.notes |= {f"{error}; answered from the other indexes, which may lack a release": None for error in failures}
         return [one for one in found if one is not None and one.project == canonicalize_name(project)]
 
 

@@ -191,8 +191,11 @@ def test_page_that_is_no_index(server: Any, index: Index) -> None:
 def test_extra_index(server: Any, tmp_path: Path) -> None:
     """As with pip, one index that does not answer does not hide another that does."""
     config = PipConfig(index_url="http://127.0.0.1:9/simple", extra_index_urls=("file:///nowhere", server.url))
-    source = IndexSource("0.33.0", Index(config, tmp_path / "cache", retries=0))
-    assert source.read("vllm/a.py") == "x = 1\r\n"
+    index = Index(config, tmp_path / "cache", retries=0)
+    assert IndexSource("0.33.0", index).read("vllm/a.py") == "x = 1\r\n"
+    (note,) = index.notes
+    assert "127.0.0.1" in note
+    assert "answered from the other indexes" in note
 
 
 def test_only_file_addresses(tmp_path: Path) -> None:
