@@ -113,8 +113,8 @@ def _run(
     host = bench.detect_host() if device is None else bench.detect_host(device=device)
     if host.device not in devices:
         raise bench.HostUnknown(
-            f"`bench {kind}` measures kernels of a GPU; vLLM runs on {host.name} ({host.device}): run it on a GPU host, "
-            "or `vllm-hwplugin demo` here"
+            f"`bench {kind}` measures kernels of a GPU; vLLM runs on {host.name} ({host.device}): run it on a host "
+            "with a GPU, or `vllm-hwplugin demo` here"
         )
     console.print(f"vLLM {host.vllm} on {host.name}, torch {host.torch}", highlight=False)
     settings = {"seconds": seconds, "only": only, "seed": seed, "limit": _LIMITS[kind]}

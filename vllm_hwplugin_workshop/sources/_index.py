@@ -198,7 +198,8 @@ class Index:
         # Like pip, answer from the indexes that do; but "no such version" is only sure when all of them did.
         if failures and not found:
             raise failures[0]
-        self.notes |= {f"{error}; answered from the other indexes, which may lack a release": None for error in failures}
+        told = (f"{error}; answered from the other indexes, which may lack a release" for error in failures)
+        self.notes |= dict.fromkeys(told)
         return [one for one in found if one is not None and one.project == canonicalize_name(project)]
 
 
