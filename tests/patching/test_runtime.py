@@ -229,20 +229,21 @@ def test_a_whole_feature_that_cannot_be_patched_in_place_is_given_up_alone(proje
 
 
 def test_one_whose_new_import_cannot_be_had_is_given_up_alone(project: Project) -> None:
-    project.feature("imports", EDITS)
-    project.feature("other", OTHER_EDITS, gate=GATES[1])
+    beta = [("import double", "import double\nfrom operator import mul"), ("double(double(value))", "mul(value, 9)")]
+    project.feature("imports", {"vllm/v1/alpha.py": EDITS["vllm/v1/alpha.py"][1:3], "vllm/v1/beta.py": beta})
+    project.feature("other", {"vllm/v1/pack/__init__.py": EDITS["vllm/v1/pack/__init__.py"]}, gate=GATES[1])
     code = """
         import vllm.v1.beta as beta, vllm.v1.pack as pack
-        alpha.mul = object()
+        beta.mul = object()
         for _ in range(2):
             _runtime.force(["other", "imports"])
-        print(state("imports"), state("other"), alpha.double(2), beta.quadruple(1), pack.name())
+        print(state("imports"), state("other"), alpha.Runner().step(1), beta.quadruple(1), pack.name())
         print(list(record.modules.values()), "it is to import mul" in record.features["imports"]["reason"])
         _runtime._check_live()
         """
     assert project.start(PAST, code).stdout.splitlines() == [
-        "refused live 4 2 stock pack",
-        "['stock', 're-applied', 'stock'] True",
+        "refused live 2 4 patched pack",
+        "['stock', 'stock', 're-applied'] True",
     ]
 
 

@@ -365,7 +365,7 @@ OBSTACLES: Final = (
         lambda s: s.num_speculative_steps < 3 and str(s.num_speculative_steps),
     ),
     Obstacle(
-        "the target has no FULL graphs for decode batches, and the drafter follows it",
+        "vLLM has no graph of a draft step: decode batches have none, or each capture size is above max_num_seqs",
         _STEPS,
         lambda s: not s.decode_cudagraph_manager.needs_capture(),
     ),

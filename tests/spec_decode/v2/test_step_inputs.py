@@ -229,7 +229,10 @@ def test_a_target_without_its_graph_is_left_to_vllm(served: tuple[StepInputs, Ta
         BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=8, num_reqs=4, uniform_token_count=None),
     ):
         assert step(inputs, scheduled(), desc) is None
-    assert inputs._step_counts.outcomes() == {"no_full_graph": 3}
+    # Its prompt is in the prefix cache, but for the last token.
+    inputs._runner.req_states.num_computed_prefill_tokens[5] = 8
+    assert step(inputs, scheduled(), desc) is None
+    assert inputs._step_counts.outcomes() == {"no_full_graph": 3, "prompt": 1}
 
 
 def test_blocks_are_taken_over_when_a_request_has_new_ones(served: tuple[StepInputs, Tail, Graph]) -> None:

@@ -296,7 +296,7 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
     assert graphs.held is None
     # Without drafts vLLM has another sampler.
     step(2, prompts=2, hidden=elsewhere)
-    step(4)
+    step(4, hidden=elsewhere)
     step(2, grammar=object())
     step(2, has_structured_output_reqs=True)
     graphs._scores_prompt[1] = True

@@ -276,7 +276,8 @@ class StepInputs:
             return Reason.LARGER_BATCH
         shape = (desc.uniform_token_count, desc.num_reqs)
         if desc.cg_mode != CUDAGraphMode.FULL or shape[0] != width or shape not in self._graphs:
-            return Reason.NO_FULL_GRAPH
+            # The prefix cache may hold all of a prompt but its last token.
+            return Reason.PROMPT if self._has_prompt(self._rows(order)) else Reason.NO_FULL_GRAPH
         held = self._tail.held
         if held is not None and order == held.req_ids and not scheduled.scheduled_new_reqs:
             rows = held.rows

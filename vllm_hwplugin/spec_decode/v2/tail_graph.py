@@ -494,7 +494,9 @@ class TailGraphs:
             return Reason.NOT_CAPTURED, Reason.NOT_CAPTURED
         found = decode_query_len(batch, self.most_reqs)
         if not isinstance(found, Reason):
-            if hidden_states.data_ptr() != self._target()[0].data_ptr():
+            if batch.num_reqs > self.most_reqs[found]:
+                found = Reason.LARGER_BATCH
+            elif hidden_states.data_ptr() != self._target()[0].data_ptr():
                 found = Reason.NO_FULL_GRAPH
             else:
                 held = self.hold(batch.req_ids, batch.idx_mapping_np, found, batch.num_tokens_after_padding)
