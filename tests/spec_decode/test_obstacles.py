@@ -251,7 +251,7 @@ class Breakable:
         (speculator, "attn_groups", [[group(builder(FLEX), "draft")]], "(FlexAttention", Part.V2_STEPS),
         (speculator, "dp_size", 2, "data-parallel", Part.V2_STEPS),
         (speculator, "eplb_state", object(), "experts are balanced", Part.V2_STEPS),
-        (speculator, "decode_cudagraph_manager.needs_capture", lambda: False, "no graph of a draft step", Part.V2_STEPS),
+        (speculator, "decode_cudagraph_manager.needs_capture", lambda: False, "no graph of a draft", Part.V2_STEPS),
         (runner_v1, "speculative_config", None, "does not draft", PARTS[runner_v1]),
         (runner_v1, "drafter", None, "does not draft", PARTS[runner_v1]),
         (runner_v1, "speculative_config.method", "draft_model", "method is draft_model", PHASE),

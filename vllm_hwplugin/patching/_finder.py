@@ -101,14 +101,17 @@ class CopyFinder:
         finder would never be asked for a patched module. A spec of anything but the copy does not count.
         """
         names: set[str] = vars(self._asking).setdefault("names", set())
-        if fullname in names or self not in sys.meta_path:
+        finders = list(sys.meta_path)
+        if fullname in names or self not in finders:
             # The hook asks, or somebody asks this finder alone.
             return None
         names.add(fullname)
         try:
-            behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+            behind = finders[finders.index(self) + 1 :]
             for other in behind[: behind.index(PathFinder)] if PathFinder in behind else behind:
-                found: ModuleSpec | None = other.find_spec(fullname, path, target)
+                # Up to Python 3.11 one may have none.
+                find = getattr(other, "find_spec", None)
+                found: ModuleSpec | None = None if find is None else find(fullname, path, target)
                 if found is not None and spec is not None and found.origin == spec.origin:
                     return found
             return None

@@ -241,7 +241,11 @@ def _locked(path: Path) -> Iterator[None]:
                 if time.monotonic() > end:
                     raise TimeoutError(path) from None
                 time.sleep(_POLL_SECONDS)
-        yield
+        try:
+            yield
+        finally:
+            # A child that was forked meanwhile has the file open, too.
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _failure(folder: Path) -> str | None:
