@@ -3,7 +3,7 @@
 
 A decode batch has a FULL graph if its tokens are a whole multiple of 1 + k, and no more than the largest size. vLLM's
 own list counts tokens and ends at 512 of them, which are 128 requests with three drafts and 32 with fifteen; larger
-decode batches run without any graph. To these sizes come whole blocks of 1 + k tokens, up to `LARGEST`. A larger graph
+decode batches run without any graph. To these sizes come multiples of 1 + k tokens, up to `LARGEST`. A larger graph
 of a batch with prompts is padded, and loses where the device is busy anyway: so both runners time some before they
 capture them (`mixed_sizes`).
 

@@ -141,6 +141,8 @@ class TailGraphs:
         # The halves that no graph can have, and why.
         self._vllms: dict[Part, str] = {}
         self._failed = False
+        # Seconds that the recording for vLLM's estimate of memory took.
+        self._estimated = 0.0
         self._sampling, self._drafting = StepCounts(V2_TAIL_GRAPH, "sampling"), StepCounts(V2_TAIL_GRAPH, "drafting")
         self._forget()
 
@@ -213,6 +215,7 @@ class TailGraphs:
             self._leave_companions("there are no tail graphs")
             return
         if profile_only:
+            self._estimated = time.perf_counter() - started
             return
         # The smallest graph that holds a batch, which was recorded last.
         for graphs in self._graphs:
@@ -223,6 +226,7 @@ class TailGraphs:
             V2_TAIL_GRAPH,
             f"{len(shapes)} shapes of at most {max(self.most_reqs.values())} requests, captured in "
             f"{time.perf_counter() - started:.1f} s, {(reserved_memory() - reserved) / 2**20:.0f} MiB"
+            + (f"; the largest before that, for vLLM's estimate, in {self._estimated:.1f} s" if self._estimated else "")
             + "".join(f"; {_HALVES[part]}: {reason}" for part, reason in left.items()),
         )
         journal.use(V2_TAIL_GRAPH, True)
