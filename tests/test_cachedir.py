@@ -167,6 +167,24 @@ def test_a_link_of_another_user_is_refused_where_he_may_put_links(tmp_path: Path
         private_folder(tmp_path / "tmp" / "hop" / "deep")
 
 
+@pytest.mark.parametrize(
+    ("path", "trusted"),
+    [("/", True), ("/home", True), ("/home/group", False), ("/home/group/me", False), ("/me", False)],
+)
+def test_whom_a_user_namespace_does_not_know_is_root_where_nobody_else_makes_entries(
+    path: str, trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown = 65534
+    folder = Path("/me" if path == "/me" else "/home/group/me")
+    owned = os.stat_result((0o40755, 0, 0, 1, unknown, unknown, 0, 0, 0, 0))
+    monkeypatch.setattr(cachedir, "_unknown_owner", lambda: None)
+    with pytest.raises(UntrustedFolder, match="owned by user 65534"):
+        cachedir._judge_hop(path, owned, folder, "")
+    monkeypatch.setattr(cachedir, "_unknown_owner", lambda: unknown)
+    with contextlib.nullcontext() if trusted else pytest.raises(UntrustedFolder):
+        cachedir._judge_hop(path, owned, folder, "")
+
+
 def test_a_circle_of_links_is_no_endless_walk(tmp_path: Path) -> None:
     (tmp_path / "home" / "circle").symlink_to("circle")
     with pytest.raises(OSError, match="symbolic links"):

@@ -4,7 +4,8 @@
 Code is loaded from the cache, so a folder of it is trusted only if nobody but the user (and root) can change what it
 holds, and no other user can put something else in its place: every folder and link on the way to it is judged, and what
 is used from then on is the real path that was judged. That is decided by ownership and mode bits alone: POSIX ACLs show
-up in the group bits (the mask), network file systems that lie about owners are beyond what a process can see. Other
+up in the group bits (the mask), network file systems that lie about owners are beyond what a process can see. In a user
+namespace without the host's root, what lies directly below / counts as root's, whoever it seems to belong to. Other
 processes of the same user are not kept out: they could as well change the process itself.
 """
 
@@ -282,7 +283,8 @@ def _judge_code(path: str, found: os.stat_result) -> None:
 
 def _judge_hop(path: str, found: os.stat_result, folder: Path, way_out: str) -> None:
     where = path if path == str(folder) else f"{path}, on the way to {folder},"
-    if found.st_uid not in (0, os.geteuid()):
+    roots = path != str(folder) and _only_roots(path) and found.st_uid == _unknown_owner()
+    if found.st_uid not in (0, os.geteuid()) and not roots:
         raise UntrustedFolder(
             f"{where} is owned by user {found.st_uid}; expected user {os.geteuid()} or root: {way_out}"
         )
@@ -295,6 +297,24 @@ def _judge_hop(path: str, found: os.stat_result, folder: Path, way_out: str) -> 
         raise UntrustedFolder(
             f"{where} has mode {stat.S_IMODE(found.st_mode):04o} and can be written to by others; {mend} or {way_out}"
         )
+
+
+def _only_roots(path: str) -> bool:
+    """Whether root alone makes entries there."""
+    return len(Path(path).parts) <= 2 or path == str(SHARED_MEMORY)
+
+
+def _unknown_owner() -> int | None:
+    """The id of all whom this user namespace does not know, among them the host's root; None where it knows all.
+
+    Containers that an ordinary user starts, such as Apptainer's, are in such a namespace.
+    """
+    try:
+        if Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(2**32 - 1)]:
+            return None
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def writable(folder: Path) -> bool:
