@@ -8,7 +8,8 @@ and the blocks of its KV cache. The shapes are those of `vllm-hwplugin bench`, w
 A side has caches of its own for compiled code. They are filled by a first start of all sides at the same time, with a
 small KV cache each: so its seconds say what a first start takes beside others. More such starts, if `--fills` asks for
 them, are not measured: they fill what vLLM compiles elsewhere once it finds a compiled graph. Then each side starts
-alone on the device, all in turn, `--rounds` times.
+alone on the device, all in turn, `--rounds` times. The first of these may still compile kernels for sizes that follow
+from vLLM's own settings, so one round says little.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", default="0.6b")
     parser.add_argument("--case", action="append", metavar="METHOD:K", help="default: eagle3:3 and dflash:15")
     parser.add_argument("--side", action="append", help=f"default: {', '.join(bench.ALL_SIDES)}")
-    parser.add_argument("--rounds", type=int, default=1, help="starts of each side, alone on the device")
+    parser.add_argument("--rounds", type=int, default=2, help="starts of each side, alone on the device")
     parser.add_argument("--fills", type=int, default=2, help="starts of all sides at the same time before that")
     parser.add_argument("--json", type=Path, required=True)
     asked = parser.parse_args(arguments)

@@ -31,6 +31,8 @@ _START_HOW = (
     "What larger capture sizes do to the KV cache is in [drafter-graphs.md](drafter-graphs.md#capture-sizes)."
 )
 
+_FEW = ", which may have compiled kernels for sizes that those before it did not have"
+
 
 def costs(files: Sequence[Found]) -> str:
     """A feature that is no speed feature: a table of all files, and what they are of."""
@@ -45,7 +47,7 @@ def starts(files: Sequence[Found]) -> str:
     measured = (
         paragraph(
             f"`{file.name}`: {file.source}. Starts of each side before: {file.results['settings']['fills']}; "
-            f"later ones: {file.results['settings']['rounds']}."
+            f"later ones: {file.results['settings']['rounds']}{_FEW if file.results['settings']['rounds'] < 2 else ''}."
         )
         for file in files
     )
