@@ -275,7 +275,7 @@ def test_a_process_runs_that_has_not_ended_nor_left_its_id_to_a_later_one() -> N
     # Whatever the clock says by now.
     assert journals.is_running(dataclasses.replace(own, started="2020-01-01T00:00:00.000+00:00"))
     assert not journals.is_running(dataclasses.replace(own, ticks=own.ticks - 1))
-    assert not journals.is_running(dataclasses.replace(own, ticks=0))
+    assert not journals.is_running(dataclasses.replace(own, ticks=-1))
     ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     left = dataclasses.replace(own, pid=ended.pid, ticks=journal.ticks(ended.pid))
     assert journals.is_running(left)

@@ -46,7 +46,7 @@ class Journal:
 
     Attributes:
         pids: where a process's id is its own, see :func:`pids`; empty in a journal of an older plugin.
-        ticks: when the process began, see :func:`ticks`; 0 in a journal of an older plugin.
+        ticks: when the process began, see :func:`ticks`; -1 in a journal of an older plugin.
         role: see :func:`role`.
         argv: the interpreter and the names of long options, without any value: journals go into bug reports.
         features: feature id -> ``{"state": ..., "reason": ...}`` with the states of the plan.
@@ -82,7 +82,7 @@ class Journal:
     error: str | None = None
     format: int = FORMAT
     pids: str = ""
-    ticks: int = 0
+    ticks: int = -1
 
     @property
     def process(self) -> tuple[str, int]:
@@ -149,14 +149,14 @@ def pids() -> str:
 def ticks(pid: int) -> int:
     """When a process began, in the kernel's clock ticks since boot, which no change of the clock moves.
 
-    0 where there is no such process, or one that has ended and is still listed.
+    -1 where there is no such process, or one that has ended and is still listed.
     """
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         # proc(5): `state` is the third field, `starttime` the 22nd.
-        return 0 if state in "ZX" else int(fields[18])
+        return -1 if state in "ZX" else int(fields[18])
     except (OSError, ValueError, IndexError):
-        return 0
+        return -1
 
 
 def new(plugin_version: str) -> Journal:
@@ -328,7 +328,7 @@ def _prune() -> None:
     try:
         names = sorted(name for name in os.listdir(_folder) if name.endswith(".json"))
         for number, name in enumerate(names[:-KEPT]):
-            if number < len(names) - 4 * KEPT or not ticks(_pid(name)):
+            if number < len(names) - 4 * KEPT or ticks(_pid(name)) < 0:
                 (_folder / name).unlink(missing_ok=True)
     except OSError as error:
         logger.debug("journals in %s not pruned: %s", _folder, error)

@@ -78,7 +78,7 @@ def is_running(journal: Journal) -> bool:
     if journal.pids not in ("", pids()):
         return False
     # A later process may have the same id.
-    return journal.ticks != 0 and ticks(journal.pid) == journal.ticks
+    return journal.ticks >= 0 and ticks(journal.pid) == journal.ticks
 
 
 def _load(path: Path) -> Journal | None:

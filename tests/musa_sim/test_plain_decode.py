@@ -73,7 +73,7 @@ def test_graphs_without_a_drafter_change_nothing(runs: dict[str, Run]) -> None:
 def test_there_are_none_unless_they_are_asked_for(runs: dict[str, Run]) -> None:
     found = runs["features"]
     loads.assert_same(runs["stock"], found)
-    assert found.unused == dict.fromkeys(GRAPHS, "there is no speculative decoding")
+    assert found.unused == dict.fromkeys(GRAPHS, f"there is no speculative decoding, and {PLAIN_DECODE} is not set")
     replays = found.counts["graph_replays"]
     assert (replays["inputs"], replays["sampling"]) == (0, 0)
 

@@ -175,6 +175,16 @@ def test_a_hook_that_wraps_finders_sees_the_copy(finder: CopyFinder, first: bool
     assert module.__spec__.loader_state is hook
 
 
+def test_of_several_hooks_each_is_asked(finder: CopyFinder) -> None:
+    hooks = [Wrapping(), Wrapping()]
+    sys.meta_path[1:1] = hooks
+    module = importlib.import_module(ALPHA)
+    assert module.answer() == "patched"
+    assert all(ALPHA in hook.seen for hook in hooks)
+    # The first has the last word.
+    assert module.__spec__.loader_state is hooks[0]
+
+
 def test_what_a_hook_finds_of_another_file_does_not_count(finder: CopyFinder, site: Path) -> None:
     class Stock:
         def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:

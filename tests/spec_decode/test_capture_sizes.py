@@ -569,6 +569,8 @@ def test_released_v2_runners_estimate_about_what_graphs_take(
     first = made_by(profile=True)
     # Of each mode a few; of the others nobody needs to wait for a capture.
     assert len({tokens for tokens, mode in passes if mode == "PIECEWISE"}) == 4
+    # Passes that vLLM times then find no graph that is not there.
+    assert first.serves(65, 500) == "NONE 500"
     real = made_by()
     assert max(real.captured("FULL")) == LARGEST_MIXED
     estimate = estimated(first)

@@ -48,8 +48,8 @@ This page is made from `vllm_hwplugin/spec_decode/obstacles.py` (`make docs`).
 
 On V1 `v1-draft-phase` samples in graphs only where it drafts in them, and it and `draft-loop-graph` need the graphs of
 `draft-full-graph`. On Model Runner V2 `v2-step-inputs` needs a graph of `v2-tail-graph`. Where vLLM drafts, vLLM makes
-each step's attention metadata, which its drafter takes. An engine without a drafter has graphs of inputs and sampling
-only with `VLLM_HWPLUGIN_PLAIN_DECODE=1`.
+each step's attention metadata, which its drafter takes. An engine without a drafter has graphs only with
+`VLLM_HWPLUGIN_PLAIN_DECODE=1`: of inputs, of sampling and of mixed batches.
 
 | | {columns} |
 |---|{lines}
@@ -279,7 +279,6 @@ class Breakable:
         (runner_v1, "model_config.rswa_window", 64, "prompts", Part.V1_METADATA),
         (runner_v1, "cache_config.kv_sharing_fast_prefill", True, "share keys", Part.V1_METADATA),
         (runner_v1, "routed_experts_initialized", True, "slots are copied", Part.V1_METADATA),
-        # Mixed batches have graphs without drafts, too.
         (runner_v2, "speculator", None, "does not draft", PARTS[runner_v2]),
         (runner_v2, "rejection_sampler", None, "not verified", TAIL),
         (runner_v2, "speculative_config.method", "ngram", "method is ngram", MIXED),

@@ -6,11 +6,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import CodeType, MappingProxyType, ModuleType
+from typing import Any
 
 from ._errors import PatchingError
 from ._model import target_name
@@ -100,15 +101,12 @@ class CopyFinder:
         A hook such as wrapt's asks importlib for a module's spec, and wraps its loader. Those that stand behind this
         finder would never be asked for a patched module. A spec of anything but the copy does not count.
         """
-        names: set[str] = vars(self._asking).setdefault("names", set())
-        finders = list(sys.meta_path)
-        if fullname in names or self not in finders:
-            # The hook asks, or somebody asks this finder alone.
-            return None
-        names.add(fullname)
+        asking: dict[str, Iterator[Any]] = vars(self._asking)
+        outermost = fullname not in asking
+        # A hook that asks gets what the hooks behind it make of the copy.
+        behind = asking.setdefault(fullname, iter(self._finders_behind()))
         try:
-            behind = finders[finders.index(self) + 1 :]
-            for other in behind[: behind.index(PathFinder)] if PathFinder in behind else behind:
+            for other in behind:
                 # Up to Python 3.11 one may have none.
                 find = getattr(other, "find_spec", None)
                 found: ModuleSpec | None = None if find is None else find(fullname, path, target)
@@ -116,7 +114,14 @@ class CopyFinder:
                     return found
             return None
         finally:
-            names.discard(fullname)
+            if outermost:
+                del asking[fullname]
+
+    def _finders_behind(self) -> Sequence[Any]:
+        """Those that are asked after this one, up to Python's own for files; none where this one is not among them."""
+        finders = list(sys.meta_path)
+        behind = finders[finders.index(self) + 1 :] if self in finders else []
+        return behind[: behind.index(PathFinder)] if PathFinder in behind else behind
 
     def put_first(self) -> None:
         """Make this the finder that is asked first, wherever others have put themselves since."""

@@ -110,7 +110,9 @@ def _unused(worker: Any, vllm: Version) -> dict[str, Mapping[str, object]]:
     drafts = speculates | {"another stage of the pipeline drafts": drafter is None}
     on_v1 = {"the engine runs on Model Runner V1": not v2}
     plain = spec is None and gates.read(gates.PLAIN_DECODE).flag
-    tail = {} if plain and (not v2 or _decodes_plainly(worker)) else drafts
+    graphs: dict[str, object] = {f"there is no speculative decoding, and {gates.PLAIN_DECODE} is not set": spec is None}
+    graphs |= {reason: found for reason, found in drafts.items() if reason not in speculates}
+    tail = {} if plain and (not v2 or _decodes_plainly(worker)) else graphs
     decodes: dict[str, object] = {"the target does not decode in FULL CUDA graphs": mode.decode_mode().name != "FULL"}
     one_rank: dict[str, object] = {"there is one data parallel rank": parallel.data_parallel_size == 1}
     v1_graphs = drafts | {

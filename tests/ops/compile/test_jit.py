@@ -22,7 +22,6 @@ from packaging.version import Version
 
 from vllm_hwplugin import cachedir
 from vllm_hwplugin.ops.compile import built, jit, toolchain, torch_build
-from vllm_hwplugin.ops.compile import ninja as ninja_module
 from vllm_hwplugin.ops.compile.ninja import build, script
 from vllm_hwplugin.ops.compile.plan import BuildPlan
 from vllm_hwplugin.ops.compile.spec import KernelSpec, KernelUnavailable
@@ -176,13 +175,29 @@ def test_who_has_waited_for_a_build_that_failed_does_not_repeat_it(
     ]
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
 def test_a_compiler_that_hangs_is_ended_with_all_that_ninja_started(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any, monkeypatch: pytest.MonkeyPatch
+    own_cache: Path,
+    kernel: KernelSpec,
+    torch_cuda: TorchBuild,
+    nvcc: Any,
+    wrapped: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ninja_module, "TIME", 0.5)
+    if wrapped:
+        # As some releases of pip's ninja are.
+        script = tmp_path / "scripts" / "ninja"
+        script.parent.mkdir()
+        script.write_text(f'#!/bin/sh\n{toolchain.find_tool("ninja", os.environ)} "$@"\nexit $?\n')
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(jit, "WAIT", 3.0)
     nvcc.set("hangs")
-    with pytest.raises(KernelUnavailable, match=r"nvcc took more than 0.5 s over sample"):
+    started = time.monotonic()
+    with pytest.raises(KernelUnavailable, match=r"nvcc took more than 3 s over sample"):
         jit.provide(kernel, torch_cuda)
+    assert time.monotonic() - started < 30
     compiler = int(nvcc.path.with_name("hangs").read_text())
     for _ in range(100):
         if not Path(f"/proc/{compiler}").exists() or " Z " in Path(f"/proc/{compiler}/stat").read_text():
@@ -190,6 +205,23 @@ def test_a_compiler_that_hangs_is_ended_with_all_that_ninja_started(
         time.sleep(0.02)
     else:
         pytest.fail("the compiler runs on")
+
+
+def test_on_a_full_disk_the_compilers_words_are_said(
+    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc.set("broken")
+    write = Path.write_text
+
+    def full(path: Path, *arguments: Any, **more: Any) -> int:
+        if path.name == "failed":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(KernelUnavailable, match="the compiler is broken"):
+        jit.provide(kernel, torch_cuda)
+    assert len(nvcc.calls) == 1
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])

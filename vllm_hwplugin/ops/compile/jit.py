@@ -23,7 +23,7 @@ from packaging.version import Version
 
 from ...cachedir import UntrustedFolder, places, private_folder, writable
 from . import built, toolchain, torch_build
-from .ninja import TIME, build, find_ninja
+from .ninja import build, find_ninja
 from .plan import BuildPlan, make_plan, source_digest
 from .port import port_for
 from .spec import KernelSpec, KernelUnavailable, source_root
@@ -32,8 +32,8 @@ from .torch_build import TorchBuild
 
 logger = logging.getLogger("vllm.hwplugin")
 
-#: Seconds that a process waits for another one that builds the same library.
-WAIT = TIME
+#: Seconds that a build may take, and that a process waits for another one's. vLLM's API servers wait 600 for an engine.
+WAIT = 400.0
 #: Beside a lock: why the last build failed.
 _FAILED: Final = "failed"
 _POLL_SECONDS: Final = 0.1
@@ -199,10 +199,12 @@ def build_once(plan: BuildPlan, environ: Mapping[str, str]) -> Path:
                     raise KernelUnavailable(f"another process has just found that {failed.partition(' ')[2]}")
                 logger.info("building the kernel %s with %s", plan.kernel.name, plan.toolchain.path)
                 try:
-                    build(plan, folder, environ)
+                    build(plan, folder, environ, WAIT)
                 except KernelUnavailable as error:
-                    # The number makes it another one than the last, which may have had the same reason.
-                    (folder / _FAILED).write_text(f"{time.time_ns()} {error}", encoding="utf-8")
+                    # On a full disk those that wait try for themselves.
+                    with contextlib.suppress(OSError):
+                        # The number makes it another one than the last, which may have had the same reason.
+                        (folder / _FAILED).write_text(f"{time.time_ns()} {error}", encoding="utf-8")
                     raise
                 (folder / _FAILED).unlink(missing_ok=True)
                 if (ready := _ready(plan, folder)) is not None:

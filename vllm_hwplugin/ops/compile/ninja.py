@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,18 +25,18 @@ from .toolchain import find_tool
 #: The file beside a library that says what it was built with.
 RECORD = "built.json"
 
-#: Seconds that a build may take. vLLM's API servers wait 600 for an engine.
-TIME: Final = 400.0
-
 _TAIL = 2000
+#: Seconds for commands to end once they are told to.
+_END: Final = 10.0
 
 
-def build(plan: BuildPlan, folder: Path, environ: Mapping[str, str]) -> Path:
+def build(plan: BuildPlan, folder: Path, environ: Mapping[str, str], limit: float | None = None) -> Path:
     """Build the library in ``folder``, and write its record last, so that a record stands for a whole library.
 
     Args:
         folder: exists and is used by this process alone, for the time being.
         environ: of the commands; PATH is read there too.
+        limit: seconds that they may take.
 
     Raises:
         KernelUnavailable: ninja is missing, a command failed or took too long, or the sources cannot be ported to this
@@ -46,10 +47,10 @@ def build(plan: BuildPlan, folder: Path, environ: Mapping[str, str]) -> Path:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(mode=0o700)
     (work / "build.ninja").write_text(script(plan.ported(work / "ported")), encoding="utf-8")
-    code, output = _run([find_ninja(environ), "-C", str(work)], environ)
+    code, output = _run([find_ninja(environ), "-C", str(work)], environ, limit)
     if code != 0:
         # The folder is left as it is: the commands can be run again by hand.
-        happened = f"took more than {TIME:g} s over" if code is None else "did not build"
+        happened = f"took more than {limit:g} s over" if code is None else "did not build"
         raise KernelUnavailable(
             f"{plan.toolchain.path} {happened} {plan.kernel.name}; run `ninja -C {work}` to see it again; "
             f"the end of its output: {output[-_TAIL:].strip()}"
@@ -65,7 +66,7 @@ def build(plan: BuildPlan, folder: Path, environ: Mapping[str, str]) -> Path:
     return library
 
 
-def _run(command: list[str], environ: Mapping[str, str]) -> tuple[int | None, str]:
+def _run(command: list[str], environ: Mapping[str, str], limit: float | None) -> tuple[int | None, str]:
     """The exit status, None where it had to be ended with all that it started, and what it said."""
     process = subprocess.Popen(
         command,
@@ -75,13 +76,19 @@ def _run(command: list[str], environ: Mapping[str, str]) -> tuple[int | None, st
         errors="replace",
         stdin=subprocess.DEVNULL,
         env=environ,
+        start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=TIME)
+        output, _ = process.communicate(timeout=limit)
     except BaseException as error:
-        # ninja then ends its commands, which have process groups of their own.
-        process.terminate()
-        output, _ = process.communicate()
+        # Some releases of pip's ninja are a script that runs the program. That ends its commands, which have process
+        # groups of their own.
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            output, _ = process.communicate(timeout=_END)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output = ""
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         return None, output

@@ -64,7 +64,7 @@ def add_mixed_graphs(runner: Any) -> None:
     An engine without a drafter has none, unless it is asked for graphs.
 
     Raises:
-        FeatureRequired: the engine cannot have them, and the feature's gate says `on`.
+        FeatureRequired: an engine with a drafter cannot have them, and the feature's gate says `on`.
     """
     if runner.speculator is None and not decodes_plainly(runner):
         return

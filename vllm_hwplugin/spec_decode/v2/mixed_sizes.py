@@ -77,7 +77,7 @@ def _never_replayed(manager: Any, dropped: Set[Any]) -> set[Any]:
     mixed = [
         desc
         for desc in planned.get(CUDAGraphMode.FULL, ())
-        # Up to 0.29 no graph has a bound on its requests' tokens, and those of a decode batch are uniform.
+        # Before 0.28 no graph has a bound on its requests' tokens, and those of a decode batch are uniform.
         if desc not in dropped and desc.uniform_token_count is None and getattr(desc, "max_query_len", None) is None
     ]
     requests: int = manager.max_num_reqs
@@ -108,7 +108,10 @@ def _sample(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
         forward(CUDAGraphMode.PIECEWISE)
         taken = before - _free_memory()
     vars(manager)[_LEFT_OUT] = (len(pieces) - len(samples)) * max(taken, _LEAST)
-    # They are there, and a replay would read what ranks of tensor parallelism have not exchanged yet.
+    # A replay of one would read what ranks of tensor parallelism have not exchanged yet, and a pass that vLLM times
+    # meanwhile would look for one that is not there.
+    for found in manager._candidates.values():
+        found[:] = [desc for desc in found if desc.cg_mode != CUDAGraphMode.PIECEWISE]
     pieces.clear()
 
 
