@@ -6,6 +6,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -181,4 +182,15 @@ def make_dflash(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
         drafter.host = make_host(runner, drafter, LAYER, block_size=BLOCK, build=build)
         return drafter
 
+    return made
+
+
+@pytest.fixture
+def entry() -> Any:
+    """This process's journal, in which `capture-sizes` is live."""
+    from vllm_hwplugin import journal
+
+    made = journal.new("0")
+    made.features = {"capture-sizes": {"state": "live", "reason": ""}}
+    journal.begin(made, None)
     return made

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Larger graphs of mixed batches where they win, and what vLLM's estimate of memory captures, on released runners."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from vllm.config.compilation import CUDAGraphMode
+
+from vllm_hwplugin import journal
+from vllm_hwplugin.spec_decode import mixed_sizes
+from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, LARGEST_MIXED, sampled, two_samples
+from vllm_hwplugin.spec_decode.v1 import mixed_sizes as v1_mixed_sizes
+from vllm_hwplugin.spec_decode.v2 import mixed_graphs
+from vllm_hwplugin.spec_decode.v2 import mixed_sizes as v2_mixed_sizes
+from vllm_hwplugin.versions import SUPPORTED
+
+from ..conftest import versions
+from .graph_manager import MODE, Manager, Memory
+from .released import texts
+from .sized_configs import V1, V2, config_of, dispatcher_of, fill_of, made, method_of, methods
+
+
+class Clock:
+    """Stands for the time that passes take: the host's for launching, or the device's for the tokens."""
+
+    def __init__(self, per_token: float, eager: float = 13e-3, graph: float = 5e-3) -> None:
+        self._host = {"NONE": eager, "PIECEWISE": graph}
+        self._per_token, self._now, self._seen = per_token, 0.0, 0
+
+    def read(self, passes: list[tuple[int, str]]) -> float:
+        for tokens, mode in passes[self._seen :]:
+            self._now += max(self._host[mode], tokens * self._per_token)
+        self._seen = len(passes)
+        return self._now
+
+
+def timed_by(clock: Clock, passes: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_sizes, "reserved_memory", lambda: 0)
+    monkeypatch.setattr(mixed_sizes, "time", SimpleNamespace(perf_counter=lambda: clock.read(passes)))
+
+
+#: 0.6B: the host's launches take longer than 4096 tokens. 8B: they do not, from 500 tokens on; between them, 1024.
+TARGETS = pytest.mark.parametrize(("per_token", "largest"), [(2.2e-6, LARGEST_MIXED), (26e-6, 512), (12e-6, 1024)])
+
+
+@TARGETS
+@pytest.mark.parametrize("seqs", [64, 1024])
+@pytest.mark.parametrize("version", versions(*V2, among=("0.24.0", "0.26.0", "0.33.0")))
+def test_larger_graphs_of_mixed_batches_are_kept_where_they_win(
+    entry: journal.Journal,
+    version: str,
+    seqs: int,
+    per_token: float,
+    largest: int,
+    vllm_tree: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree, clock, passes = vllm_tree(version), Clock(per_token), []
+    config = made(config_of(seqs=seqs, v2=True), fill_of(tree))
+    timed_by(clock, passes, monkeypatch)
+    settled: list[list[tuple[int, str]]] = []
+    monkeypatch.setattr(mixed_sizes, "settle_all_reduce", lambda: settled.append(passes[-2:]))
+
+    # A FULL one goes where the PIECEWISE one goes, and is taken back with it.
+    full = mixed_graphs.SIZES if version != "0.24.0" else ()
+    manager = Manager(tree, config, monkeypatch, full, passes=passes)
+    assert max(manager.captured("PIECEWISE"), default=None) == (None if full and seqs == 64 else largest)
+    assert max(manager.captured("FULL")) == min(max(largest, LARGEST), 4 * seqs)
+    assert manager.serves(9, largest) == f"{'FULL' if full else 'PIECEWISE'} {largest}"
+    if largest < LARGEST_MIXED:
+        assert manager.serves(9, largest + 1) == f"NONE {largest + 1}"
+    assert f"up to {largest} tokens" in entry.decisions["capture-sizes of mixed batches"]
+    # Ranks of tensor parallelism exchange what a graph reads behind its capture, and before it is replayed.
+    captured = [run for run in settled if run[1][1] == "PIECEWISE"]
+    assert captured
+    assert all(run == [(run[0][0], "NONE"), (run[0][0], "PIECEWISE")] for run in captured)
+    # As after vLLM's profile of memory: what was found holds, and nothing is timed again.
+    passes.clear()
+    again = Manager(tree, config, monkeypatch, full, passes=passes)
+    assert again.captured("PIECEWISE") == manager.captured("PIECEWISE")
+    assert passes.count((LARGEST_MIXED, "PIECEWISE")) <= 1
+    assert again.made.hidden_states.shape[0] == max(
+        desc.num_tokens for descs in again.made._capture_descs.values() for desc in descs
+    )
+
+
+class Runner:
+    """What the V1 runner's dispatchers and passes are for `settled`; it holds the graphs that vLLM's wrappers would."""
+
+    def __init__(self, tree: Any, config: Any, passes: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.compilation_config, self.parallel_config = config.compilation_config, config.parallel_config
+        self.cudagraph_dispatcher = dispatcher_of(tree, config)
+        self.drafter = SimpleNamespace(cudagraph_dispatcher=dispatcher_of(tree, config))
+        self.model, self._passes, self.most_tokens = object(), passes, LARGEST_MIXED
+        self.failure: Exception = RuntimeError("CUDA error: out of memory")
+        self.graphs: dict[Any, object] = {}
+        wrapper = SimpleNamespace(concrete_cudagraph_entries=self.graphs, graph_pool=(0, 1))
+        monkeypatch.setattr(mixed_sizes.CUDAGraphWrapper, "_all_instances", [wrapper])
+        monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+        monkeypatch.setattr(v1_mixed_sizes, "reserved_memory", lambda: 0)
+
+    def _dummy_run(self, num_tokens: int, *, cudagraph_runtime_mode: CUDAGraphMode, **more: bool) -> None:
+        assert more == {"skip_eplb": True, "remove_lora": False, "is_graph_capturing": True}
+        self._passes.append((num_tokens, cudagraph_runtime_mode.name))
+        if cudagraph_runtime_mode != CUDAGraphMode.NONE:
+            if num_tokens > self.most_tokens:
+                raise self.failure
+            # That of a DFlash drafter has no more tokens than decode batches may have.
+            for tokens in (num_tokens, min(num_tokens, 256)):
+                self.graphs[self.cudagraph_dispatcher.dispatch(tokens)[1]] = object()
+
+    def captured(self) -> dict[str, int]:
+        """Tokens of the largest graph by mode, as vLLM's `capture_model` would capture them."""
+        found = v1_mixed_sizes.settled(self, self.cudagraph_dispatcher.get_capture_descs())
+        return {mode.name: descs[0].num_tokens for mode, descs in found}
+
+
+@TARGETS
+@pytest.mark.parametrize("seqs", [64, 1024])
+@pytest.mark.parametrize("version", versions(*V1))
+def test_larger_graphs_of_mixed_batches_are_kept_on_the_v1_runner(
+    entry: journal.Journal,
+    version: str,
+    seqs: int,
+    per_token: float,
+    largest: int,
+    vllm_tree: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree, clock, passes = vllm_tree(version), Clock(per_token), []
+    config = made(config_of(seqs=seqs), fill_of(tree))
+    timed_by(clock, passes, monkeypatch)
+    runner = Runner(tree, config, passes, monkeypatch)
+    expected = {"PIECEWISE": largest, "FULL": min(max(largest, LARGEST), 4 * seqs)}
+    assert runner.captured() == expected
+    assert f"up to {largest} tokens" in entry.decisions["capture-sizes of mixed batches"]
+    # What vLLM measures of the first capture includes what the graphs of the comparison needed.
+    assert not runner.graphs
+    # vLLM has measured what the graphs need, and begins anew: nothing is timed again.
+    passes.clear()
+    for dispatcher in (runner.cudagraph_dispatcher, runner.drafter.cudagraph_dispatcher):
+        dispatcher.initialize_cudagraph_keys(MODE, config.uniform_decode_query_len)
+    assert runner.captured() == expected
+    assert not passes
+    # No batch is padded to a graph that was not captured.
+    for dispatcher in (runner.cudagraph_dispatcher, runner.drafter.cudagraph_dispatcher):
+        assert dispatcher.dispatch(largest - 1)[0] == CUDAGraphMode.PIECEWISE
+        assert dispatcher.dispatch(largest + 1)[0] == CUDAGraphMode.NONE
+        decodes = expected["FULL"]
+        assert dispatcher.dispatch(decodes, uniform_decode=True)[0] == CUDAGraphMode.FULL
+        assert dispatcher.dispatch(decodes + 4, uniform_decode=True)[0] == CUDAGraphMode.NONE or decodes < largest
+
+
+@pytest.mark.parametrize("full", [(), mixed_graphs.SIZES], ids=["decodes", "mixed"])
+@pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.29.0") :]))
+def test_released_v2_runners_estimate_about_what_graphs_take(
+    entry: journal.Journal, version: str, full: Sequence[int], vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the KV cache lacks it: by vLLM's two samples decodes alone would be several times of that."""
+    tree, passes = vllm_tree(version), list[tuple[int, str]]()
+    timed_by(Clock(2.2e-6), passes, monkeypatch)
+    config = made(config_of(v2=True), fill_of(tree))
+    made_by = partial(Manager, tree, config, monkeypatch, full, passes=passes)
+    first = made_by(profile=True)
+    # Of each mode a few; of the others nobody needs to wait for a capture.
+    assert len({tokens for tokens, mode in passes if mode == "PIECEWISE"}) == 4
+    # Passes that vLLM times then find no graph that is not there.
+    assert first.serves(65, 500) == "NONE 500"
+    real = made_by()
+    assert max(real.captured("FULL")) == LARGEST_MIXED
+    estimate = estimated(first)
+    # With both of 4096 tokens in front nobody sees the parts of the next size.
+    assert 0.9 * real.memory.taken <= estimate < 1.1 * real.memory.taken
+
+
+def estimated(manager: Manager) -> int:
+    """What the patched `profile_cudagraph_memory` returns after the capture; it makes a KV cache and needs a device."""
+    (found,) = [
+        node
+        for node in ast.parse(manager.text).body
+        if isinstance(node, ast.FunctionDef) and node.name == "profile_cudagraph_memory"
+    ]
+    blocks = [node for node in ast.walk(found) if isinstance(node, ast.Try)]
+    (body,) = [node.body for node in blocks if any(isinstance(one, ast.Return) for one in node.body)]
+    start = next(number for number, node in enumerate(body) if "num_full_graphs" in ast.unparse(node))
+    function = ast.parse("def estimate(manager, measured, mem_samples): pass").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    function.body = body[start:]
+    exec(compile(ast.Module([function], []), "released estimate", "exec"), names := dict(vars(manager.module)))
+    found_bytes: int = names["estimate"](manager.made, manager.memory.taken, manager.made._capture_mem_samples)
+    return found_bytes
+
+
+@pytest.mark.parametrize("seqs", [64, 1024])
+@pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.26.0") :]))
+def test_graphs_that_no_batch_would_get_are_not_captured(
+    entry: journal.Journal, version: str, seqs: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, passes = vllm_tree(version), list[tuple[int, str]]()
+    timed_by(Clock(2.2e-6), passes, monkeypatch)
+    config = made(config_of(seqs=seqs, v2=True), fill_of(tree))
+    forgotten: list[int] = []
+    monkeypatch.setattr(v2_mixed_sizes, "forget", forgotten.append)
+    manager = Manager(tree, config, monkeypatch, mixed_graphs.SIZES, passes=passes)
+    pieces = set(manager.captured("PIECEWISE"))
+    # 64 requests at most have FULL graphs of any batch.
+    needed = {size for size in config.compilation_config.cudagraph_capture_sizes if seqs > 64 and size > 64}
+    assert pieces == needed
+    assert {tokens for tokens, mode in passes if mode == "PIECEWISE"} - pieces <= {*forgotten}
+    assert manager.serves(64, 65) == "FULL 96"
+    assert seqs == 64 or manager.serves(65, 65) == "PIECEWISE 72"
+
+
+@pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.29.0") :]))
+def test_attention_without_full_graphs_has_its_memory_estimated(
+    entry: journal.Journal, version: str, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the worker finds that out, when the sizes are there."""
+    monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "decode")
+    tree = vllm_tree(version)
+    config = made(config_of(v2=True), fill_of(tree))
+    manager = Manager(tree, config, monkeypatch, profile=True, mode=CUDAGraphMode.PIECEWISE)
+    assert manager.made._capture_mem_samples == []
+    assert v2_mixed_sizes.left_out(manager.made)
+
+
+PROFILE = "profile_cudagraph_memory"
+WRAPPERS = ("CUDAGraphWrapper", "BreakableCUDAGraphWrapper")
+
+
+@pytest.mark.parametrize("version", versions(*V1, "vllm/v1/worker/gpu_model_runner.py"))
+def test_released_v1_runners_estimate_about_what_graphs_take(
+    entry: journal.Journal, version: str, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, passes, memory = vllm_tree(version), list[tuple[int, str]](), Memory()
+    timed_by(Clock(2.2e-6), passes, monkeypatch)
+    text = texts(tree)("vllm/v1/worker/gpu_model_runner.py") or ""
+    wrappers = SimpleNamespace(_all_instances=[], clear_all_graphs=lambda: None)
+    # What it names beside these takes no memory.
+    found = [node for node in ast.walk(methods(text, "GPUModelRunner")[PROFILE]) if isinstance(node, ast.Name)]
+    names = dict.fromkeys({node.id for node in found} - {node.id for node in found if isinstance(node.ctx, ast.Store)})
+    names = {name: MagicMock() for name in names if not hasattr(builtins, name)}
+    names |= {"torch": torch, "CUDAGraphMode": CUDAGraphMode, "sampled": sampled, "two_samples": two_samples}
+    names |= {"settled": v1_mixed_sizes.settled, **dict.fromkeys(WRAPPERS, wrappers)}
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", memory.info, raising=False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory.info)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+
+    class Profiled(Runner):
+        max_model_len, max_num_tokens, lora_config = 4096, 8192, None
+        _create_encoder_cudagraph_manager = staticmethod(lambda: None)
+
+        def __getattr__(self, name: str) -> Any:
+            return MagicMock()
+
+        def _warmup_and_capture(self, desc: Any, *, cudagraph_runtime_mode: CUDAGraphMode, **_: Any) -> None:
+            whole = cudagraph_runtime_mode == CUDAGraphMode.FULL
+            memory.capture(desc.num_tokens, desc.num_tokens // 4 if whole else None)
+
+    runner = Profiled(tree, made(config_of(), fill_of(tree)), passes, monkeypatch)
+    planned = runner.cudagraph_dispatcher.get_capture_descs()
+    estimate = method_of(text, "GPUModelRunner", PROFILE, **names)(runner)
+    memory.pool = memory.taken = 0
+    memory.last.clear()
+    for mode, descs in v1_mixed_sizes.settled(runner, planned):
+        for desc in descs:
+            runner._warmup_and_capture(desc, cudagraph_runtime_mode=mode)
+    assert memory.taken <= estimate < 1.1 * memory.taken
+
+
+@pytest.mark.parametrize("version", versions("vllm/v1/worker/gpu_model_runner.py"))
+def test_released_v1_runners_ask_what_is_captured_wherever_they_capture(version: str, vllm_tree: Any) -> None:
+    """What graphs need is measured on those that will be captured; both functions need a device."""
+    text = texts(vllm_tree(version))("vllm/v1/worker/gpu_model_runner.py")
+    captures = methods(text or "", "GPUModelRunner")
+    for name in ("profile_cudagraph_memory", "capture_model"):
+        loops = [ast.unparse(node.iter) for node in ast.walk(captures[name]) if isinstance(node, ast.For)]
+        assert sum(one.startswith("settled(self, ") for one in loops) == 1, name
+
+
+@pytest.fixture
+def small(entry: journal.Journal, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    """A target to which 4096 tokens are nothing, on the V1 runner."""
+    tree, passes = vllm_tree("0.33.0"), list[tuple[int, str]]()
+    timed_by(Clock(2.2e-6), passes, monkeypatch)
+    return Runner(tree, made(config_of(), fill_of(tree)), passes, monkeypatch)
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("CUDA error: out of memory"), AssertionError("at most 2048 tokens")])
+def test_a_size_whose_capture_fails_loses(small: Runner, monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
+    """In whatever words CUDA says that there is no memory, torch has to leave the capture."""
+    small.failure = failure
+    left: list[Any] = []
+    monkeypatch.setattr(mixed_sizes, "leave_capture", lambda pool, *, broken: left.append((pool, broken)))
+    small.most_tokens = 2048
+    assert small.captured() == {"PIECEWISE": 2048, "FULL": LARGEST}
+    assert left == [((0, 1), None)]
+
+
+def test_graphs_that_break_at_attention_are_not_timed(small: Runner) -> None:
+    """From 0.30 on they are within a wrapper for FULL graphs."""
+    inner = type("BreakableCUDAGraphWrapper", (SimpleNamespace,), {})(runnable=object())
+    small.model = type("CUDAGraphWrapper", (SimpleNamespace,), {})(runnable=inner)
+    assert small.captured() == {"PIECEWISE": 512, "FULL": LARGEST}
