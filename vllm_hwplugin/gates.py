@@ -423,10 +423,11 @@ def unknown(environ: Mapping[str, str] | None = None, more: Iterable[Gate] = ())
     good = sorted({*BY_NAME, *(gate.name for gate in more)})
     lines = []
     for name in sorted(name for name in environ if name.startswith(PREFIX) and name not in (*good, FINGERPRINT)):
-        nearest = next(iter(difflib.get_close_matches(name, good, n=1)), None)
-        hint = f"; did you mean {nearest}?" if nearest else ""
         if name.startswith(CATALOGUE_PREFIX):
             hint = "; a catalogue of your own may have it: its folder has to be in VLLM_HWPLUGIN_PATCHES"
+        else:
+            nearest = next(iter(difflib.get_close_matches(name, good, n=1)), None)
+            hint = f"; did you mean {nearest}?" if nearest else ""
         lines.append(f"{name} is set, but it is not a variable of this release{hint}")
     older = ((name, instead) for name, instead in REPLACED.items() if _present(name, environ) is not None)
     return (*lines, *(f"{name} is set, but nothing reads it: {instead}" for name, instead in older))

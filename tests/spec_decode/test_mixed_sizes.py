@@ -43,9 +43,14 @@ class Clock:
         return self._now
 
 
-def timed_by(clock: Clock, passes: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def timed(
+    tree: Any, monkeypatch: pytest.MonkeyPatch, per_token: float = 2.2e-6, **engine: Any
+) -> tuple[Any, list[tuple[int, str]]]:
+    """An engine's configuration, and where its passes are taken down, which take the time of such a target."""
+    clock, passes = Clock(per_token), list[tuple[int, str]]()
     monkeypatch.setattr(mixed_sizes, "reserved_memory", lambda: 0)
     monkeypatch.setattr(mixed_sizes, "time", SimpleNamespace(perf_counter=lambda: clock.read(passes)))
+    return made(config_of(**engine), fill_of(tree)), passes
 
 
 #: 0.6B: the host's launches take longer than 4096 tokens. 8B: they do not, from 500 tokens on; between them, 1024.
@@ -64,9 +69,8 @@ def test_larger_graphs_of_mixed_batches_are_kept_where_they_win(
     vllm_tree: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tree, clock, passes = vllm_tree(version), Clock(per_token), []
-    config = made(config_of(seqs=seqs, v2=True), fill_of(tree))
-    timed_by(clock, passes, monkeypatch)
+    tree = vllm_tree(version)
+    config, passes = timed(tree, monkeypatch, per_token, seqs=seqs, v2=True)
     settled: list[list[tuple[int, str]]] = []
     monkeypatch.setattr(mixed_sizes, "settle_all_reduce", lambda: settled.append(passes[-2:]))
 
@@ -136,9 +140,8 @@ def test_larger_graphs_of_mixed_batches_are_kept_on_the_v1_runner(
     vllm_tree: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tree, clock, passes = vllm_tree(version), Clock(per_token), []
-    config = made(config_of(seqs=seqs), fill_of(tree))
-    timed_by(clock, passes, monkeypatch)
+    tree = vllm_tree(version)
+    config, passes = timed(tree, monkeypatch, per_token, seqs=seqs)
     runner = Runner(tree, config, passes, monkeypatch)
     expected = {"PIECEWISE": largest, "FULL": min(max(largest, LARGEST), 4 * seqs)}
     assert runner.captured() == expected
@@ -166,9 +169,8 @@ def test_released_v2_runners_estimate_about_what_graphs_take(
     entry: journal.Journal, version: str, full: Sequence[int], vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the KV cache lacks it: by vLLM's two samples decodes alone would be several times of that."""
-    tree, passes = vllm_tree(version), list[tuple[int, str]]()
-    timed_by(Clock(2.2e-6), passes, monkeypatch)
-    config = made(config_of(v2=True), fill_of(tree))
+    tree = vllm_tree(version)
+    config, passes = timed(tree, monkeypatch, v2=True)
     made_by = partial(Manager, tree, config, monkeypatch, full, passes=passes)
     first = made_by(profile=True)
     # Of each mode a few; of the others nobody needs to wait for a capture.
@@ -205,9 +207,8 @@ def estimated(manager: Manager) -> int:
 def test_graphs_that_no_batch_would_get_are_not_captured(
     entry: journal.Journal, version: str, seqs: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree, passes = vllm_tree(version), list[tuple[int, str]]()
-    timed_by(Clock(2.2e-6), passes, monkeypatch)
-    config = made(config_of(seqs=seqs, v2=True), fill_of(tree))
+    tree = vllm_tree(version)
+    config, passes = timed(tree, monkeypatch, seqs=seqs, v2=True)
     forgotten: list[int] = []
     monkeypatch.setattr(v2_mixed_sizes, "forget", forgotten.append)
     manager = Manager(tree, config, monkeypatch, mixed_graphs.SIZES, passes=passes)
@@ -241,8 +242,8 @@ WRAPPERS = ("CUDAGraphWrapper", "BreakableCUDAGraphWrapper")
 def test_released_v1_runners_estimate_about_what_graphs_take(
     entry: journal.Journal, version: str, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree, passes, memory = vllm_tree(version), list[tuple[int, str]](), Memory()
-    timed_by(Clock(2.2e-6), passes, monkeypatch)
+    tree, memory = vllm_tree(version), Memory()
+    config, passes = timed(tree, monkeypatch)
     text = texts(tree)("vllm/v1/worker/gpu_model_runner.py") or ""
     wrappers = SimpleNamespace(_all_instances=[], clear_all_graphs=lambda: None)
     # What it names beside these takes no memory.
@@ -266,7 +267,7 @@ def test_released_v1_runners_estimate_about_what_graphs_take(
             whole = cudagraph_runtime_mode == CUDAGraphMode.FULL
             memory.capture(desc.num_tokens, desc.num_tokens // 4 if whole else None)
 
-    runner = Profiled(tree, made(config_of(), fill_of(tree)), passes, monkeypatch)
+    runner = Profiled(tree, config, passes, monkeypatch)
     planned = runner.cudagraph_dispatcher.get_capture_descs()
     estimate = method_of(text, "GPUModelRunner", PROFILE, **names)(runner)
     memory.pool = memory.taken = 0
@@ -290,9 +291,8 @@ def test_released_v1_runners_ask_what_is_captured_wherever_they_capture(version:
 @pytest.fixture
 def small(entry: journal.Journal, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch) -> Runner:
     """A target to which 4096 tokens are nothing, on the V1 runner."""
-    tree, passes = vllm_tree("0.33.0"), list[tuple[int, str]]()
-    timed_by(Clock(2.2e-6), passes, monkeypatch)
-    return Runner(tree, made(config_of(), fill_of(tree)), passes, monkeypatch)
+    tree = vllm_tree("0.33.0")
+    return Runner(tree, *timed(tree, monkeypatch), monkeypatch)
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("CUDA error: out of memory"), AssertionError("at most 2048 tokens")])

@@ -254,7 +254,7 @@ def _find_outside(own: Catalogue | None, look: _Look) -> Found:
 
 def _row(gate: gates.Gate, value: gates.GateValue | gates.GateError) -> GateRow:
     if isinstance(value, gates.GateError):
-        return GateRow(gate.name, gate.kind, "", value.source, value.raw, error=str(value))
+        return GateRow(gate.name, gate.kind, value.raw, value.source, value.raw, error=str(value))
     return GateRow(gate.name, gate.kind, gates.show(value.value, gate.kind), value.source, value.raw, value.conflict)
 
 

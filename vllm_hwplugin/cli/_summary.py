@@ -34,11 +34,7 @@ def summary(found: Diagnosis) -> Iterator[str]:
     yield _line("device", ", ".join(f"{count} x {name}" for name, count in devices.items()) or found.platform.kind)
     states = Counter(row.state for row in found.features)
     yield _line("features here", ", ".join(f"{count} {state}" for state, count in states.most_common()) or "none")
-    changed = [
-        f"{row.name}={shortened(row.value if row.error is None else row.raw or '')}"
-        for row in found.gates
-        if row.source != "default"
-    ]
+    changed = [f"{row.name}={shortened(row.value)}" for row in found.gates if row.source != "default"]
     if changed:
         yield _line("settings", ", ".join(changed))
     yield from _engine(found)

@@ -107,12 +107,14 @@ def _unused(worker: Any, vllm: Version) -> dict[str, Mapping[str, object]]:
         return {f"Model Runner V2 has {own} of its own": v2}
 
     speculates: dict[str, object] = {"there is no speculative decoding": spec is None}
-    drafts = speculates | {"another stage of the pipeline drafts": drafter is None}
+    elsewhere: dict[str, object] = {"another stage of the pipeline drafts": drafter is None}
+    drafts = speculates | elsewhere
     on_v1 = {"the engine runs on Model Runner V1": not v2}
     plain = spec is None and gates.read(gates.PLAIN_DECODE).flag
-    graphs: dict[str, object] = {f"there is no speculative decoding, and {gates.PLAIN_DECODE} is not set": spec is None}
-    graphs |= {reason: found for reason, found in drafts.items() if reason not in speculates}
-    tail = {} if plain and (not v2 or _decodes_plainly(worker)) else graphs
+    unasked: dict[str, object] = {
+        f"there is no speculative decoding, and {gates.PLAIN_DECODE} is not set": spec is None
+    }
+    tail = {} if plain and (not v2 or _decodes_plainly(worker)) else unasked | elsewhere
     decodes: dict[str, object] = {"the target does not decode in FULL CUDA graphs": mode.decode_mode().name != "FULL"}
     one_rank: dict[str, object] = {"there is one data parallel rank": parallel.data_parallel_size == 1}
     v1_graphs = drafts | {

@@ -515,14 +515,13 @@ class TailGraphs:
         """Have the buffers hold these requests, or say why graphs do not serve them.
 
         Args:
-            req_ids: each past its prompt and with equally many drafts, in the order of the batch.
+            req_ids: each past its prompt and with equally many drafts, in the order of the batch; at most as many as
+                `most_reqs` has for `query_len`.
             rows: [number of requests], integers: each one's row in the runner's state.
             query_len: tokens of each.
             num_tokens: of the batch, with padding.
         """
-        found = self._served.get((query_len, len(req_ids)))
-        if found is None:
-            return Reason.LARGER_BATCH if self._served else Reason.NOT_CAPTURED
+        found = self._served[query_len, len(req_ids)]
         if num_tokens != found.shape.num_tokens:
             return Reason.NO_FULL_GRAPH
         # A request that gets another row is prefilled in its next step, which ends what is held.
