@@ -142,6 +142,9 @@ def test_a_misspelt_gate_is_found_with_the_name_that_was_meant() -> None:
     (line,) = gates.unknown(environ, OF_FEATURES)
     assert line.startswith("VLLM_HWPLUGIN_DRAFT_FUL_GRAPH is set")
     assert line.endswith(f"did you mean {GRAPH.name}?")
+    # One of a catalogue that is not in force has no other name.
+    (line,) = gates.unknown({f"{gates.CATALOGUE_PREFIX}ACME_FIX": "on"}, OF_FEATURES)
+    assert line.endswith("its folder has to be in VLLM_HWPLUGIN_PATCHES")
 
 
 @pytest.mark.parametrize(

@@ -480,3 +480,8 @@ def test_doctor_imports_neither_vllm_nor_torch() -> None:
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'vllm', 'torch'}))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_a_bad_value_is_shown_as_it_was_given(diagnose: Diagnose) -> None:
+    rows = {row.name: row.value for row in diagnose(VLLM_HWPLUGIN_PLATFORM="perhaps").gates}
+    assert rows["VLLM_HWPLUGIN_PLATFORM"] == "perhaps"

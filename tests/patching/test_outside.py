@@ -362,3 +362,8 @@ def test_a_default_of_on_demands_the_feature_of_everybody(acme: Project) -> None
     newer(acme)
     assert acme.start("install()", **folders(acme, "acme")).returncode != 0
     acme.run("assert not install().live", **folders(acme, "acme"), **{FIX: "auto"})
+
+
+def test_a_folder_that_is_not_there_is_said_with_what_is_expected(project: Project) -> None:
+    (trouble,) = found(project, "missing").troubles
+    assert "missing is not there; expected a folder with a catalogue.toml" in trouble.reason
