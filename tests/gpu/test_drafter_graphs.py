@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from vllm_hwplugin.features import V1_DRAFT_PHASE, V1_STEP_INPUTS, gate_of
 from vllm_hwplugin_lab.bench import find_checkpoints, load_prompts
 
 from .drafts import same_drafts
@@ -155,6 +156,10 @@ CASES: dict[str, dict[str, Any]] = {
 """``both_starts``: the engine is also started as by default, and both decide so about the chain of steps."""
 
 
+#: Graphs of whole steps draft without the calls that `child.py` listens to; `test_v1_graphs.py` compares these.
+DRAFTERS_OWN = {gate_of(feature): "off" for feature in (V1_DRAFT_PHASE, V1_STEP_INPUTS)}
+
+
 def job_of(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """What `child.py` is told: 40 prompts of the small checkpoints, of many lengths, and as many answers."""
     checkpoint, own_target = folder / "checkpoint", case.get("own_target")
@@ -174,13 +179,16 @@ def job_of(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def run_both(job: dict[str, Any], case: dict[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
+    environment = {**DRAFTERS_OWN, **case.get("environment", {})}
     children = {
         "stock": Child("child.py", job, patched=False),
-        "patched": Child("child.py", job, patched=True, environment=case.get("environment", {})),
+        "patched": Child("child.py", job, patched=True, environment=environment),
     }
     if "both_starts" in case:
         own = {name: option for name, option in job["options"].items() if name not in SMALL_ENGINE}
-        children["profiled"] = Child("child.py", {**job, "options": {**PROFILED_ENGINE, **own}}, patched=True)
+        children["profiled"] = Child(
+            "child.py", {**job, "options": {**PROFILED_ENGINE, **own}}, patched=True, environment=environment
+        )
     return run_all(folder, children)
 
 
