@@ -84,7 +84,7 @@ class Manager:
         """
         name = "vllm.v1.worker.gpu.cudagraph_utils"
         self.passes = [] if passes is None else passes
-        self.memory, self._pieces = Memory(), set[int]()
+        self.memory, self._pieces = Memory(), set[tuple[object, int]]()
         context = {"set_forward_context": self._context}
         patched = texts(tree, **choices)
         self.text = patched("vllm/v1/worker/gpu/cudagraph_utils.py") or ""
@@ -113,11 +113,21 @@ class Manager:
 
     @contextlib.contextmanager
     def _context(self, *_: Any, num_tokens: int, cudagraph_runtime_mode: CUDAGraphMode, **__: Any) -> Iterator[None]:
-        self.passes.append((num_tokens, cudagraph_runtime_mode.name))
-        if cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE and num_tokens not in self._pieces:
-            self._pieces.add(num_tokens)
-            self.memory.capture(num_tokens)
+        self._run(self, num_tokens, cudagraph_runtime_mode)
         yield
+
+    def _run(self, owner: object, num_tokens: int, mode: CUDAGraphMode) -> None:
+        self.passes.append((num_tokens, mode.name))
+        if mode == CUDAGraphMode.PIECEWISE and (owner, num_tokens) not in self._pieces:
+            self._pieces.add((owner, num_tokens))
+            self.memory.capture(num_tokens)
+
+    def capture_drafter(self, mode: CUDAGraphMode) -> Any:
+        """The graphs of a drafter: of its first pass, or with FULL_DECODE_ONLY of the others."""
+        block = self.block if mode == MODE else 1
+        drafter = self.module.CudaGraphManager(self.made.vllm_config, torch.device("cpu"), mode, block)
+        drafter.capture(lambda desc, **_: partial(self._run, drafter, desc.num_tokens))
+        return drafter
 
     @contextlib.contextmanager
     def _graph(self, *_: Any, **__: Any) -> Iterator[None]:

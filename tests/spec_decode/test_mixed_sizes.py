@@ -163,6 +163,10 @@ def test_larger_graphs_of_mixed_batches_are_kept_on_the_v1_runner(
         assert dispatcher.dispatch(decodes + 4, uniform_decode=True)[0] == CUDAGraphMode.NONE or decodes < largest
 
 
+#: Those of the drafter's first pass, and of the others.
+DRAFTERS = (MODE, CUDAGraphMode.FULL_DECODE_ONLY)
+
+
 @pytest.mark.parametrize("full", [(), mixed_graphs.SIZES], ids=["decodes", "mixed"])
 @pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.29.0") :]))
 def test_released_v2_runners_estimate_about_what_graphs_take(
@@ -177,9 +181,17 @@ def test_released_v2_runners_estimate_about_what_graphs_take(
     assert len({tokens for tokens, mode in passes if mode == "PIECEWISE"}) == 4
     # Passes that vLLM times then find no graph that is not there.
     assert first.serves(65, 500) == "NONE 500"
+    for mode in DRAFTERS:
+        drafter = first.capture_drafter(mode)
+        assert len(drafter.graphs) <= 4
+        offered = {desc for descs in drafter._candidates.values() for desc in descs}
+        assert {desc for desc in offered if desc.cg_mode == CUDAGraphMode.FULL} == {*drafter.graphs}
+    assert len(passes) < 60
+    estimate = estimated(first)
     real = made_by()
     assert max(real.captured("FULL")) == LARGEST_MIXED
-    estimate = estimated(first)
+    for mode in DRAFTERS:
+        assert len(real.capture_drafter(mode).graphs) > 50
     # With both of 4096 tokens in front nobody sees the parts of the next size.
     assert 0.9 * real.memory.taken <= estimate < 1.1 * real.memory.taken
 

@@ -299,7 +299,7 @@ class Breakable:
         (runner_v2, "batch_sharder", object(), "part of the batch", Part.V2_SAMPLING),
         (runner_v2, "sampler.return_sampling_mask", True, "sampling masks", Part.V2_SAMPLING),
         (runner_v2, "attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V2_METADATA | MIXED),
-        (runner_v2, "attn_groups", [[group(Uniform)]], "Uniform supports UNIFORM_BATCH", MIXED),
+        (runner_v2, "attn_groups", [[group(Uniform)] * 2], ": Uniform supports UNIFORM_BATCH", MIXED),
         (runner_v2, "model_config.is_mm_prefix_lm", True, "prompts", Part.V2_INPUTS),
         (runner_v2, "cudagraph_manager.cudagraph_mode", CUDAGraphMode.FULL, "mode is FULL", MIXED),
         (runner_v2, "cudagraph_manager.cudagraph_mode", CUDAGraphMode.PIECEWISE, "mode is PIECEWISE", MIXED),

@@ -260,7 +260,8 @@ def _no_decode_apart(runner: Any) -> str:
 def _some_batches_only(runner: Any) -> str:
     found = ((one.get_metadata_builder(0), one.kv_cache_spec) for groups in runner.attn_groups for one in groups)
     supported = ((type(one).__name__, one.get_cudagraph_support(runner.vllm_config, spec)) for one, spec in found)
-    return ", ".join(f"{name} supports {what.name}" for name, what in supported if what != AttentionCGSupport.ALWAYS)
+    some = (f"{name} supports {what.name}" for name, what in supported if what != AttentionCGSupport.ALWAYS)
+    return ", ".join(dict.fromkeys(some))
 
 
 def _state_before(runner: Any) -> str:

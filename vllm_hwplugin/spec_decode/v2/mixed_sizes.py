@@ -50,10 +50,7 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     dropped |= _never_replayed(manager, dropped)
     for descs in planned.values():
         descs[:] = [desc for desc in descs if desc not in dropped]
-    candidates = manager._candidates
-    # In 0.20 by position; many of the lists are one.
-    for found in candidates.values() if isinstance(candidates, dict) else candidates:
-        found[:] = [desc for desc in found if desc not in dropped]
+    _forget_candidates(manager, dropped)
     # One of them may have been timed.
     for size in {one.num_tokens for one in dropped if one.cg_mode == CUDAGraphMode.PIECEWISE}:
         forget(size)
@@ -62,8 +59,20 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
         # vLLM keeps what the target returns in tensors for the first batch that it captures, which need no longer be
         # the largest: so let that one come first.
         _forward_of(create_forward_fn, max(kept, key=lambda desc: desc.num_tokens))(CUDAGraphMode.NONE)
-    if larger and getattr(manager, "_max_full_descs_to_capture", None) is not None:
+    if type(manager).__name__ == _TARGET:
+        # vLLM sets it on this manager alone, and drops the drafter's with their graphs.
+        vars(compilation)[_LEFT_OUT] = None if getattr(manager, "_max_full_descs_to_capture", None) is None else []
+    if own is not None and vars(compilation).get(_LEFT_OUT) is not None:
         _sample(manager, create_forward_fn)
+
+
+def _forget_candidates(manager: Any, gone: Set[Any]) -> None:
+    if not gone:
+        return
+    candidates = manager._candidates
+    # In 0.20 by position; many of the lists are one.
+    for found in candidates.values() if isinstance(candidates, dict) else candidates:
+        found[:] = [desc for desc in found if desc not in gone]
 
 
 def _never_replayed(manager: Any, dropped: Set[Any]) -> set[Any]:
@@ -86,17 +95,24 @@ def _never_replayed(manager: Any, dropped: Set[Any]) -> set[Any]:
 
 
 def _sample(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
-    """Leave vLLM's estimate of memory a few graphs of each mode. It drops this manager and its graphs afterwards.
+    """Leave vLLM's estimate of memory a few graphs of each mode. It drops them afterwards.
 
-    vLLM would capture two FULL graphs, and all PIECEWISE ones, of which each takes several times as long.
+    vLLM would capture two FULL graphs of the target, all of the drafter, and all PIECEWISE ones of both.
     """
     compilation, planned = manager.compilation_config, manager._capture_descs
+    left_out: list[tuple[int, list[int]]] = vars(compilation)[_LEFT_OUT]
     # The worker has left them out of the mode where attention has none.
     full = planned.get(CUDAGraphMode.FULL, [])
     samples = sampled(compilation, full)
-    full[:] = [*samples, *(desc for desc in full if desc not in samples)]
+    rest = [desc for desc in full if desc not in samples]
     # So many from the front.
     manager._max_full_descs_to_capture = len(samples)
+    full[:] = [*samples, *rest]
+    if type(manager).__name__ != _TARGET:
+        # vLLM reads those of the target, and counts its graphs.
+        manager._capture_mem_samples = []
+        left_out.append((len(rest), manager._capture_mem_samples))
+        _forget_candidates(manager, set(rest))
     pieces = planned.get(CUDAGraphMode.PIECEWISE, [])
     if manager.use_breakable_cg or not pieces:
         return
@@ -107,11 +123,10 @@ def _sample(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
         before = _free_memory()
         forward(CUDAGraphMode.PIECEWISE)
         taken = before - _free_memory()
-    vars(manager)[_LEFT_OUT] = (len(pieces) - len(samples)) * max(taken, _LEAST)
+    left_out.append((len(pieces) - len(samples), [taken]))
     # A replay of one would read what ranks of tensor parallelism have not exchanged yet, and a pass that vLLM times
     # meanwhile would look for one that is not there.
-    for found in manager._candidates.values():
-        found[:] = [desc for desc in found if desc.cg_mode != CUDAGraphMode.PIECEWISE]
+    _forget_candidates(manager, set(pieces))
     pieces.clear()
 
 
@@ -122,13 +137,13 @@ def _free_memory() -> int:
 
 
 def left_out(manager: Any) -> int:
-    """Bytes of the PIECEWISE graphs that vLLM's estimate has not captured.
+    """Bytes of the graphs that vLLM's estimate has neither captured nor counted.
 
     Args:
-        manager: vLLM's `CudaGraphManager`, after its `capture`.
+        manager: the target's `CudaGraphManager`, after vLLM has captured its graphs and the drafter's.
     """
-    found: int = vars(manager).get(_LEFT_OUT, 0)
-    return found
+    found: list[tuple[int, list[int]]] = vars(manager.compilation_config).get(_LEFT_OUT) or []
+    return sum(number * max(taken[-1], _LEAST) for number, taken in found if number)
 
 
 def _compares(manager: Any) -> bool:
