@@ -78,7 +78,7 @@ def test_larger_graphs_of_mixed_batches_are_kept_where_they_win(
     full = mixed_graphs.SIZES if version != "0.24.0" else ()
     manager = Manager(tree, config, monkeypatch, full, passes=passes)
     assert max(manager.captured("PIECEWISE"), default=None) == (None if full and seqs == 64 else largest)
-    assert max(manager.captured("FULL")) == min(max(largest, LARGEST), 4 * seqs)
+    assert max(manager.captured("FULL")) == min(LARGEST, 4 * seqs)
     assert manager.serves(9, largest) == f"{'FULL' if full else 'PIECEWISE'} {largest}"
     if largest < LARGEST_MIXED:
         assert manager.serves(9, largest + 1) == f"NONE {largest + 1}"
@@ -143,7 +143,7 @@ def test_larger_graphs_of_mixed_batches_are_kept_on_the_v1_runner(
     tree = vllm_tree(version)
     config, passes = timed(tree, monkeypatch, per_token, seqs=seqs)
     runner = Runner(tree, config, passes, monkeypatch)
-    expected = {"PIECEWISE": largest, "FULL": min(max(largest, LARGEST), 4 * seqs)}
+    expected = {"PIECEWISE": largest, "FULL": min(LARGEST, 4 * seqs)}
     assert runner.captured() == expected
     assert f"up to {largest} tokens" in entry.decisions["capture-sizes of mixed batches"]
     # What vLLM measures of the first capture includes what the graphs of the comparison needed.
@@ -189,7 +189,7 @@ def test_released_v2_runners_estimate_about_what_graphs_take(
     assert len(passes) < 60
     estimate = estimated(first)
     real = made_by()
-    assert max(real.captured("FULL")) == LARGEST_MIXED
+    assert max(real.captured("FULL")) == LARGEST
     for mode in DRAFTERS:
         assert len(real.capture_drafter(mode).graphs) > 50
     # With both of 4096 tokens in front nobody sees the parts of the next size.

@@ -25,7 +25,8 @@ from vllm_hwplugin.features import CAPTURE_SIZES, gate_of
 
 logger = logging.getLogger("vllm.hwplugin")
 
-#: Tokens of the largest decode batch that is captured without being asked for: 512 requests of four, 128 of sixteen.
+#: Tokens of the largest decode batch that is captured without being asked for: 512 requests of four, 128 of sixteen. A
+#: larger one keeps a device busy for longer than the host takes to launch its parts.
 LARGEST: Final = 2048
 #: And of the largest batch with prompts. One in which several requests begin has more than two thousand.
 LARGEST_MIXED: Final = 4096
@@ -207,18 +208,17 @@ def wants_mixed() -> bool:
     return gates.read(gate_of(CAPTURE_SIZES)).text == "mixed"
 
 
-def settled_bounds(compilation_config: Any, find: Callable[[], int]) -> tuple[int, int]:
-    """Tokens of the largest graph of a batch with prompts, and of a decode batch.
+def settled_mixed(compilation_config: Any, find: Callable[[], int]) -> int:
+    """Tokens of the largest graph of a batch with prompts.
 
     Args:
         compilation_config: whose sizes are the plugin's.
-        find: says the first of them; called once in a worker.
+        find: says it; called once in a worker.
     """
     if _MIXED not in vars(compilation_config):
         vars(compilation_config)[_MIXED] = find()
     largest: int = vars(compilation_config)[_MIXED]
-    # The sizes for batches with prompts are decode batches' as well.
-    return largest, max(largest, LARGEST)
+    return largest
 
 
 def piecewise_sizes(compilation_config: Any) -> Sequence[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_hwplugin.spec_decode.capture_sizes import largest_own, settled_bounds, wants_mixed
+from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, largest_own, settled_mixed, wants_mixed
 from vllm_hwplugin.spec_decode.graph_recording import reserved_memory
 from vllm_hwplugin.spec_decode.mixed_sizes import forget, largest_that_wins
 
@@ -31,8 +31,8 @@ def settled(runner: Any, capture_descs: list[tuple[CUDAGraphMode, list[Any]]]) -
         return capture_descs
     sizes = [desc.num_tokens for mode, descs in capture_descs for desc in descs if mode == CUDAGraphMode.PIECEWISE]
     larger = [size for size in sizes if size > own] if _compares(runner) else []
-    largest, of_decodes = settled_bounds(compilation, lambda: _compare(runner, larger, own) if larger else own)
-    bounds = {CUDAGraphMode.PIECEWISE: largest, CUDAGraphMode.FULL: of_decodes}
+    largest = settled_mixed(compilation, lambda: _compare(runner, larger, own) if larger else own)
+    bounds = {CUDAGraphMode.PIECEWISE: largest, CUDAGraphMode.FULL: max(own, LARGEST)}
     drafter = getattr(runner, "drafter", None)
     for dispatcher in (runner.cudagraph_dispatcher, getattr(drafter, "cudagraph_dispatcher", None)):
         for mode, keys in {} if dispatcher is None else dispatcher.cudagraph_keys.items():

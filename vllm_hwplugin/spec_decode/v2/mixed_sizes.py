@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_hwplugin.spec_decode.capture_sizes import largest_own, sampled, settled_bounds, wants_mixed
+from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, largest_own, sampled, settled_mixed, wants_mixed
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.mixed_sizes import forget, largest_that_wins
 
@@ -43,10 +43,8 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
             return _forward_of(create_forward_fn, dataclasses.replace(pieces[0], num_tokens=num_tokens))
 
         sizes = [desc.num_tokens for desc in pieces]
-        largest, of_decodes = settled_bounds(
-            compilation, lambda: largest_that_wins(sizes, own, forward_of) if sizes else own
-        )
-        dropped = {one for one in larger if one.num_tokens > (of_decodes if one.uniform_token_count else largest)}
+        largest = settled_mixed(compilation, lambda: largest_that_wins(sizes, own, forward_of) if sizes else own)
+        dropped = {one for one in larger if one.num_tokens > (LARGEST if one.uniform_token_count else largest)}
     dropped |= _never_replayed(manager, dropped)
     for descs in planned.values():
         descs[:] = [desc for desc in descs if desc not in dropped]
