@@ -159,6 +159,7 @@ def _facts(outcome: Outcome) -> dict[str, Any]:
         "error": outcome.error,
         "log_tail": outcome.log_tail,
         "seconds": ready.get("seconds"),
+        "host_us": ready.get("host_us"),
         "num_gpu_blocks": ready.get("num_gpu_blocks"),
         "said": said,
         "took": outcome.took,

@@ -48,10 +48,20 @@ def starts(files: Sequence[Found]) -> str:
         paragraph(
             f"`{file.name}`: {file.source}. Starts of each side before: {file.results['settings']['fills']}; "
             f"later ones: {file.results['settings']['rounds']}{_FEW if file.results['settings']['rounds'] < 2 else ''}."
+            f"{_host_of_starts(file)}"
         )
         for file in files
     )
     return "\n\n".join(["\n".join(table(_START_NAMES, _starts(files))), paragraph(_START_HOW), *measured])
+
+
+def _host_of_starts(file: Found) -> str:
+    """Empty for files of before the host was timed beside a start."""
+    sides = [side for case in file.results["cases"] for side in case["sides"].values()]
+    times = [one["host_us"] for side in sides for one in side["alone"] if one.get("host_us")]
+    if not times:
+        return ""
+    return f" The same piece of Python took {min(times):.0f} to {max(times):.0f} us after the later ones."
 
 
 def starts_in_short(files: Sequence[Found]) -> str:

@@ -16,6 +16,7 @@ ENGINES = "benchmarks/results/engines-h200-vllm-0.26.0-eagle3-0.6b.json"
 DFLASH = "benchmarks/results/engines-h200-vllm-0.26.0-dflash-0.6b.json"
 COSTS = "benchmarks/results/cost-nwor-h200-vllm-0.26.0-eagle3.json"
 ATTENTION = "benchmarks/results/kernels-attention-h200-vllm-0.26.0.json"
+STARTS = "benchmarks/results/starts-h100-vllm-0.32.0-0.6b.json"
 OPS = "benchmarks/results/kernels-ops-h200-vllm-0.20.2.json"
 
 
@@ -101,6 +102,17 @@ def test_what_a_feature_costs_is_held_to_the_plugin_without_it(tree):
     # The best of fewer rounds is held to none.
     change(tree / COSTS, lambda results: next(rows(results)).sides["mrv2-plugin"].update(rounds=1))
     assert len([line for line in pages(tree)["docs/nwor.md"].splitlines() if "| eagle3 k=3 |" in line]) == 3
+
+
+def test_the_host_of_a_start_is_shown_where_it_was_timed(tree):
+    def time_host(results):
+        starts = [one for side in results["cases"][0]["sides"].values() for one in side["alone"]]
+        for us, one in enumerate(starts, 700):
+            one["host_us"] = us
+
+    change(tree / STARTS, time_host)
+    said = "The same piece of Python took 700 to 703 us after the later ones."
+    assert said in " ".join(pages(tree)["docs/benchmarks.md"].split())
 
 
 def test_the_newest_file_counts_and_one_that_failed_does_not(tree):

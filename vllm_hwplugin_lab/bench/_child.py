@@ -55,7 +55,8 @@ def engine(options: Mapping[str, Any], answer: Answer) -> Iterator[Any]:
     from vllm import LLM
 
     llm = LLM(**options)
-    answer.say("ready", seconds=time.perf_counter() - started, pid=os.getpid(), **ready_facts(llm))
+    seconds = time.perf_counter() - started
+    answer.say("ready", seconds=seconds, host_us=host_us(), pid=os.getpid(), **ready_facts(llm))
     yield llm
     # With multiprocessing on, an engine core that is not told outlives this process.
     llm.llm_engine.engine_core.shutdown()
