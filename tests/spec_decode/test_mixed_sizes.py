@@ -7,6 +7,7 @@ import ast
 import builtins
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -226,11 +227,14 @@ def test_graphs_that_no_batch_would_get_are_not_captured(
     manager = Manager(tree, config, monkeypatch, mixed_graphs.SIZES, passes=passes)
     pieces = set(manager.captured("PIECEWISE"))
     # 64 requests at most have FULL graphs of any batch.
-    needed = {size for size in config.compilation_config.cudagraph_capture_sizes if seqs > 64 and size > 64}
-    assert pieces == needed
+    sizes = {size for size in config.compilation_config.cudagraph_capture_sizes if seqs > 64 and size > 64}
+    assert {size for size in sizes if size > 512} <= pieces <= sizes
+    assert len(pieces) <= len(sizes) - 30 or seqs == 64
+    for below, size in pairwise(sorted(pieces)):
+        assert size - (below + 1) <= size / 5
     assert {tokens for tokens, mode in passes if mode == "PIECEWISE"} - pieces <= {*forgotten}
     assert manager.serves(64, 65) == "FULL 96"
-    assert seqs == 64 or manager.serves(65, 65) == "PIECEWISE 72"
+    assert seqs == 64 or manager.serves(65, 81) == "PIECEWISE 96"
 
 
 @pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.29.0") :]))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Set
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 import torch
@@ -34,7 +34,7 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     own = largest_own(compilation)
     planned = manager._capture_descs
     larger = [desc for descs in planned.values() for desc in descs if own is not None and desc.num_tokens > own]
-    dropped = set[Any]()
+    dropped = dict[Any, Any]()
     if larger:
         assert own is not None
         pieces = [desc for desc in larger if desc.cg_mode == CUDAGraphMode.PIECEWISE and _compares(manager)]
@@ -44,8 +44,9 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
 
         sizes = [desc.num_tokens for desc in pieces]
         largest = settled_mixed(compilation, lambda: largest_that_wins(sizes, own, forward_of) if sizes else own)
-        dropped = {one for one in larger if one.num_tokens > (LARGEST if one.uniform_token_count else largest)}
-    dropped |= _never_replayed(manager, dropped)
+        lost = (one for one in larger if one.num_tokens > (LARGEST if one.uniform_token_count else largest))
+        dropped = dict.fromkeys(lost)
+    dropped |= _seldom_replayed(manager, dropped)
     for descs in planned.values():
         descs[:] = [desc for desc in descs if desc not in dropped]
     _forget_candidates(manager, dropped)
@@ -64,21 +65,27 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
         _sample(manager, create_forward_fn)
 
 
-def _forget_candidates(manager: Any, gone: Set[Any]) -> None:
-    if not gone:
-        return
+def _forget_candidates(manager: Any, gone: Mapping[Any, Any]) -> None:
+    """Give batches another graph in place of one that is gone, or None."""
     candidates = manager._candidates
     # In 0.20 by position; many of the lists are one.
     for found in candidates.values() if isinstance(candidates, dict) else candidates:
-        found[:] = [desc for desc in found if desc not in gone]
+        found[:] = [one for desc in found if (one := gone.get(desc, desc)) is not None]
 
 
-def _never_replayed(manager: Any, dropped: Set[Any]) -> set[Any]:
-    """PIECEWISE graphs whose batches all have a FULL one: `v2-mixed-graphs` puts that in front of them.
+def _seldom_replayed(manager: Any, dropped: Collection[Any]) -> dict[Any, Any]:
+    """PIECEWISE graphs that are not worth their capture, which takes about twice as long as that of a whole graph.
+
+    All batches of some have a FULL one, which `v2-mixed-graphs` puts in front of them. A batch without one has more
+    requests than those, and as a rule more tokens than vLLM's largest size. So below that, where the sizes are the
+    plugin's, only those are left without which a batch would be padded by more than a fifth.
 
     Args:
         manager: vLLM's `CudaGraphManager`.
         dropped: graphs that are not there.
+
+    Returns:
+        What a batch gets in place of each, or None.
     """
     planned = manager._capture_descs
     mixed = [
@@ -89,7 +96,16 @@ def _never_replayed(manager: Any, dropped: Set[Any]) -> set[Any]:
     ]
     requests: int = manager.max_num_reqs
     held = max((desc.num_tokens for desc in mixed if desc.num_reqs >= min(desc.num_tokens, requests)), default=0)
-    return {desc for desc in planned.get(CUDAGraphMode.PIECEWISE, ()) if desc.num_tokens <= held}
+    pieces = [desc for desc in planned.get(CUDAGraphMode.PIECEWISE, ()) if desc not in dropped]
+    own, above, found = largest_own(manager.compilation_config) or 0, None, dict[Any, Any]()
+    for desc, below in zip(pieces, [*(desc.num_tokens for desc in pieces[1:]), 0], strict=False) if held else ():
+        if desc.num_tokens <= held:
+            found[desc] = None
+        elif above is not None and desc.num_tokens <= own and below + 1 >= above.num_tokens * 4 / 5:
+            found[desc] = above
+        else:
+            above = desc
+    return found
 
 
 def _sample(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
@@ -110,7 +126,7 @@ def _sample(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
         # vLLM reads those of the target, and counts its graphs.
         manager._capture_mem_samples = []
         left_out.append((len(rest), manager._capture_mem_samples))
-        _forget_candidates(manager, set(rest))
+        _forget_candidates(manager, dict.fromkeys(rest))
     pieces = planned.get(CUDAGraphMode.PIECEWISE, [])
     if manager.use_breakable_cg or not pieces:
         return
@@ -124,7 +140,7 @@ def _sample(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     left_out.append((len(pieces) - len(samples), [taken]))
     # A replay of one would read what ranks of tensor parallelism have not exchanged yet, and a pass that vLLM times
     # meanwhile would look for one that is not there.
-    _forget_candidates(manager, set(pieces))
+    _forget_candidates(manager, dict.fromkeys(pieces))
     pieces.clear()
 
 
