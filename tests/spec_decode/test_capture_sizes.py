@@ -22,6 +22,7 @@ from vllm_hwplugin.spec_decode.capture_sizes import (
     largest_own,
     max_num_splits,
 )
+from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import versions
 from .graph_manager import Manager
@@ -135,6 +136,10 @@ def test_what_is_decided_is_on_record_and_stays(entry: journal.Journal, monkeypa
         ({"tp": 2, "sp": True}, "with sequence parallelism they also have to be multiples of the tensor parallel size"),
         # A dispatcher of the V1 runner takes no size to compile for that is padded.
         ({"compile_sizes": [600]}, "compile_sizes are given"),
+        (
+            {"architectures": ["DeepseekV41ForCausalLM"]},
+            "DeepSeek V4.1 replays layers in graphs whose sizes and buffers follow from these",
+        ),
         ({"lora": object()}, "with LoRA each of them is captured several times"),
         ({"tiers": [(1, 8, 3)]}, "the number of drafts changes from step to step"),
     ],
@@ -222,6 +227,23 @@ def test_released_v2_runners_decode_in_full_graphs(
     assert before.serves(requests, requests * (1 + k)).startswith("NONE")
     assert len(manager.captured("FULL")) <= len(before.captured("FULL")) + 18
     assert len(manager.captured("PIECEWISE")) <= len(before.captured("PIECEWISE"))
+
+
+@pytest.mark.parametrize(("k", "seqs"), [(2, 64), (2, 256), (4, 64), (4, 251), (5, 256), (3, 250)])
+@pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.26.0") :]))
+def test_the_fullest_batches_draft_in_graphs_too(
+    entry: journal.Journal, version: str, k: int, seqs: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose draft steps have one token a request."""
+    monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "decode")
+    tree = vllm_tree(version)
+    manager = Manager(tree, made(config_of(k, seqs, v2=True), fill_of(tree)), monkeypatch)
+    drafter = manager.capture_drafter(CUDAGraphMode.FULL_DECODE_ONLY)
+    loras = () if not hasattr(drafter, "lora_capture_cases") else (0,)
+    for requests in range(1, seqs + 1):
+        assert drafter.dispatch(requests, requests, 1, *loras).cg_mode == CUDAGraphMode.FULL, requests
+    for requests in range(1, min(seqs, LARGEST // (1 + k)) + 1):
+        assert manager.serves(requests, requests * (1 + k)).startswith("FULL"), requests
 
 
 @pytest.mark.parametrize("version", versions(*V2, among=("0.25.0", "0.26.0", "0.29.0")))

@@ -44,7 +44,13 @@ class CaptureSizesError(HwpluginError, RuntimeError):
 
 
 def capture_sizes(
-    block: int, max_num_seqs: int, max_num_batched_tokens: int, own_sizes: Iterable[int], *, mixed: bool = False
+    block: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    own_sizes: Iterable[int],
+    *,
+    mixed: bool = False,
+    steps: bool = False,
 ) -> tuple[int, ...]:
     """The sizes of an engine with a drafter, in tokens, ascending.
 
@@ -60,6 +66,8 @@ def capture_sizes(
         max_num_batched_tokens: tokens in a batch, at most.
         own_sizes: what vLLM captures by itself, in tokens.
         mixed: whether batches with prompts are to have larger graphs, too.
+        steps: whether graphs of these sizes, up to `max_num_seqs`, draft with one token a request. Then that is a size
+            where vLLM's reach it, and so are the whole blocks below it, which would else find it in 0.25 to 0.28.
     """
     own = {size if size < block else min(_whole_blocks(size, block), max_num_batched_tokens) for size in own_sizes}
     largest = max(own)
@@ -67,7 +75,8 @@ def capture_sizes(
     tops = {min(max_num_seqs, one) for one in ((bound, most) if mixed else (bound,))} - {0}
     counts = _request_counts(most if mixed else min(max_num_seqs, bound))
     ladder = {count * block for count in counts if count * block > largest}
-    return tuple(sorted(own | ladder | {top * block for top in tops}))
+    fullest = {max_num_seqs, max_num_seqs // block * block} if steps and max_num_seqs <= largest else set[int]()
+    return tuple(sorted(own | ladder | {top * block for top in tops} | fullest - {0}))
 
 
 def _whole_blocks(size: int, block: int) -> int:
@@ -149,6 +158,9 @@ def _why_left(vllm_config: Any) -> str | None:
         return "compile_sizes are given"
     if parallel.data_parallel_size > 1:
         return "a rank of data parallelism pads its batches to those of others"
+    model = getattr(vllm_config, "model_config", None)
+    if any("DeepseekV41" in name for name in getattr(model, "architectures", None) or ()):
+        return "DeepSeek V4.1 replays layers in graphs whose sizes and buffers follow from these"
     # Not there from 0.32 on.
     if parallel.tensor_parallel_size > 1 and getattr(compilation.pass_config, "enable_sp", False):
         return "with sequence parallelism they also have to be multiples of the tensor parallel size"
@@ -166,7 +178,10 @@ def _set(vllm_config: Any) -> str:
     seqs, batched = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     # With FULL_DECODE_ONLY batches with prompts have no graphs at all.
     mixed = wants_mixed() and compilation.cudagraph_mode.mixed_mode().name != "NONE"
-    sizes = list(capture_sizes(block, seqs, batched, own, mixed=mixed))
+    # On the V1 runner the drafter's passes after the first have sizes of their own.
+    v2: bool = getattr(vllm_config, "use_v2_model_runner", False)
+    steps = v2 and block > 2 and vllm_config.speculative_config.method != "dflash"
+    sizes = list(capture_sizes(block, seqs, batched, own, mixed=mixed, steps=steps))
     if sizes == own:
         return f"left to vLLM: its {len(own)} sizes hold every decode batch"
     compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes, sizes[-1]
