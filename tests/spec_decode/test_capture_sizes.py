@@ -244,6 +244,9 @@ def test_the_fullest_batches_draft_in_graphs_too(
         assert drafter.dispatch(requests, requests, 1, *loras).cg_mode == CUDAGraphMode.FULL, requests
     for requests in range(1, min(seqs, LARGEST // (1 + k)) + 1):
         assert manager.serves(requests, requests * (1 + k)).startswith("FULL"), requests
+    # Nor is one of these sizes missed by a batch with a prompt.
+    for tokens in range(seqs - 2 * (1 + k), seqs + 2 * (1 + k)):
+        assert not manager.serves(5, tokens).startswith("NONE"), tokens
 
 
 @pytest.mark.parametrize("version", versions(*V2, among=("0.25.0", "0.26.0", "0.29.0")))

@@ -67,7 +67,8 @@ def capture_sizes(
         own_sizes: what vLLM captures by itself, in tokens.
         mixed: whether batches with prompts are to have larger graphs, too.
         steps: whether graphs of these sizes, up to `max_num_seqs`, draft with one token a request. Then that is a size
-            where vLLM's reach it, and so are the whole blocks below it, which would else find it in 0.25 to 0.28.
+            where vLLM's reach it. So are the whole blocks on both sides: in 0.25 to 0.28 decode batches of the one
+            would else find it, and others the decode batch's graph of the other.
     """
     own = {size if size < block else min(_whole_blocks(size, block), max_num_batched_tokens) for size in own_sizes}
     largest = max(own)
@@ -75,8 +76,11 @@ def capture_sizes(
     tops = {min(max_num_seqs, one) for one in ((bound, most) if mixed else (bound,))} - {0}
     counts = _request_counts(most if mixed else min(max_num_seqs, bound))
     ladder = {count * block for count in counts if count * block > largest}
-    fullest = {max_num_seqs, max_num_seqs // block * block} if steps and max_num_seqs <= largest else set[int]()
-    return tuple(sorted(own | ladder | {top * block for top in tops} | fullest - {0}))
+    sizes = own | ladder | {top * block for top in tops}
+    if steps and max_num_seqs <= largest:
+        whole = _whole_blocks(max_num_seqs, block)
+        sizes |= {max_num_seqs, whole - block, min(whole, max_num_batched_tokens)} - {0}
+    return tuple(sorted(sizes))
 
 
 def _whole_blocks(size: int, block: int) -> int:
