@@ -23,8 +23,9 @@ _LEAST: Final = 1 << 20
 def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     """Take back the graphs that are not to be captured; the first thing in vLLM's patched `capture`.
 
-    Those are graphs of mixed batches that lose, and those that no batch gets. The target's manager comes first, and the
-    drafter's follow it. From 0.29 on vLLM captures once more before, to measure memory: what is found then holds.
+    Those are graphs of mixed batches that lose, and those that no batch or few batches get. The target's manager comes
+    first, and the drafter's follow it. From 0.29 on vLLM captures once more before, to measure memory: what is found
+    then holds.
 
     Args:
         manager: vLLM's `CudaGraphManager`.
@@ -49,7 +50,7 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     dropped |= _seldom_replayed(manager, dropped)
     for descs in planned.values():
         descs[:] = [desc for desc in descs if desc not in dropped]
-    _forget_candidates(manager, dropped)
+    _replace_candidates(manager, dropped)
     # One of them may have been timed.
     for size in {one.num_tokens for one in dropped if one.cg_mode == CUDAGraphMode.PIECEWISE}:
         forget(size)
@@ -65,7 +66,7 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
         _sample(manager, create_forward_fn)
 
 
-def _forget_candidates(manager: Any, gone: Mapping[Any, Any]) -> None:
+def _replace_candidates(manager: Any, gone: Mapping[Any, Any]) -> None:
     """Give batches another graph in place of one that is gone, or None."""
     candidates = manager._candidates
     # In 0.20 by position; many of the lists are one.
@@ -126,7 +127,7 @@ def _sample(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
         # vLLM reads those of the target, and counts its graphs.
         manager._capture_mem_samples = []
         left_out.append((len(rest), manager._capture_mem_samples))
-        _forget_candidates(manager, dict.fromkeys(rest))
+        _replace_candidates(manager, dict.fromkeys(rest))
     pieces = planned.get(CUDAGraphMode.PIECEWISE, [])
     if manager.use_breakable_cg or not pieces:
         return
@@ -140,7 +141,7 @@ def _sample(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     left_out.append((len(pieces) - len(samples), [taken]))
     # A replay of one would read what ranks of tensor parallelism have not exchanged yet, and a pass that vLLM times
     # meanwhile would look for one that is not there.
-    _forget_candidates(manager, dict.fromkeys(pieces))
+    _replace_candidates(manager, dict.fromkeys(pieces))
     pieces.clear()
 
 
