@@ -21,8 +21,6 @@ from .engines import SMALL_ENGINE
 
 #: In a batch, at most.
 _MAX_NUM_SEQS: Final = 6
-_PASSES: Final = "metadata has to be built between steps"
-_NO_TAIL: Final = "there are no tail graphs"
 
 
 def cut(name: str, layers: int, **more: Any) -> Shape:
@@ -35,6 +33,17 @@ def cut(name: str, layers: int, **more: Any) -> Shape:
     if "layer_types" in kept:
         kept["layer_types"] = kept["layer_types"][:layers]
     return dataclasses.replace(shape, layers=layers, more={**kept, **more})
+
+
+def _gemma4() -> Shape:
+    """A target without shared keys, and its assistant, which looks a dummy's token up in all of the vocabulary."""
+    window = {"sliding_window": 32}
+    shape = cut("gemma-4-e4b", 6, num_kv_shared_layers=0, **window)
+    assert shape.assistant is not None
+    text = shape.assistant["text_config"] | window
+    return dataclasses.replace(
+        shape, assistant={**shape.assistant, "text_config": text, "use_ordered_embeddings": False}
+    )
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,12 @@ V2_GRAPHS: Final = ("v2-tail-graph", "v2-step-inputs")
 _DRAFTS_STEP_BY_STEP: Final = dict.fromkeys(
     ("draft-full-graph", "draft-loop-graph", "v1-draft-phase", "v1-step-inputs"), ""
 )
+_PASSES_OF_MLA: Final = {
+    "draft-full-graph": "",
+    "draft-loop-graph": "metadata has to be built between steps",
+    "v1-draft-phase": "metadata has to be built in each step",
+    "v1-step-inputs": "",
+}
 _ALL_OF_V2: Final = dict.fromkeys(V2_GRAPHS, "")
 #: FlashInfer's, which vLLM prefers on Hopper, is compiled by nvcc when an engine starts.
 _PREFILL: Final = {"gdn_prefill_backend": "triton", "enable_prefix_caching": False}
@@ -146,26 +161,33 @@ CASES: Final[Mapping[str, Case]] = {
     "MLA": Case(
         cut("deepseek-v3-4l", 4, n_routed_experts=16),
         "mtp",
-        {
-            "draft-full-graph": "",
-            "draft-loop-graph": _PASSES,
-            "v1-draft-phase": "metadata has to be built in each step",
-            "v1-step-inputs": "",
-        },
+        _PASSES_OF_MLA,
         _ALL_OF_V2,
         options={"attention_config": {"backend": "FLASH_ATTN_MLA"}},
     ),
     "MLA, planned by its kernel": Case(
         cut("deepseek-v3-4l", 4, n_routed_experts=16),
         "mtp",
-        {
-            "draft-full-graph": "",
-            "draft-loop-graph": _PASSES,
-            "v1-draft-phase": "metadata has to be built in each step",
-            "v1-step-inputs": "",
-        },
+        _PASSES_OF_MLA,
         _ALL_OF_V2,
         options={"attention_config": {"backend": "FLASHMLA"}},
+    ),
+    "MLA, FP8 keys": Case(
+        cut("deepseek-v3-4l", 4, n_routed_experts=16),
+        "mtp",
+        _PASSES_OF_MLA,
+        _ALL_OF_V2,
+        options={"attention_config": {"backend": "FLASHMLA"}, "kv_cache_dtype": "fp8"},
+    ),
+    # A draft that reads the keys of the target's last layers and has none of its own.
+    "assistant": Case(
+        _gemma4(),
+        "mtp",
+        {"draft-full-graph": "drafting code of its own"},
+        _ALL_OF_V2,
+        since="0.23.0",
+        # For heads of 512 FlashAttention needs packages that not every host has.
+        options={"attention_config": {"backend": "TRITON_ATTN"}},
     ),
 }
 
