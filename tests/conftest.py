@@ -8,6 +8,7 @@ missing in CI.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import os
 import signal
@@ -122,6 +123,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.path not in first, places.get(item.path.name, len(LONGEST))))
 
 
+def pytest_collection_finish() -> None:
+    """Else each collection of garbage goes through some thousand tests, and all that was imported for them."""
+    gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("engine") is not None and importlib.util.find_spec("vllm") is None:
         cannot_run("no vLLM is installed")
@@ -160,7 +166,10 @@ def cpu_host() -> Host:
 def interruptible() -> Iterator[None]:
     """As on a terminal: what a shell starts in the background ignores Ctrl-C, and so do its children."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Hypothesis looks at each collection, and an interrupt is lost if it comes while it does.
+    gc.disable()
     yield
+    gc.enable()
     signal.signal(signal.SIGINT, before)
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests take of the processor, children included: on a shared host it says more of them than the time does.
 
-Those that `make test` runs have a budget, and so have all. In CI it is a failure to take more. What one test takes
-beyond its part is said and fails nothing: the first of a file pays for what all have in common.
+Those that `make test` runs have a budget, and so have all. Who takes more is named. In CI it is a failure to take more
+than a slow hour of a host explains. What one test takes beyond its part fails nothing: the first of a file pays for
+what all have in common.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ _CPUINFO = Path("/proc/cpuinfo")
 # Without AVX-512, vLLM has slower kernels for the CPU.
 _FAST = _CPUINFO.exists() and "avx512f" in _CPUINFO.read_text()
 BUDGETS = {"make test": 2 * 60 * (8 if _FAST else 10), "all": 3200 if _FAST else 5700}
+#: Times a budget. The same tests took 2,895 and 3,608 seconds on hosts where the loop below was as fast: it does not
+#: see how long a core waits for memory that it shares.
+_MOST = 1.5
 #: Of the loop in `slowness`, on the processor that the budgets were set on, while tests ran on each of its cores.
 _LOOP = 0.0042
 #: Of a test that is neither marked `smoke` nor `slow`.
@@ -66,6 +70,7 @@ class Budget:
         self._of = dict.fromkeys(BUDGETS, 0.0)
         # While tests run, because processes that share a core are slower than one alone.
         self._slowness: list[float] = []
+        self._last_looked = -60.0
         self._each = Counter[str]()
         self._ended = 0
         self._started = time.monotonic()
@@ -90,16 +95,19 @@ class Budget:
         if report.when == "teardown":
             self._ended += 1
             tenths = [ended * 10 // self._session.testscollected for ended in (self._ended - 1, self._ended)]
-            if tenths[0] < tenths[1]:
+            passed = time.monotonic() - self._started
+            # Most of the time goes to few tests.
+            if passed - self._last_looked >= 60:
+                self._last_looked = passed
                 self._slowness.append(slowness())
             if self._quiet and tenths[0] < tenths[1]:
-                minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
+                minutes, seconds = divmod(int(passed), 60)
                 terminal: Any = self._config.pluginmanager.get_plugin("terminalreporter")
                 terminal.write_line(f"{tenths[1] * 10:3} % of the tests after {minutes}:{seconds:02}")
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if (
-            self._over(self._of, BUDGETS)
+            self._over(self._of, {name: _MOST * seconds for name, seconds in BUDGETS.items()})
             and os.environ.get("CI", "").lower() in ("1", "true")
             and session.exitstatus == 0
         ):

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from tests.musa_sim.load_child import known, name_of, serve
+from tests.musa_sim.load_child import collect_seldom, known, name_of, serve
 
 #: Seconds for another process to start its engine and serve its load.
 PATIENCE = 300
@@ -177,6 +177,7 @@ def rejected_in(step: dict) -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    collect_seldom()
     jobs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     for name, job in jobs.items():
         found = json.dumps(one(job, folder, others_follow=name != list(jobs)[-1]))
