@@ -36,6 +36,7 @@ BACKPORT_PADDED_REQUEST: Final = "backport-padded-request"
 BACKPORT_PIPELINE_DRAFTS: Final = "backport-pipeline-drafts"
 BACKPORT_REASONING_END: Final = "backport-reasoning-end"
 BACKPORT_RECOVERED_TOKEN: Final = "backport-recovered-token"
+BACKPORT_TOP_K_TOP_P: Final = "backport-top-k-top-p"
 BACKPORT_VACATED_ROW: Final = "backport-vacated-row"
 
 

@@ -34,7 +34,8 @@ PASSES = {"draft-full-graph", "draft-loop-graph", "v1-draft-phase"}
 #: Eagle3 on either runner, as the scheduler and the worker have it.
 ON_V1 = PASSES | SCHEDULED | {"nwor", "v1-step-inputs", "backport-recovered-token"}
 TAIL = {"v2-step-inputs", "v2-tail-graph", "v2-fused-drafts", "v2-capture-metadata"}
-ON_V2 = TAIL | SCHEDULED | {"nwor", "v2-mixed-graphs", "v2-draft-metadata", "backport-nan-logits"}
+SAMPLES = {"backport-nan-logits", "backport-top-k-top-p"}
+ON_V2 = TAIL | SCHEDULED | SAMPLES | {"nwor", "v2-mixed-graphs", "v2-draft-metadata"}
 DFLASH_V1 = ON_V1 | {"dflash-full-graph", "dflash-context-norm"}
 #: It makes the metadata that it captures with, and drafts in one pass.
 DFLASH_V2 = ON_V2 - {"v2-fused-drafts", "v2-capture-metadata"} | {"dflash-context-norm"}
@@ -72,7 +73,11 @@ def worker(v2: bool = False, drafter: Any = ..., **changes: Any) -> SimpleNamesp
         compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
         attention_config=SimpleNamespace(backend=None),
         model_config=SimpleNamespace(
-            dtype=torch.float16, is_mm_prefix_lm=False, enable_sleep_mode=False, has_inner_state=False
+            dtype=torch.float16,
+            is_mm_prefix_lm=False,
+            enable_sleep_mode=False,
+            has_inner_state=False,
+            runner_type="generate",
         ),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1, data_parallel_size=1, data_parallel_index=0, decode_context_parallel_size=1
@@ -133,7 +138,8 @@ MTP_V1 = ON_V1 | {"backport-mtp-embeddings"}
         (False, {}, ON_V1),
         (True, {}, ON_V2),
         (False, {"speculative_config": None, "drafter": None}, set()),
-        (True, {"speculative_config": None, "drafter": None}, set()),
+        (True, {"speculative_config": None, "drafter": None}, {"backport-top-k-top-p"}),
+        (True, {"speculative_config": None, "drafter": None, "model_config__runner_type": "pooling"}, set()),
         # Another stage drafts; that the pipeline has stages follows from the sizes.
         (False, {"drafter": None, PP: 2}, SCHEDULED | {"nwor", "backport-pipeline-drafts"}),
         (False, {METHOD: "ngram", "drafter": object()}, ON_V1 - PASSES - {"backport-draft-lookahead"}),
@@ -196,6 +202,14 @@ def test_a_drafts_own_backend_matters_where_the_version_has_the_fault(
     assert ("dflash-draft-backend" in used(worker(v2, **{METHOD: "dflash", **changes}))) is expected
 
 
+@pytest.mark.parametrize(("version", "expected"), [("0.31.0", [True, True]), ("0.32.0", [False, True])])
+def test_v1_compiles_fewer_kernels_of_top_k_and_top_p_where_the_version_has_more(
+    entry: journal.Journal, version: str, expected: list[bool]
+) -> None:
+    entry.vllm_version = version
+    assert ["backport-top-k-top-p" in used(worker(v2)) for v2 in (False, True)] == expected
+
+
 def test_capture_sizes_are_used_where_they_are_set_and_captured() -> None:
     for v2, changes, expected in (
         (False, {}, True),
@@ -247,7 +261,8 @@ def test_graphs_that_are_asked_for_without_speculation_are_those_of_v2_and_count
         one.model_runner.speculative_config, one.model_runner.sampler = None, sampler
         found.append(used(one))
         engines.append(entry.engine)
-    assert found == [set(), set(), {"v2-step-inputs", "v2-tail-graph", "v2-mixed-graphs"}]
+    narrows = "backport-top-k-top-p"
+    assert found == [{narrows}, set(), {narrows, "v2-step-inputs", "v2-tail-graph", "v2-mixed-graphs"}]
     assert engines == [None, None, 0]
     worker_use.report_worker(worker(drafter=None, speculative_config=None))
     assert "Model Runner V1" in uses()["v2-tail-graph"]["reason"]

@@ -194,6 +194,9 @@ def _unused(worker: Any, vllm: Version) -> dict[str, Mapping[str, object]]:
             )
         },
         features.BACKPORT_RECOVERED_TOKEN: drafts | on_v2("a sampler"),
+        features.BACKPORT_TOP_K_TOP_P: {"the model is for pooling, and samples nothing": model.runner_type == "pooling"}
+        # What its hunks for 0.32 change, V1 does not ask for.
+        | (on_v1 if vllm >= Version("0.32.0") else {}),
         features.BACKPORT_VACATED_ROW: on_v2("block tables")
         | {"the model has no states but keys and values": not model.has_inner_state}
         | one_rank,

@@ -19,6 +19,7 @@ from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2.recording import SamplerParts, decode_query_len, rungs, scheduled_query_lens
 
 from ...conftest import versions
+from ..released import text_of
 
 sampling_params = pytest.importorskip("vllm.sampling_params")
 SamplingParams = sampling_params.SamplingParams
@@ -77,6 +78,13 @@ class Decisions:
     def __init__(self, module: Any, monkeypatch: pytest.MonkeyPatch):
         self.states = module.SamplingStates(1 + len(PARAMS), 100)
         self._temperature: list[bool] = []
+        self._narrowed: list[tuple[bool, ...]] = []
+
+        def apply_top_k_top_p(logits: Any, k: Any, p: Any, **more: bool) -> Any:
+            self._narrowed.append((k is not None, p is not None, *more.values()))
+            return logits
+
+        monkeypatch.setattr(module, "apply_top_k_top_p", apply_top_k_top_p)
         monkeypatch.setattr(module, "apply_temperature", lambda *_: self._temperature.append(True))
         # From 0.28 on it says whether the sampler has anything to do.
         self._processed = [self.states.add_request(row, SamplingParams(**params)) for row, params in enumerate(PARAMS)]
@@ -85,14 +93,13 @@ class Decisions:
     def of(self, rows: np.ndarray) -> tuple[Any, ...]:
         """For a batch of these rows: top-k, top-p, more of them, whether there is anything at all, and temperature."""
         self._temperature.clear()
-        expanded = torch.from_numpy(rows)
-        self.states.apply_temperature(torch.zeros(len(rows), 100), expanded, rows)
-        asked = (expanded, rows, 100)[: self.states.get_top_k_top_p.__code__.co_argcount - 1]
-        top_k, top_p, *more = self.states.get_top_k_top_p(*asked)
+        self._narrowed.clear()
+        logits, expanded = torch.zeros(len(rows), 100), torch.from_numpy(rows)
+        self.states.apply_temperature(logits, expanded, rows)
+        self.states.apply_top_k_top_p(logits, expanded, rows)
         processed = any(self._processed[row] for row in rows)
         # It changes nothing of a temperature of 0 or 1.
-        scaled = bool(self._temperature) or top_k is not None or top_p is not None
-        return top_k is not None, top_p is not None, *more, processed, scaled
+        return *self._narrowed, processed, bool(self._temperature or self._narrowed)
 
     def recorded(self, needed: SamplerParts) -> tuple[Any, ...]:
         """By the row that a graph is recorded with."""
@@ -109,7 +116,7 @@ def test_a_graph_holds_what_vllm_launches_for_the_batch(
     decisions = Decisions(modules(version)("sample.states"), monkeypatch)
     (apply,) = (
         one
-        for one in ast.walk(ast.parse(vllm_tree(version).read("vllm/v1/sample/ops/topk_topp_sampler.py")))
+        for one in ast.walk(ast.parse(text_of(vllm_tree(version), "vllm/v1/sample/ops/topk_topp_sampler.py")))
         if isinstance(one, ast.FunctionDef) and one.name == "apply_top_k_top_p"
     )
     # By which the running one is asked.
@@ -123,7 +130,7 @@ def test_a_graph_holds_what_vllm_launches_for_the_batch(
         else:
             assert decisions.of(rows) == decisions.recorded(needed), [PARAMS[row] for row in pair]
     # A request with top-p beside one with top-k.
-    assert apart == (version >= "0.33")
+    assert apart == (version >= "0.30")
     assert left == ([(4, 5), (5, 6)] if apart else [])
 
 

@@ -264,7 +264,8 @@ def idx_dtype(runner: Any) -> torch.dtype:
 def splits_top_p() -> bool:
     """Whether this vLLM has kernels of their own for requests with top-p and without top-k beside others with top-k.
 
-    From 0.33 on it has, and leaves them out of a batch without such requests.
+    From 0.30 on it has, and leaves them out of a batch without such requests where `backport-top-k-top-p` is live, or
+    from 0.33 on.
     """
     return bool(known_arguments(apply_top_k_top_p, has_topp_only_rows=True))
 

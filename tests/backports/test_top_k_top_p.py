@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backport for top-k and top-p: vLLM's released kernels, stock and patched; fewer of them leave the same tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from triton import knobs
+from triton.runtime import JITFunction, driver
+
+from vllm_hwplugin.patching import SUPPORTED
+
+from ..conftest import versions
+from ..spec_decode.released import take, text_of
+from .test_sampled_tokens import Hopper
+from .top_k_top_p_child import VOCABULARY, modules_of
+
+#: The interpreter takes seconds for a kernel.
+pytestmark = pytest.mark.slow
+
+OFF = {"VLLM_HWPLUGIN_BACKPORT_TOP_K_TOP_P": "off"}
+SIDES: dict[str, dict[str, str]] = {"stock": OFF, "patched": {}}
+TRITON = "vllm/v1/sample/ops/topk_topp_triton.py"
+#: With what they take for its kernels from 0.30 on.
+PATHS = (
+    *(TRITON, "vllm/v1/sample/ops/topk_topp_sampler.py", "vllm/v1/worker/gpu/sample/states.py"),
+    *(f"vllm/model_executor/warmup/{name}.py" for name in ("jit_warmup", "jit_warmup_triton_helper")),
+)
+BEFORE_32 = SUPPORTED[: SUPPORTED.index("0.32.0")]
+SPLITTING = SUPPORTED[SUPPORTED.index("0.30.0") : SUPPORTED.index("0.33.0")]
+
+
+def texts_of(tree: Any, side: str) -> dict[str, str]:
+    return {path: text_of(tree, path, **SIDES[side]) for path in PATHS if tree.read(path) is not None}
+
+
+@pytest.mark.parametrize("version", versions(TRITON, among=BEFORE_32))
+def test_one_kernel_serves_all_numbers_of_rows(
+    version: str, vllm_tree: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: set[str] = set()
+
+    def compile_nothing(*, key: str, fn: Any, **_: Any) -> bool:
+        if fn.jit_function.__name__ == "_topk_topp_kernel":
+            asked.add(key)
+        return True
+
+    launch = JITFunction.run
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **options: launch(*args, **{**options, "warmup": True}))
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", compile_nothing)
+    monkeypatch.setattr(driver, "_active", Hopper())
+    compiled = {}
+    for side in SIDES:
+        apply = modules_of(texts_of(vllm_tree(version), side))(TRITON[:-3].replace("/", ".")).apply_top_k_top_p_triton
+        asked.clear()
+        for rows in (72, 80, 100, 256):
+            logits = torch.zeros(rows, 100)
+            k, p = torch.full((rows,), 20, dtype=torch.int32), torch.full((rows,), 0.9)
+            for given in ((k, None), (None, p), (k, p)):
+                apply(logits, *given)
+        compiled[side] = len(asked)
+    assert compiled == {"stock": 6, "patched": 3}
+
+
+@pytest.fixture(scope="module")
+def left(vllm_tree: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What top-k and top-p leave, by version and side."""
+    file = tmp_path_factory.mktemp("top-k and top-p") / "texts.json"
+    file.write_text(
+        json.dumps({f"{version} {side}": texts_of(vllm_tree(version), side) for version in SPLITTING for side in SIDES})
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.backports.top_k_top_p_child", str(file)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("version", SPLITTING)
+def test_kernels_that_split_rows_are_launched_where_a_row_needs_them(version: str, left: dict[str, Any]) -> None:
+    stock, patched = left[f"{version} stock"], left[f"{version} patched"]
+    for name, found in patched.items():
+        alone = name.startswith("top-p alone")
+        assert (stock[name]["split"], found["split"]) == ((0, 0) if name == "top-k alone" else (7, 7 if alone else 0))
+        assert {**found, "split": 0} == {**stock[name], "split": 0}, name
+    assert patched["both"]["kept"] == [13, 1, 40, 1]
+    assert patched["top-p alone beside top-k"]["kept"][1:3] == [2, VOCABULARY]
+
+
+@pytest.mark.parametrize("version", SPLITTING)
+def test_a_step_without_drafts_says_it_too(version: str, vllm_tree: Callable[[str], Any]) -> None:
+    said = []
+
+    def apply_top_k_top_p(logits: Any, k: Any, p: Any, has_topp_only_rows: bool = True) -> Any:
+        said.append(has_topp_only_rows)
+        return logits
+
+    tree = vllm_tree(version)
+    states = take(
+        text_of(tree, PATHS[2]), "SamplingStates", ("has_topp_only_rows",), given={"np": np}
+    ).has_topp_only_rows
+    given = {"apply_top_k_top_p": apply_top_k_top_p, "gumbel_sample": lambda *_, **__: None}
+    sample = take(text_of(tree, "vllm/v1/worker/gpu/sample/sampler.py"), "Sampler", ("_sample_random",), given=given)
+    own = SimpleNamespace(
+        vocab_size=100,
+        top_k=SimpleNamespace(np=np.array([20, 100])),
+        top_p=SimpleNamespace(np=np.array([0.9, 0.9])),
+        temperature=SimpleNamespace(gpu=None),
+        seeds=SimpleNamespace(gpu=None),
+    )
+    own.has_topp_only_rows = states.__get__(own)
+    sampler = SimpleNamespace(sampling_states=own, use_fp64_gumbel=False)
+    for rows in ([0], [1], [0, 1]):
+        sample._sample_random(sampler, None, None, np.array(rows), None, None, None, False)
+    assert said == [False, True, True]
