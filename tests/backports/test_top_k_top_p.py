@@ -3,12 +3,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,29 +20,18 @@ from vllm_hwplugin.patching import SUPPORTED
 
 from ..conftest import versions
 from ..spec_decode.released import take, text_of
+from .samplers import TOP_K_TOP_P, sample, texts_of
 from .test_sampled_tokens import Hopper
 from .top_k_top_p_child import VOCABULARY, modules_of
 
 #: The interpreter takes seconds for a kernel.
 pytestmark = pytest.mark.slow
 
-OFF = {"VLLM_HWPLUGIN_BACKPORT_TOP_K_TOP_P": "off"}
-SIDES: dict[str, dict[str, str]] = {"stock": OFF, "patched": {}}
-TRITON = "vllm/v1/sample/ops/topk_topp_triton.py"
-#: With what they take for its kernels from 0.30 on.
-PATHS = (
-    *(TRITON, "vllm/v1/sample/ops/topk_topp_sampler.py", "vllm/v1/worker/gpu/sample/states.py"),
-    *(f"vllm/model_executor/warmup/{name}.py" for name in ("jit_warmup", "jit_warmup_triton_helper")),
-)
 BEFORE_32 = SUPPORTED[: SUPPORTED.index("0.32.0")]
 SPLITTING = SUPPORTED[SUPPORTED.index("0.30.0") : SUPPORTED.index("0.33.0")]
 
 
-def texts_of(tree: Any, side: str) -> dict[str, str]:
-    return {path: text_of(tree, path, **SIDES[side]) for path in PATHS if tree.read(path) is not None}
-
-
-@pytest.mark.parametrize("version", versions(TRITON, among=BEFORE_32))
+@pytest.mark.parametrize("version", versions("vllm/v1/sample/ops/topk_topp_triton.py", among=BEFORE_32))
 def test_one_kernel_serves_all_numbers_of_rows(
     version: str, vllm_tree: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,8 +47,8 @@ def test_one_kernel_serves_all_numbers_of_rows(
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", compile_nothing)
     monkeypatch.setattr(driver, "_active", Hopper())
     compiled = {}
-    for side in SIDES:
-        apply = modules_of(texts_of(vllm_tree(version), side))(TRITON[:-3].replace("/", ".")).apply_top_k_top_p_triton
+    for side, texts in texts_of(vllm_tree(version), TOP_K_TOP_P).items():
+        apply = modules_of(texts)(TOP_K_TOP_P[0]).apply_top_k_top_p_triton
         asked.clear()
         for rows in (72, 80, 100, 256):
             logits = torch.zeros(rows, 100)
@@ -78,19 +62,12 @@ def test_one_kernel_serves_all_numbers_of_rows(
 @pytest.fixture(scope="module")
 def left(vllm_tree: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What top-k and top-p leave, by version and side."""
-    file = tmp_path_factory.mktemp("top-k and top-p") / "texts.json"
-    file.write_text(
-        json.dumps({f"{version} {side}": texts_of(vllm_tree(version), side) for version in SPLITTING for side in SIDES})
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.backports.top_k_top_p_child", str(file)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    sides = {
+        f"{version} {side}": texts
+        for version in SPLITTING
+        for side, texts in texts_of(vllm_tree(version), TOP_K_TOP_P).items()
+    }
+    return sample(sides, tmp_path_factory.mktemp("top-k and top-p"), "cpu", "top_k_top_p_child")
 
 
 @pytest.mark.parametrize("version", SPLITTING)
@@ -113,9 +90,8 @@ def test_a_step_without_drafts_says_it_too(version: str, vllm_tree: Callable[[st
         return logits
 
     tree = vllm_tree(version)
-    states = take(
-        text_of(tree, PATHS[2]), "SamplingStates", ("has_topp_only_rows",), given={"np": np}
-    ).has_topp_only_rows
+    text = text_of(tree, "vllm/v1/worker/gpu/sample/states.py")
+    states = take(text, "SamplingStates", ("has_topp_only_rows",), given={"np": np})
     given = {"apply_top_k_top_p": apply_top_k_top_p, "gumbel_sample": lambda *_, **__: None}
     sample = take(text_of(tree, "vllm/v1/worker/gpu/sample/sampler.py"), "Sampler", ("_sample_random",), given=given)
     own = SimpleNamespace(
@@ -125,7 +101,7 @@ def test_a_step_without_drafts_says_it_too(version: str, vllm_tree: Callable[[st
         temperature=SimpleNamespace(gpu=None),
         seeds=SimpleNamespace(gpu=None),
     )
-    own.has_topp_only_rows = states.__get__(own)
+    own.has_topp_only_rows = states.has_topp_only_rows.__get__(own)
     sampler = SimpleNamespace(sampling_states=own, use_fp64_gumbel=False)
     for rows in ([0], [1], [0, 1]):
         sample._sample_random(sampler, None, None, np.array(rows), None, None, None, False)

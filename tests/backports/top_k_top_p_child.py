@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `SamplingStates` of a vLLM leave of logits, and by which kernels, in Triton's interpreter:
-`python -m tests.backports.top_k_top_p_child TEXTS` prints it.
+"""What `SamplingStates` of a vLLM leave of logits, and by which kernels:
+`python -m tests.backports.top_k_top_p_child TEXTS cpu` prints it; or `cuda`.
 
-A process of its own: TRITON_INTERPRET has to be set before Triton is imported.
+A process of its own: on a CPU TRITON_INTERPRET has to be set before Triton is imported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import JITFunction
 from triton.runtime.interpreter import InterpretedFunction
 
 from tests.spec_decode.released import Modules
@@ -52,7 +53,7 @@ def platform() -> SimpleNamespace:
     )
 
 
-def modules_of(texts: dict[str, str]) -> Modules:
+def modules_of(texts: Mapping[str, str], device: str = "cuda") -> Modules:
     stand_ins = {
         "triton": triton,
         "tl": tl,
@@ -60,36 +61,37 @@ def modules_of(texts: dict[str, str]) -> Modules:
         "current_platform": platform(),
         "num_compute_units": lambda *_: 8,
     }
-    names = [path.removesuffix(".py").replace("/", ".") for path in texts]
-    # The interpreter counts a loop by integers of Python's.
-    interpreted = {path: text.replace("row_id.to(tl.int64)", "row_id") for path, text in texts.items()}
-    return Modules(interpreted.get, names, stand_ins=stand_ins)
+    if device == "cpu":
+        # The interpreter counts a loop by integers of Python's.
+        texts = {name: text.replace("row_id.to(tl.int64)", "row_id") for name, text in texts.items()}
+    paths = {f"{name.replace('.', '/')}.py": text for name, text in texts.items()}
+    return Modules(paths.get, texts, stand_ins=stand_ins)
 
 
-def main(path: Path) -> None:
+def main(path: Path, device: str) -> None:
     launched: Counter[str] = Counter()
-    run = InterpretedFunction.run
+    kernel: Any = InterpretedFunction if device == "cpu" else JITFunction
+    run = kernel.run
 
     def counted(self: Any, *args: Any, **options: Any) -> Any:
         launched[self.__name__] += 1
         return run(self, *args, **options)
 
-    InterpretedFunction.run = counted
-    print(json.dumps({side: answers(texts, launched) for side, texts in json.loads(path.read_text()).items()}))
+    kernel.run = counted
+    sides = json.loads(path.read_text())
+    print(json.dumps({side: answers(texts, device, launched) for side, texts in sides.items()}))
 
 
-def answers(texts: dict[str, str], launched: Counter[str]) -> dict[str, Any]:
-    states_of = modules_of(texts)("vllm.v1.worker.gpu.sample.states").SamplingStates
-    chance = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(4, VOCABULARY, generator=chance)
+def answers(texts: Mapping[str, str], device: str, launched: Counter[str]) -> dict[str, Any]:
+    states_of = modules_of(texts, device)("vllm.v1.worker.gpu.sample.states").SamplingStates
+    logits = (3 * torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(0))).to(device)
     found = {}
     for name, rows in BATCHES.items():
         launched.clear()
-        left = narrowed(states_of, logits, rows)
-        kept = (left > -float("inf")).sum(dim=1).tolist()
+        left = narrowed(states_of, logits, rows).cpu()
         found[name] = {
             "left": hashlib.sha256(left.numpy().tobytes()).hexdigest(),
-            "kept": kept,
+            "kept": (left > -float("inf")).sum(dim=1).tolist(),
             "split": sum(count for kernel, count in launched.items() if kernel.startswith("_topp_sb")),
             "other": launched["_topk_topp_kernel"],
         }
@@ -104,12 +106,13 @@ def narrowed(states_of: Any, logits: torch.Tensor, rows: Sequence[tuple[int, flo
         ("top_k", torch.int32, [row[0] for row in rows]),
         ("top_p", torch.float32, [row[1] for row in rows]),
     ):
-        gpu = torch.tensor(values, dtype=dtype)
-        setattr(states, name, SimpleNamespace(np=gpu.numpy(), gpu=gpu))
+        host = torch.tensor(values, dtype=dtype)
+        setattr(states, name, SimpleNamespace(np=host.numpy(), gpu=host.to(logits.device)))
     index: Any = np.arange(len(rows))
-    left = states.apply_top_k_top_p(logits.clone().as_subclass(OnCuda), torch.from_numpy(index), index)
+    given = logits.clone() if logits.is_cuda else logits.clone().as_subclass(OnCuda)
+    left = states.apply_top_k_top_p(given, torch.from_numpy(index).to(logits.device), index)
     return left.as_subclass(torch.Tensor)  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The installed vLLM's rejection samplers on NaN logits, stock and patched, as Triton compiles them for the device.
+"""The installed vLLM's samplers, stock and patched, as Triton compiles them for the device: on NaN logits, and with
+top-k and top-p.
 
 The reads behind a buffer stay within memory of the test, so stock vLLM's fault is seen and does not stop the process.
 """
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.backports.samplers import sample, texts_of
+from tests.backports.samplers import TOP_K_TOP_P, sample, texts_of
 from vllm_hwplugin.patching._installed import find_installed
 
 pytestmark = pytest.mark.gpu
@@ -35,3 +36,10 @@ def test_patched_samplers_sample_tokens_of_the_vocabulary(answers: dict[str, Any
 def test_stock_samplers_do_not(answers: dict[str, Any]) -> None:
     stock = answers["stock"]
     assert not all([*stock["nan"], *stock["logits nan"]])
+
+
+def test_fewer_kernels_of_top_k_and_top_p_leave_the_same_logits(tmp_path: Path) -> None:
+    found = sample(texts_of(find_installed(), TOP_K_TOP_P), tmp_path, "cuda", "top_k_top_p_child")
+    for name, stock in found["stock"].items():
+        assert found["patched"][name]["left"] == stock["left"], name
+        assert found["patched"][name]["split"] <= stock["split"]
