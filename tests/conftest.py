@@ -124,7 +124,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Else each collection of garbage goes through some thousand tests, and all that was imported for them."""
+    """Else each collection of garbage goes through some thousand tests, and all that was imported for them.
+
+    `gc.get_referrers` does not see what is frozen, so a test that relies on it makes its own objects.
+    """
+    gc.collect()
     gc.freeze()
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests take of the processor, children included: on a shared host it says more of them than the time does.
 
-Those that `make test` runs have a budget, and so have all. Who takes more is named. In CI it is a failure to take more
+Those that `make test` runs have a budget, and so have all. What takes more is named. In CI it is a failure to take more
 than a slow hour of a host explains. What one test takes beyond its part fails nothing: the first of a file pays for
 what all have in common.
 """

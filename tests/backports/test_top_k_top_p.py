@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from ..conftest import versions
 from ..spec_decode.released import take, text_of
 from .samplers import TOP_K_TOP_P, sample, texts_of
 from .test_sampled_tokens import Hopper
-from .top_k_top_p_child import VOCABULARY, modules_of
+from .top_k_top_p_child import VOCABULARY, OnCuda, modules_of
 
 #: The interpreter takes seconds for a kernel.
 pytestmark = pytest.mark.slow
@@ -32,31 +33,33 @@ SPLITTING = SUPPORTED[SUPPORTED.index("0.30.0") : SUPPORTED.index("0.33.0")]
 
 
 @pytest.mark.parametrize("version", versions("vllm/v1/sample/ops/topk_topp_triton.py", among=BEFORE_32))
-def test_one_kernel_serves_all_numbers_of_rows(
+def test_no_kernel_is_compiled_anew_because_16_divides_a_number(
     version: str, vllm_tree: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: set[str] = set()
+    asked: defaultdict[str, set[str]] = defaultdict(set)
 
     def compile_nothing(*, key: str, fn: Any, **_: Any) -> bool:
-        if fn.jit_function.__name__ == "_topk_topp_kernel":
-            asked.add(key)
+        asked[fn.jit_function.__name__].add(key)
         return True
 
     launch = JITFunction.run
     monkeypatch.setattr(JITFunction, "run", lambda *args, **options: launch(*args, **{**options, "warmup": True}))
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", compile_nothing)
     monkeypatch.setattr(driver, "_active", Hopper())
+    splits = version in SPLITTING
     compiled = {}
     for side, texts in texts_of(vllm_tree(version), TOP_K_TOP_P).items():
         apply = modules_of(texts)(TOP_K_TOP_P[0]).apply_top_k_top_p_triton
         asked.clear()
-        for rows in (72, 80, 100, 256):
+        # Before there are kernels that split rows, vLLM sorts fewer than 8.
+        for rows in (*((33, 48) if splits else (8, 16)), 72, 80, 100, 256):
             logits = torch.zeros(rows, 100)
             k, p = torch.full((rows,), 20, dtype=torch.int32), torch.full((rows,), 0.9)
             for given in ((k, None), (None, p), (k, p)):
-                apply(logits, *given)
-        compiled[side] = len(asked)
-    assert compiled == {"stock": 6, "patched": 3}
+                apply(logits.as_subclass(OnCuda) if splits else logits, *given)
+        compiled[side] = [len(asked[name]) for name in ("_topk_topp_kernel", "_topp_sb_step_kernel")]
+    # From 0.30 on that for both is another one up to 64 rows, and top-p has five steps, each with its number.
+    assert compiled == ({"stock": [8, 6], "patched": [4, 4]} if splits else {"stock": [6, 0], "patched": [3, 0]})
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +98,6 @@ def test_a_step_without_drafts_says_it_too(version: str, vllm_tree: Callable[[st
     given = {"apply_top_k_top_p": apply_top_k_top_p, "gumbel_sample": lambda *_, **__: None}
     sample = take(text_of(tree, "vllm/v1/worker/gpu/sample/sampler.py"), "Sampler", ("_sample_random",), given=given)
     own = SimpleNamespace(
-        vocab_size=100,
         top_k=SimpleNamespace(np=np.array([20, 100])),
         top_p=SimpleNamespace(np=np.array([0.9, 0.9])),
         temperature=SimpleNamespace(gpu=None),
@@ -103,6 +105,7 @@ def test_a_step_without_drafts_says_it_too(version: str, vllm_tree: Callable[[st
     )
     own.has_topp_only_rows = states.has_topp_only_rows.__get__(own)
     sampler = SimpleNamespace(sampling_states=own, use_fp64_gumbel=False)
-    for rows in ([0], [1], [0, 1]):
-        sample._sample_random(sampler, None, None, np.array(rows), None, None, None, False)
-    assert said == [False, True, True]
+    # Kernels take a top-k of all that a row has, or more, for none.
+    for rows, width in (([0], 100), ([1], 100), ([0, 1], 100), ([0], 20)):
+        sample._sample_random(sampler, torch.zeros(len(rows), width), None, np.array(rows), None, None, None, False)
+    assert said == [False, True, True, True]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a real GPU, graphs change no token and no draft of hybrids, mixtures of experts, MLA or FP8, or are refused.
+"""On a real GPU, graphs change no token and no draft of hybrids, mixtures of experts, MLA, FP8 or an assistant, or are
+refused.
 
 Each case says which features its engine uses, and why not the others.
 """

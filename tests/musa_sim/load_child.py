@@ -401,7 +401,7 @@ def own_modules() -> dict[str, str]:
 
 
 def collect_seldom() -> None:
-    """Importing vLLM alone takes a third longer where each 700 new objects are looked through, and has no garbage."""
+    """Importing vLLM alone takes a third longer where every 700 new objects are looked through, and has no garbage."""
     gc.set_threshold(100_000)
 
 

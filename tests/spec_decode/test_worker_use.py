@@ -43,7 +43,8 @@ DFLASH_V2 = ON_V2 - {"v2-fused-drafts", "v2-capture-metadata"} | {"dflash-contex
 
 @pytest.fixture(autouse=True)
 def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[journal.Journal]:
-    """A process in which all features are live, and vLLM's norm was not asked."""
+    """A process in which all features are live, there is Triton, and vLLM's norm was not asked."""
+    monkeypatch.setattr(worker_use, "HAS_TRITON", True)
     monkeypatch.setattr(dflash_context_norm, "_answers", {})
     journal.forget()
     made = journal.new("1")
@@ -204,10 +205,12 @@ def test_a_drafts_own_backend_matters_where_the_version_has_the_fault(
 
 @pytest.mark.parametrize(("version", "expected"), [("0.31.0", [True, True]), ("0.32.0", [False, True])])
 def test_v1_compiles_fewer_kernels_of_top_k_and_top_p_where_the_version_has_more(
-    entry: journal.Journal, version: str, expected: list[bool]
+    entry: journal.Journal, monkeypatch: pytest.MonkeyPatch, version: str, expected: list[bool]
 ) -> None:
     entry.vllm_version = version
     assert ["backport-top-k-top-p" in used(worker(v2)) for v2 in (False, True)] == expected
+    monkeypatch.setattr(worker_use, "HAS_TRITON", False)
+    assert "backport-top-k-top-p" not in used(worker(v2=True))
 
 
 def test_capture_sizes_are_used_where_they_are_set_and_captured() -> None:

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from packaging.version import Version
 from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
 
 from vllm_hwplugin import features, gates
 from vllm_hwplugin.journal import Journal
@@ -194,7 +195,10 @@ def _unused(worker: Any, vllm: Version) -> dict[str, Mapping[str, object]]:
             )
         },
         features.BACKPORT_RECOVERED_TOKEN: drafts | on_v2("a sampler"),
-        features.BACKPORT_TOP_K_TOP_P: {"the model is for pooling, and samples nothing": model.runner_type == "pooling"}
+        features.BACKPORT_TOP_K_TOP_P: {
+            "the model is for pooling, and samples nothing": model.runner_type == "pooling",
+            "there is no Triton, and vLLM sorts": not HAS_TRITON,
+        }
         # What its hunks for 0.32 change, V1 does not ask for.
         | (on_v1 if vllm >= Version("0.32.0") else {}),
         features.BACKPORT_VACATED_ROW: on_v2("block tables")

@@ -12,9 +12,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample import states as sampling_states
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, GraphShape, uniform_shape
@@ -262,12 +262,11 @@ def idx_dtype(runner: Any) -> torch.dtype:
 
 
 def splits_top_p() -> bool:
-    """Whether this vLLM has kernels of their own for requests with top-p and without top-k beside others with top-k.
+    """Whether this vLLM launches kernels for requests with top-p and without top-k, and only where there are such.
 
-    From 0.30 on it has, and leaves them out of a batch without such requests where `backport-top-k-top-p` is live, or
-    from 0.33 on.
+    With `backport-top-k-top-p` from 0.30 on, without from 0.33 on; before, it launches them for all with top-p.
     """
-    return bool(known_arguments(apply_top_k_top_p, has_topp_only_rows=True))
+    return bool(known_arguments(sampling_states.apply_top_k_top_p, has_topp_only_rows=True))
 
 
 @contextmanager
