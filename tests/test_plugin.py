@@ -125,7 +125,9 @@ REAL = """
     from vllm_hwplugin.patching import _runtime
     entry, plan = journal.current(), _runtime.current_plan()
     assert entry.error is None and entry.live, entry
-    assert "refused" not in {item["state"] for item in entry.features.values()}, entry.features
+    refused = {name for name, item in entry.features.items() if item["state"] == "refused"}
+    # It gives functions an argument more, which none has that was imported before.
+    assert refused == ({"backport-top-k-top-p"} if EARLY else set()), entry.features
     if not EARLY:
         assert set(entry.modules.values()) == {"pending"}, entry.modules
 

@@ -57,13 +57,17 @@ def verify(
     return tokens, (1 + right.int().cumprod(1).sum(1)).int()
 
 
-def best(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
-    """`apply_top_k_top_p`."""
+def best(
+    logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None, has_topp_only_rows: bool = True
+) -> torch.Tensor:
+    """`apply_top_k_top_p`. Where there are said to be none, rows with top-p and without top-k get no top-p."""
     ordered, order = logits.sort(-1, descending=True)
     ranks, probs = torch.arange(logits.shape[-1]), ordered.softmax(-1)
     left_out = torch.zeros_like(ordered, dtype=torch.bool)
     if top_k is not None:
         left_out |= ranks >= top_k[:, None]
+    if top_p is not None and top_k is not None and not has_topp_only_rows:
+        top_p = top_p.masked_fill(top_k >= logits.shape[-1], 1.0)
     if top_p is not None:
         left_out |= probs.cumsum(-1) - probs >= top_p[:, None]
     return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(left_out, -torch.inf))
