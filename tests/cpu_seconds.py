@@ -70,7 +70,6 @@ class Budget:
         self._of = dict.fromkeys(BUDGETS, 0.0)
         # While tests run, because processes that share a core are slower than one alone.
         self._slowness: list[float] = []
-        self._last_looked = -60.0
         self._each = Counter[str]()
         self._ended = 0
         self._started = time.monotonic()
@@ -96,9 +95,8 @@ class Budget:
             self._ended += 1
             tenths = [ended * 10 // self._session.testscollected for ended in (self._ended - 1, self._ended)]
             passed = time.monotonic() - self._started
-            # Most of the time goes to few tests.
-            if passed - self._last_looked >= 60:
-                self._last_looked = passed
+            # By the minute: most of the time goes to few tests.
+            if passed >= 60 * len(self._slowness):
                 self._slowness.append(slowness())
             if self._quiet and tenths[0] < tenths[1]:
                 minutes, seconds = divmod(int(passed), 60)
