@@ -194,6 +194,13 @@ class Tree:
         except IndexUnreachable as error:
             cannot_run(str(error))
 
+    def paths(self, *folders: str) -> list[str]:
+        """The Python files in these folders, which end with a slash."""
+        try:
+            return [path for path in self._source.checksums() if path.startswith(folders)]
+        except IndexUnreachable as error:
+            cannot_run(str(error))
+
 
 @pytest.fixture(scope="session")
 def vllm_tree() -> Callable[[str], Tree]:

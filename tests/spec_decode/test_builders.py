@@ -48,7 +48,10 @@ class Border(TorchDispatchMode):
 
 
 class Base(Generic[Metadata]):
-    """vLLM's `AttentionMetadataBuilder`, of which a build uses nothing."""
+    """vLLM's `AttentionMetadataBuilder`."""
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        return self.build(0, common_attn_metadata)  # type: ignore[attr-defined]
 
 
 class Made(types.SimpleNamespace):
@@ -100,7 +103,7 @@ def names_of(tree: Any, path: str) -> dict[str, Any]:
     given["split_decodes_and_prefills"] = take(text, "split_decodes_and_prefills", given={"torch": torch})
     if path.startswith("vllm/v1/attention/backends/mla/"):
         common = tree.read("vllm/model_executor/layers/attention/mla_attention.py")
-        methods = ("build", "_build_decode")
+        methods = ("build", "build_for_cudagraph_capture", "_build_decode")
         given["MLACommonMetadataBuilder"] = take(common, "MLACommonMetadataBuilder", methods, given=given)
     return given
 
@@ -112,6 +115,7 @@ def builder_of(tree: Any, path: str, name: str, cache_dtype: str) -> Any:
         return None
     methods = (
         "build",
+        "build_for_cudagraph_capture",
         "_build_decode",
         "_schedule_decode",
         "_get_scheduler_metadata",
@@ -195,6 +199,24 @@ def test_a_step_is_built_without_the_host(vllm_tree, version: str, path: str, qu
             one, other = builder.build(0, step(query_len)), builder.build(0, step(query_len))
         # What a graph holds of the host is the same in each step.
         assert numbers(one) == numbers(other)
+
+
+@pytest.mark.parametrize("path", [path for path, one in BUILDERS.items() if one.decode and path.startswith("vllm.")])
+@pytest.mark.parametrize("version", versions(*FILES, among=VERSIONS))
+def test_a_capture_of_prompts_is_built_where_the_table_says_so(vllm_tree, version: str, path: str) -> None:
+    """As Model Runner V2 captures a graph of any batch: its longest request may have all tokens."""
+    module, _, name = path.rpartition(".")
+    builder = builder_of(vllm_tree(version), f"{module.replace('.', '/')}.py", name, "auto")
+    if builder is None:
+        pytest.skip(f"vLLM {version} has no {name}")
+    batch = step(4)
+    batch.max_query_len = batch.num_actual_tokens
+    if BUILDERS[path].prompts:
+        with Border():
+            assert builder.build_for_cudagraph_capture(batch).max_query_len == batch.num_actual_tokens
+    else:
+        with pytest.raises(AssertionError):
+            builder.build_for_cudagraph_capture(batch)
 
 
 def numbers(made: Any) -> dict[str, Any]:

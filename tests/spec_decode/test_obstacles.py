@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,8 +35,10 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
 from vllm_hwplugin.gates import PLAIN_DECODE
+from vllm_hwplugin.spec_decode.builders import BUILDERS
 from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, Part, why_not
 
+from ..conftest import versions
 from .host_runner import BACKENDS, FLASH_MLA, FLASHINFER, FLEX, builder
 from .v2.samplers import sampler
 
@@ -311,6 +314,50 @@ class Breakable:
 )
 def test_each_row_hinders_its_parts(make: Callable[..., Any], path: str, value: Any, words: str, parts: Part) -> None:
     assert refused(change(make(), path, value), make, words) == parts
+
+
+def classes_that_say_always(tree: Any) -> Iterator[type]:
+    """Each builder class whose text names `ALWAYS`, with the methods of that text, over the bases that it names."""
+    for path in tree.paths("vllm/v1/attention/", "vllm/model_executor/layers/", "vllm/models/"):
+        text = tree.read(path)
+        if "AttentionCGSupport.ALWAYS" not in text:
+            continue
+        module, parsed = path.removesuffix(".py").replace("/", "."), ast.parse(text)
+        homes = {
+            alias.asname or alias.name: (node.module, alias.name)
+            for node in parsed.body
+            if isinstance(node, ast.ImportFrom) and node.module
+            for alias in node.names
+        }
+        for node in parsed.body:
+            if isinstance(node, ast.ClassDef):
+                homes[node.name] = (module, node.name)
+                if "AttentionCGSupport.ALWAYS" not in (ast.get_source_segment(text, node) or ""):
+                    continue
+                named = [
+                    getattr(base.value if isinstance(base, ast.Subscript) else base, "id", "") for base in node.bases
+                ]
+                places = [homes[name] for name in named if name in homes]
+                bases = tuple(type(name, (), {"__module__": home}) for home, name in places)
+                body = {one.name: None for one in node.body if isinstance(one, ast.FunctionDef)}
+                support = classmethod(lambda cls, config, spec: AttentionCGSupport.ALWAYS)
+                yield type(node.name, bases, {**body, "__module__": module, "get_cudagraph_support": support})
+
+
+@pytest.mark.parametrize(
+    "version", versions("vllm/v1/attention/", "vllm/models/", among=("0.31.0", "0.32.0", "0.33.0"))
+)
+def test_no_class_is_taken_at_its_word_that_it_always_has_graphs(vllm_tree, version: str) -> None:
+    """From 0.31 on some say so of any mix of decodes, and raise in a capture of more tokens of a request."""
+    believed, refused = set(), set()
+    for cls in classes_that_say_always(vllm_tree(version)):
+        reason = why_not(change(runner_v2(), "attn_groups", [[group(cls)]]), MIXED)
+        (believed if reason is None else refused).add(cls.__name__)
+        assert reason is None or f"{cls.__name__} is not known to serve prompts" in reason
+    assert believed == {"FlashAttentionMetadataBuilder", "TritonAttentionMetadataBuilder"}
+    assert refused >= {"FlashInferMLAMetadataBuilder", "FlexAttentionMetadataBuilder"}
+    # These decode in graphs: nothing else in the table would keep mixed graphs away.
+    assert any(path.endswith(".FlashInferMLAMetadataBuilder") and one.decode for path, one in BUILDERS.items())
 
 
 def test_weights_on_the_host_and_a_count_of_nans(monkeypatch: pytest.MonkeyPatch) -> None:

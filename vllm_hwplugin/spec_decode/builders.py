@@ -16,6 +16,9 @@ A captured kernel reads the tensors that its metadata named at capture, and what
   for the device.
 - *A decode batch*, the same for several tokens a request: only lengths, slots and block tables change from step to
   step.
+- *Prompts*, the same for a batch of any mix: a graph that is captured for a longest request of all its tokens.
+  `AttentionCGSupport.ALWAYS` does not say so: from 0.31 on FLASHINFER_MLA declares it for any mix of 1 to 1 + k tokens,
+  and its capture of a longer request raises.
 
 From 0.28 on a builder may say that vLLM's own update brings its metadata of one token a request up to date on the
 device. For sparse MLA and its indexer a graph of draft steps has that update in it, and metadata that was built before
@@ -48,6 +51,7 @@ class Builder:
         non_causal: either of these with queries that see later ones.
         one_token: the build itself, of a batch with one token a request.
         decode: the same with several.
+        prompts: the same with any mix of prompts and decodes, where the class also declares `ALWAYS`.
         updated: metadata of one token a request that vLLM's own update brings up to date on the device, wherever the
             builder says so (`supports_draft_decode_metadata_update`).
         why: why no more than that.
@@ -58,6 +62,7 @@ class Builder:
     non_causal: bool = False
     one_token: bool = False
     decode: bool = False
+    prompts: bool = False
     updated: bool = False
     why: str = ""
 
@@ -65,7 +70,7 @@ class Builder:
 _BACKENDS: Final = "vllm.v1.attention.backends"
 # The batch's tensors; FlashAttention 3 puts a kernel's schedule into one tensor of the builder's, which is long enough
 # for every graph. `fast_build`, which drafting asks for, leaves it out.
-_VIEWS: Final = Builder(passes=True, chain=True, non_causal=True, one_token=True, decode=True)
+_VIEWS: Final = Builder(passes=True, chain=True, non_causal=True, one_token=True, decode=True, prompts=True)
 _UPDATED: Final = Builder(updated=True, why="its build works on the host, and here vLLM cannot update what it made")
 _UNKNOWN: Final = Builder(why="it is not among the builders whose metadata is known to suit a graph")
 
@@ -74,7 +79,7 @@ BUILDERS: Final[Mapping[str, Builder]] = {
     # Only refuses what it has no kernel for.
     "vllm_hwplugin.attention.cuda.CudaFlashAttentionMetadataBuilder": _VIEWS,
     # A drafter's batches (`build_for_drafting`) have neither a schedule nor keys beside the cache; where others have
-    # schedules of its own it says so (`makes_schedules`).
+    # schedules of its own it says so (`makes_schedules`). It declares UNIFORM_BATCH.
     "vllm_hwplugin.musa.attention.MusaFlashAttentionMetadataBuilder": _VIEWS,
     f"{_BACKENDS}.triton_attn.TritonAttentionMetadataBuilder": _VIEWS,
     f"{_BACKENDS}.mla.flashattn_mla.FlashAttnMLAMetadataBuilder": Builder(
@@ -194,6 +199,11 @@ def updated_in_place(speculator: Any) -> bool:
         and not any(getattr(builder, "makes_schedules", False) for builder in found)
         and all(getattr(builder, "dcp_world_size", 1) == 1 for builder in found)
     )
+
+
+def serves_prompts(builder: Any) -> bool:
+    """Whether a graph can make the metadata of a batch with prompts in place of this builder."""
+    return _of(builder, causal=True).prompts
 
 
 def host_work(builder: Any) -> str | None:

@@ -27,6 +27,7 @@ from vllm_hwplugin.spec_decode.builders import (
     host_work,
     known,
     refusing,
+    serves_prompts,
     updated_in_place,
     why_not_in_graph,
 )
@@ -258,10 +259,16 @@ def _no_decode_apart(runner: Any) -> str:
 
 
 def _some_batches_only(runner: Any) -> str:
-    found = ((one.get_metadata_builder(0), one.kv_cache_spec) for groups in runner.attn_groups for one in groups)
-    supported = ((type(one).__name__, one.get_cudagraph_support(runner.vllm_config, spec)) for one, spec in found)
-    some = (f"{name} supports {what.name}" for name, what in supported if what != AttentionCGSupport.ALWAYS)
-    return ", ".join(dict.fromkeys(some))
+    refused = []
+    for group in (group for groups in runner.attn_groups for group in groups):
+        builder = group.get_metadata_builder(0)
+        name, support = type(builder).__name__, builder.get_cudagraph_support(runner.vllm_config, group.kv_cache_spec)
+        if support != AttentionCGSupport.ALWAYS:
+            refused.append(f"{name} supports {support.name}")
+        elif not serves_prompts(builder):
+            # ALWAYS may also mean any mix of decodes.
+            refused.append(f"{name} is not known to serve prompts in one")
+    return ", ".join(dict.fromkeys(refused))
 
 
 def _state_before(runner: Any) -> str:
