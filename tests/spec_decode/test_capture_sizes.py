@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from packaging.version import Version
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin import journal
@@ -151,15 +152,48 @@ def test_sizes_that_are_left_to_vllm(entry: journal.Journal, more: dict[str, Any
     assert entry.decisions["capture-sizes"] == f"left to vLLM: {reason}"
 
 
-@pytest.mark.parametrize("more", [{"sizes": [4, 8]}, {"largest": 256}, {"method": "ngram"}])
-def test_sizes_of_the_user_and_of_other_methods_are_left_alone(entry: journal.Journal, more: dict[str, Any]) -> None:
-    def fill(config: Any) -> None:
-        config.compilation_config.cudagraph_capture_sizes = [4, 8]
-
-    config = made(config_of(**more), fill)
+def test_a_list_of_the_user_stays(entry: journal.Journal) -> None:
+    config = made(config_of(sizes=[4, 8], seqs=2), stock)
     assert config.compilation_config.cudagraph_capture_sizes == [4, 8]
     assert largest_own(config.compilation_config) is None
+    assert entry.decisions == {"capture-sizes": "left to vLLM: cudagraph_capture_sizes are named"}
+
+
+def test_sizes_of_other_methods_are_left_alone(entry: journal.Journal) -> None:
+    config = made(config_of(method="ngram"), stock)
+    assert config.compilation_config.max_cudagraph_capture_size == 512
     assert not entry.decisions
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        # Five requests of seven tokens end at 35, and 40 is no whole block.
+        ({"sizes": [1, 2, 4, 8, 16, 24, 32]}, "5 and 6 of 6 requests; cudagraph_capture_sizes with 42 serves them"),
+        ({"largest": 6}, "1 to 6 of 6 requests; max_cudagraph_capture_size with 42 serves them"),
+        ({"largest": 41}, "6 of 6 requests; max_cudagraph_capture_size with 42 serves them"),
+        ({"largest": 42}, None),
+        ({"sizes": [8, 56], "mode": CUDAGraphMode.FULL}, None),
+        (
+            {"sizes": [8, 40], "mode": CUDAGraphMode.FULL},
+            "6 of 6 requests; cudagraph_capture_sizes with 42 serves them",
+        ),
+        ({"sizes": [8], "mode": CUDAGraphMode.PIECEWISE}, None),
+    ],
+)
+def test_decode_batches_without_a_graph_are_noted_with_the_size_to_name(
+    entry: journal.Journal, more: dict[str, Any], said: str | None
+) -> None:
+    def fill(config: Any) -> None:
+        """As each vLLM: its grid up to the largest size that is named."""
+        compilation = config.compilation_config
+        if compilation.cudagraph_capture_sizes is None:
+            grid = [size for size in own_of(7, 1024, 8192) if size <= more["largest"]]
+            compilation.cudagraph_capture_sizes = grid
+        compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
+
+    made(config_of(6, 6, **more), fill)
+    assert entry.decisions.get(feature.UNSERVED) == said
 
 
 def test_without_the_feature_sizes_are_vllms(entry: journal.Journal) -> None:
@@ -258,6 +292,17 @@ def test_why_vllms_sizes_become_whole_blocks(version: str, vllm_tree: Any, monke
     assert stock_manager.serves(4, 12) == ("FULL 12" if version == "0.29.0" else "PIECEWISE 16")
 
 
+def round_up_sizes(tree: Any, compilation: Any, block: int) -> None:
+    """As the V1 runner does before it captures."""
+    rounding = method_of(
+        tree.read("vllm/config/compilation.py"),
+        "CompilationConfig",
+        "adjust_cudagraph_sizes_for_spec_decode",
+        round_up=lambda size, multiple: -(-size // multiple) * multiple,
+    )
+    rounding(compilation, block, *([1] if rounding.__code__.co_argcount == 3 else []))
+
+
 @pytest.mark.parametrize("k", [2, 3, 6, 15])
 @pytest.mark.parametrize("version", versions(*V1))
 def test_released_v1_runners_decode_in_full_graphs(
@@ -268,21 +313,83 @@ def test_released_v1_runners_decode_in_full_graphs(
     config = made(config_of(k), fill_of(tree))
     compilation, own = config.compilation_config, largest_own(config.compilation_config)
     assert own is not None
-    # As the runner does before.
-    rounding = method_of(
-        tree.read("vllm/config/compilation.py"),
-        "CompilationConfig",
-        "adjust_cudagraph_sizes_for_spec_decode",
-        round_up=lambda size, multiple: -(-size // multiple) * multiple,
-    )
     large = [size for size in compilation.cudagraph_capture_sizes if size > k]
-    rounding(compilation, 1 + k, *([1] if rounding.__code__.co_argcount == 3 else []))
+    round_up_sizes(tree, compilation, 1 + k)
     assert compilation.cudagraph_capture_sizes == sorted({1 + k, *large})
     dispatcher = dispatcher_of(tree, config)
     for requests in range(1, LARGEST // (1 + k) + 1):
         assert dispatcher.dispatch(requests * (1 + k), uniform_decode=True)[0] == CUDAGraphMode.FULL, requests
     assert dispatcher.dispatch(own)[0] == CUDAGraphMode.PIECEWISE
     assert dispatcher.dispatch(own + 1)[0] == CUDAGraphMode.NONE
+
+
+#: Drafts, requests, and the largest size that is named.
+LIMITS = [(6, 6, 42), (6, 6, 41), (3, 64, 250), (2, 100, 600), (6, 6, 6)]
+
+
+@pytest.mark.parametrize(("k", "seqs", "limit"), LIMITS)
+@pytest.mark.parametrize("version", versions(*V2))
+def test_up_to_the_largest_size_that_is_named_each_whole_block_has_a_graph_on_v2(
+    entry: journal.Journal, version: str, k: int, seqs: int, limit: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry.vllm_version = version
+    tree, block = vllm_tree(version), 1 + k
+    config = made(config_of(k, seqs, largest=limit, v2=True), fill_of(tree))
+    manager = Manager(tree, config, monkeypatch)
+    served = {one for one in range(1, seqs + 1) if manager.serves(one, one * block).startswith("FULL")}
+    assert served == set(range(1, min(seqs, limit // block) + 1))
+    assert config.compilation_config.cudagraph_capture_sizes[-1] <= limit
+    assert (feature.UNSERVED in entry.decisions) is (len(served) < seqs)
+
+
+@pytest.mark.parametrize(("k", "seqs", "limit"), LIMITS[:-1])
+@pytest.mark.parametrize("version", versions(*V1))
+def test_up_to_the_largest_size_that_is_named_each_whole_block_has_a_graph_on_v1(
+    entry: journal.Journal, version: str, k: int, seqs: int, limit: int, vllm_tree: Any
+) -> None:
+    entry.vllm_version = version
+    tree, block = vllm_tree(version), 1 + k
+    config = made(config_of(k, seqs, largest=limit), fill_of(tree))
+    round_up_sizes(tree, config.compilation_config, block)
+    dispatcher = dispatcher_of(tree, config)
+    served = {
+        one
+        for one in range(1, seqs + 1)
+        if dispatcher.dispatch(one * block, uniform_decode=True)[0] == CUDAGraphMode.FULL
+    }
+    assert served == set(range(1, min(seqs, limit // block) + 1))
+    assert config.compilation_config.cudagraph_capture_sizes[-1] <= limit
+
+
+#: Lists of a user, with holes, without whole blocks, and past the fullest batch.
+LISTS = [(2, 8, [1, 2, 4, 8, 16]), (6, 6, [8, 16, 40, 48]), (3, 64, [1, 30, 250]), (2, 16, [64]), (6, 6, [4])]
+
+
+@pytest.mark.parametrize(("k", "seqs", "sizes"), LISTS)
+@pytest.mark.parametrize("version", versions(*V2))
+def test_which_batches_a_list_serves_is_what_released_v2_runners_do(
+    entry: journal.Journal, version: str, k: int, seqs: int, sizes: list[int], vllm_tree: Any, monkeypatch: Any
+) -> None:
+    tree, block = vllm_tree(version), 1 + k
+    config = made(config_of(k, seqs, sizes=list(sizes), v2=True), fill_of(tree))
+    manager = Manager(tree, config, monkeypatch, **OFF)
+    found = feature.served_requests(block, seqs, sizes, separate=True, v2=True, vllm=Version(version))
+    assert found == {one for one in range(1, seqs + 1) if manager.serves(one, one * block).startswith("FULL")}
+
+
+@pytest.mark.parametrize(("k", "seqs", "sizes"), LISTS[:-1])
+@pytest.mark.parametrize("version", versions(*V1))
+def test_which_batches_a_list_serves_is_what_released_v1_runners_do(
+    entry: journal.Journal, version: str, k: int, seqs: int, sizes: list[int], vllm_tree: Any
+) -> None:
+    tree, block = vllm_tree(version), 1 + k
+    config = made(config_of(k, seqs, sizes=list(sizes)), fill_of(tree))
+    round_up_sizes(tree, config.compilation_config, block)
+    dispatcher = dispatcher_of(tree, config)
+    found = feature.served_requests(block, seqs, sizes, separate=True, v2=False, vllm=Version(version))
+    counts = range(1, seqs + 1)
+    full = {n for n in counts if dispatcher.dispatch(n * block, uniform_decode=True)[0] == CUDAGraphMode.FULL}
+    assert found == full
 
 
 # -- FlashAttention's buffers -----------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which batch sizes of an engine with a drafter are captured, where the user names none.
+"""Choose the capture sizes of an engine with a drafter, where the user names no list of them.
 
 A decode batch has a FULL graph if its tokens are a whole multiple of 1 + k, and no more than the largest size. vLLM's
 own list counts tokens and ends at 512 of them, which are 128 requests with three drafts and 32 with fifteen; larger
@@ -7,10 +7,12 @@ decode batches run without any graph. To these sizes come multiples of 1 + k tok
 of a batch with prompts is padded, and loses where the device is busy anyway: so both runners time some before they
 capture them (`mixed_sizes`).
 
+Where the user names only the largest size (`max_cudagraph_capture_size`), the whole blocks up to it are added and
+nothing above: vLLM's list ends at a multiple of 8 or 16 tokens, and the fullest decode batches have no graph.
+
 vLLM calls a platform twice in `VllmConfig.__post_init__`: before it fills in defaults, and when everything is decided.
-The first call leaves on the configuration object itself that the user named no size, and the second takes it away. What
-workers have to know is on the `CompilationConfig`, in no field: a pickle has it, vLLM's hash has not. No torch is
-imported here.
+The first call leaves on the configuration object what the user named, and the second takes it away. Workers read plain
+attributes of the `CompilationConfig`: pickled, but not part of vLLM's hash. No torch is imported here.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
+
+from packaging.version import Version
 
 from vllm_hwplugin import gates, journal
 from vllm_hwplugin.errors import HwpluginError
@@ -34,7 +38,12 @@ LARGEST_MIXED: Final = 4096
 _RUNGS_PER_OCTAVE: Final = 8
 # Whose drafts fill a decode batch of the same length for each request.
 _METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
-_UNNAMED: Final = "_hwplugin_unnamed_sizes"
+#: The note on decode batches that no FULL graph serves.
+UNSERVED: Final = "decode batches without a FULL graph"
+#: The largest size that the user named without a list, or None; not there where a list is named.
+_LIMIT: Final = "_hwplugin_largest_named"
+#: Why the sizes are not the plugin's; empty where they are.
+_LEFT: Final = "_hwplugin_sizes_left"
 _OWN: Final = "_hwplugin_own_capture_size"
 _MIXED: Final = "_hwplugin_largest_mixed"
 
@@ -102,19 +111,18 @@ def _request_counts(top: int) -> Iterator[int]:
 
 
 def note_user_sizes(vllm_config: Any) -> None:
-    """Remember whether the user named sizes; for `apply_config_platform_defaults`, before vLLM fills in its own.
+    """Remember what the user named; for `apply_config_platform_defaults`, before vLLM fills in its own sizes.
 
     Args:
         vllm_config: the `VllmConfig` that is being made.
     """
     compilation = vllm_config.compilation_config
-    vars(vllm_config)[_UNNAMED] = (
-        compilation.cudagraph_capture_sizes is None and compilation.max_cudagraph_capture_size is None
-    )
+    if compilation.cudagraph_capture_sizes is None:
+        vars(vllm_config)[_LIMIT] = compilation.max_cudagraph_capture_size
 
 
 def check_and_update_config(vllm_config: Any) -> bool:
-    """Set the sizes of an engine with a drafter, unless the user named some.
+    """Set the sizes of an engine with a drafter, unless the user named a list.
 
     For `check_and_update_config` of a platform, after its base class has decided the cudagraph mode.
 
@@ -122,19 +130,24 @@ def check_and_update_config(vllm_config: Any) -> bool:
         vllm_config: the `VllmConfig` that is being made.
 
     Returns:
-        Whether the user named none.
+        Whether the user named neither a list nor the largest size.
 
     Raises:
         CaptureSizesError: the plugin failed, in strict mode.
     """
-    # A configuration that is made from another one has that one's sizes.
-    unnamed: bool = vars(vllm_config).pop(_UNNAMED, False)
-    spec = vllm_config.speculative_config
-    if not unnamed or spec is None or spec.method not in _METHODS:
+    listed = _LIMIT not in vars(vllm_config)
+    limit: int | None = vars(vllm_config).pop(_LIMIT, None)
+    unnamed = not listed and limit is None
+    spec, compilation = vllm_config.speculative_config, vllm_config.compilation_config
+    # A configuration that is made from another one has its sizes.
+    if spec is None or spec.method not in _METHODS or (listed and _LEFT in vars(compilation)):
         return unnamed
     try:
-        reason = _why_left(vllm_config)
-        said = _set(vllm_config) if reason is None else f"left to vLLM: {reason}"
+        reason = "cudagraph_capture_sizes are named" if listed else _why_left(vllm_config)
+        reason, said = _set(vllm_config, limit) if reason is None else (reason, "")
+        vars(compilation)[_LEFT] = reason
+        said = said or f"left to vLLM: {reason}"
+        _note_unserved(vllm_config, "cudagraph_capture_sizes" if listed else "max_cudagraph_capture_size")
     except Exception as error:
         said = f"left to vLLM: {type(error).__name__}: {error}"
         if gates.read(gates.STRICT).flag:
@@ -175,27 +188,104 @@ def _why_left(vllm_config: Any) -> str | None:
     return None
 
 
-def _set(vllm_config: Any) -> str:
+def _set(vllm_config: Any, limit: int | None) -> tuple[str, str]:
+    """Set the sizes, none above `limit`; return why they stay vLLM's after all, or what they are now."""
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     block = 1 + vllm_config.speculative_config.num_speculative_tokens
     own = list(compilation.cudagraph_capture_sizes)
     seqs, batched = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    if limit is not None:
+        batched = min(batched, limit)
     # With FULL_DECODE_ONLY batches with prompts have no graphs at all.
-    mixed = wants_mixed() and compilation.cudagraph_mode.mixed_mode().name != "NONE"
+    mixed = limit is None and wants_mixed() and compilation.cudagraph_mode.mixed_mode().name != "NONE"
     # On the V1 runner the drafter's passes after the first have sizes of their own.
     v2: bool = getattr(vllm_config, "use_v2_model_runner", False)
     steps = v2 and block > 2 and vllm_config.speculative_config.method != "dflash"
     sizes = list(capture_sizes(block, seqs, batched, own, mixed=mixed, steps=steps))
     if sizes == own:
-        return f"left to vLLM: its {len(own)} sizes hold every decode batch"
+        blocks = "hold every decode batch" if limit is None else f"have each whole block up to {limit} tokens"
+        return f"its {len(own)} sizes {blocks}", ""
     compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes, sizes[-1]
-    vars(compilation)[_OWN] = min(_whole_blocks(own[-1], block), batched)
+    if limit is None:
+        vars(compilation)[_OWN] = min(_whole_blocks(own[-1], block), batched)
     # Larger ones are kept where batches with prompts gain by them.
     decodes = min(sizes[-1], max(LARGEST, own[-1]))
-    return (
+    return "", (
         f"{len(sizes)} sizes up to {sizes[-1]} tokens, {len(set(sizes) - set(own))} of them not vLLM's, for decode "
         f"batches of up to {min(decodes // block, seqs)} requests (max_num_seqs is {seqs})"
     )
+
+
+def _note_unserved(vllm_config: Any, option: str) -> None:
+    """Note which decode batches have no FULL graph, and the size that would give them one."""
+    compilation, scheduler, entry = vllm_config.compilation_config, vllm_config.scheduler_config, journal.current()
+    mode = compilation.cudagraph_mode
+    if entry is None or mode.decode_mode().name != "FULL":
+        # Without any FULL graph of decode batches the mode is what has to change.
+        return
+    block = 1 + vllm_config.speculative_config.num_speculative_tokens
+    top = min(scheduler.max_num_seqs, min(LARGEST, scheduler.max_num_batched_tokens) // block)
+    served = served_requests(
+        block,
+        scheduler.max_num_seqs,
+        compilation.cudagraph_capture_sizes,
+        separate=mode.separate_routine(),
+        v2=getattr(vllm_config, "use_v2_model_runner", False),
+        vllm=Version(entry.vllm_version or "0"),
+    )
+    missing = [count for count in range(1, top + 1) if count not in served]
+    if missing:
+        said = (
+            f"{_ranges(missing)} of {scheduler.max_num_seqs} requests; {option} with {missing[-1] * block} serves them"
+        )
+        if entry.decisions.get(UNSERVED) != said:
+            logger.info("vllm-hwplugin: %s: %s", UNSERVED, said)
+        journal.note(UNSERVED, said)
+
+
+def served_requests(
+    block: int, max_num_seqs: int, sizes: Sequence[int], *, separate: bool, v2: bool, vllm: Version
+) -> frozenset[int]:
+    """Return the request counts of decode batches that vLLM runs in a FULL graph.
+
+    Args:
+        block: tokens of a request in a decode batch, 1 + num_speculative_tokens.
+        max_num_seqs: requests in a batch, at most.
+        sizes: `cudagraph_capture_sizes`, in tokens, ascending.
+        separate: whether decode batches have FULL graphs of their own; else each FULL graph takes any batch.
+        v2: whether Model Runner V2 looks for the graph.
+        vllm: the version.
+    """
+    largest = max(sizes, default=0)
+    graphs = set(sizes)
+    if separate:
+        if not v2 or vllm >= Version("0.25"):
+            graphs = {_whole_blocks(size, block) for size in sizes}
+        graphs = {size for size in graphs if block <= size <= min(largest, block * max_num_seqs)}
+        if not graphs and not v2 and block <= largest:
+            graphs = {block}
+    if separate and v2 and vllm < Version("0.29"):
+        # The next size decides, also one whose only graph is PIECEWISE.
+        def has_graph(tokens: int) -> bool:
+            return min((size for size in (*graphs, *sizes) if size >= tokens), default=0) in graphs
+    else:
+
+        def has_graph(tokens: int) -> bool:
+            return tokens <= max(graphs, default=0)
+
+    return frozenset(count for count in range(1, max_num_seqs + 1) if has_graph(count * block))
+
+
+def _ranges(counts: Sequence[int]) -> str:
+    """Name ascending counts: "5 and 6", "1, 3 to 9"."""
+    runs: list[list[int]] = []
+    for count in counts:
+        if runs and runs[-1][-1] == count - 1:
+            runs[-1].append(count)
+        else:
+            runs.append([count])
+    named = [f"{run[0]} to {run[-1]}" if len(run) > 2 else " and ".join(map(str, run)) for run in runs]
+    return ", ".join(named)
 
 
 def leave_mixed_to_vllm(vllm_config: Any) -> None:
@@ -217,9 +307,15 @@ def leave_mixed_to_vllm(vllm_config: Any) -> None:
 
 
 def largest_own(compilation_config: Any) -> int | None:
-    """Tokens of the largest size that vLLM would have captured; None where the sizes are vLLM's or the user's."""
+    """Tokens of the largest size that vLLM would have captured; None where no size above that is the plugin's."""
     own: int | None = vars(compilation_config).get(_OWN)
     return own
+
+
+def why_left(compilation_config: Any) -> str | None:
+    """Return why the sizes are not the plugin's, or None where they are."""
+    reason: str = vars(compilation_config).get(_LEFT, "vLLM's own platform class has chosen them")
+    return reason or None
 
 
 def wants_mixed() -> bool:
