@@ -195,6 +195,11 @@ def test_all_places_are_read_by_default(tmp_path: Path, monkeypatch: pytest.Monk
     ("name", "argv", "expected"),
     [
         ("MainProcess", ["python", "serve.py"], "parent"),
+        ("MainProcess", ["/x/python", "/x/bin/vllm", "serve", "model", "--port", "1"], "api-server"),
+        ("MainProcess", ["/x/python", "/x/bin/vllm", "serve", "model", "--headless"], "parent"),
+        ("MainProcess", ["/x/python", "/x/bin/vllm", "bench", "serve"], "parent"),
+        ("MainProcess", ["python", "-m", "vllm.entrypoints.cli.main", "serve", "model"], "api-server"),
+        ("MainProcess", ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "m"], "api-server"),
         ("EngineCore", [], "engine-core"),
         ("EngineCore_DP3", [], "engine-core"),
         ("VllmWorker-0", [], "worker"),

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import vllm_hwplugin
-from vllm_hwplugin import gates, patching, plugin
+from vllm_hwplugin import gates, journal, journals, patching, plugin
 from vllm_hwplugin.patching import _runtime
 
 from .conftest import cannot_run, versions
@@ -31,23 +31,55 @@ def test_importing_the_entry_point_imports_nothing() -> None:
     assert set(done.stdout.split()) == {"vllm_hwplugin", "vllm_hwplugin.plugin"}, done.stderr
 
 
-def test_switched_off_it_does_not_import_the_engine() -> None:
-    code = """
-        import sys
-        from vllm_hwplugin.plugin import register
-        register()
-        print([name for name in sys.modules if name.startswith("vllm_hwplugin.patching")])
-        """
-    assert run(code, Path("/nowhere"), VLLM_HWPLUGIN="0") == "[]\n"
+# The parent registers, as every process of vLLM does; a forked child inherits that, a spawned one registers again.
+SWITCHED_OFF = """
+import multiprocessing, sys
+def register():
+    from vllm_hwplugin.plugin import register
+    register()
+if __name__ == "__main__":
+    register()
+    for method, target in ("fork", lambda: None), ("spawn", register):
+        child = multiprocessing.get_context(method).Process(target=target, name=f"EngineCore_{method}")
+        child.start()
+        child.join()
+    print([name for name in sys.modules if name.startswith("vllm_hwplugin.patching")])
+"""
 
 
-def test_switched_off_its_variables_are_known_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off_it_leaves_a_record_and_does_not_import_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("__version__ = '0.32.0+cpu'")
+    script = tmp_path / "script.py"
+    script.write_text("import vllm\n" + SWITCHED_OFF)
+    cache = tmp_path / "cache"
+    variables = environ(cache, VLLM_HWPLUGIN="0")
+    done = subprocess.run([sys.executable, str(script)], env=variables, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+    records = journals.read_all(cache)
+    assert [(item.role, item.off, item.live) for item in records] == [
+        ("parent", True, ()),
+        *[("engine-core", True, ())] * 2,
+    ]
+    assert {(item.vllm_version, item.vllm_root) for item in records} == {("0.32.0+cpu", str(tmp_path))}
+
+
+def test_switched_off_without_any_folder_it_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code = "import sys, tempfile; tempfile.tempdir = '/proc/nowhere'\nfrom vllm_hwplugin import cachedir, plugin\n"
+    code += "cachedir.SHARED_MEMORY = cachedir.Path('/proc/nowhere')\nplugin.register()"
+    assert run(code, tmp_path / "file", VLLM_HWPLUGIN="0") == ""
+
+
+def test_switched_off_its_variables_are_known_to_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """vLLM warns of, or in strict validation refuses, every VLLM_ variable that its table does not have."""
     envs = ModuleType("vllm.envs")
     envs.environment_variables = {}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm.envs", envs)
     monkeypatch.setenv("VLLM_HWPLUGIN", "0")
+    monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path))
     plugin.register()
+    journal.forget()
     assert {gate.name for gate in gates.GATES} <= envs.environment_variables.keys()
 
 

@@ -310,9 +310,9 @@ def _unknown_owner() -> int | None:
     Containers that an ordinary user starts, such as Apptainer's, are in such a namespace.
     """
     try:
-        if Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(2**32 - 1)]:
+        if Path("/proc/self/uid_map").read_text(encoding="ascii").split() == ["0", "0", str(2**32 - 1)]:
             return None
-        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+        return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
 

@@ -8,10 +8,12 @@ A journal is information for people: if it cannot be written, vLLM runs on witho
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import re
 import sys
@@ -22,7 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
-from .cachedir import UntrustedFolder, private_folder, write_atomically
+from .cachedir import UntrustedFolder, places, private_folder, writable, write_atomically
+from .errors import HwpluginError
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -31,6 +34,22 @@ KEPT = 256
 FOLDER = "records"
 
 _LONG_OPTION = re.compile("--[A-Za-z][A-Za-z0-9_-]*")
+
+# The name of a process that `multiprocessing` has not started, and what begins the names that vLLM gives to the others.
+_FIRST = "MainProcess"
+_ROLES = {
+    "EngineCore": "engine-core",
+    "DPEngineCore": "engine-core",
+    "VllmWorker": "worker",
+    "Worker": "worker",
+    "ApiServer": "api-server",
+    "APIServer": "api-server",
+}
+# `vllm serve`, `python -m vllm.entrypoints.cli.main serve`, `python -m vllm.entrypoints.openai.api_server`, over the
+# arguments joined by zeros.
+_SERVER = re.compile(
+    r"(^|\0|/)(vllm|vllm\.entrypoints\.cli\.main)\0serve(\0|$)|vllm[./]entrypoints[./]\w+[./]api_server"
+)
 
 
 class Use(TypedDict):
@@ -58,6 +77,8 @@ class Journal:
         engine: index of vLLM's engine, where this process's `steps` are that engine's; None in the other ones.
         steps: fast path (a feature and a part of a step) -> outcome -> how many steps of the engine had it.
         error: one line, where the plugin could not do its work at all.
+        off: ``VLLM_HWPLUGIN=0``: the plugin did nothing here. `features` and `modules` are empty, vLLM's version and
+            root are those of the vLLM that the process had imported, or None, and `vllm_dist` is None.
     """
 
     pid: int
@@ -80,6 +101,7 @@ class Journal:
     steps: dict[str, dict[str, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     error: str | None = None
+    off: bool = False
     format: int = FORMAT
     pids: str = ""
     ticks: int = -1
@@ -107,32 +129,30 @@ _said: dict[str, Use] = {}
 
 
 def role(name: str | None = None, argv: Sequence[str] | None = None) -> str:
-    """Best guess at what this process is for vLLM.
+    """Return what this process is for vLLM, as far as its name and command line tell.
 
-    vLLM does not say, so the name that it gives to its ``multiprocessing`` processes decides, then the command line:
-    ``engine-core``, ``worker``, ``api-server``, ``inspection`` (the subprocess that looks at a model class), ``child``
-    (another multiprocessing process) or ``parent``. Under Ray the worker's command line is Ray's own. With the
-    multiprocessing off (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) the parent is engine core and worker at once.
+    Returns:
+        ``engine-core`` or ``worker``; ``api-server``: it answers clients, as the first process of ``vllm serve`` does,
+        or one of several that it has started; ``inspection``: it looks at a model class and ends; ``child``: another
+        child of `multiprocessing`; ``parent``: any other first process, such as one that calls ``LLM()``. The worker's
+        command line under Ray is Ray's own. With ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` a ``parent`` is also engine core
+        and worker.
     """
     name = multiprocessing.current_process().name if name is None else name
     argv = sys.orig_argv if argv is None else argv
-    for prefix, found in (
-        ("EngineCore", "engine-core"),
-        ("DPEngineCore", "engine-core"),
-        ("VllmWorker", "worker"),
-        ("Worker", "worker"),
-        ("ApiServer", "api-server"),
-        ("APIServer", "api-server"),
-    ):
-        if name.startswith(prefix):
-            return found
-    if name != "MainProcess":
-        return "child"
+    if name != _FIRST:
+        return next((found for prefix, found in _ROLES.items() if name.startswith(prefix)), "child")
     if any(argument.endswith(("vllm.model_executor.models.registry", "models/registry.py")) for argument in argv):
         return "inspection"
     if any(argument.endswith("ray/_private/workers/default_worker.py") for argument in argv):
         return "worker"
-    return "parent"
+    # Without an API server of its own, `vllm serve --headless` only starts engine cores.
+    return "api-server" if _SERVER.search("\0".join(argv)) and "--headless" not in argv else "parent"
+
+
+def starts_engines() -> bool:
+    """Whether no process of vLLM has started this one: it is the first process of its engines."""
+    return multiprocessing.current_process().name == _FIRST and role() in ("parent", "api-server")
 
 
 def pids() -> str:
@@ -140,7 +160,7 @@ def pids() -> str:
     processes of the same ids. Empty where the system does not say.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
@@ -152,7 +172,7 @@ def ticks(pid: int) -> int:
     -1 where there is no such process, or one that has ended and is still listed.
     """
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         # proc(5): `state` is the third field, `starttime` the 22nd.
         return -1 if state in "ZX" else int(fields[18])
     except (OSError, ValueError, IndexError):
@@ -184,6 +204,28 @@ def begin(journal: Journal, base: Path | None) -> None:
         _path = _folder / f"{time.time_ns() // 1_000_000:013d}-{journal.pid}.json" if _folder else None
         _write()
         _prune()
+
+
+def begin_off(plugin_version: str) -> Journal:
+    """Begin a journal that says that the plugin is switched off in this process, so that ``doctor`` confirms it."""
+    journal = new(plugin_version)
+    journal.off = True
+    if (vllm := sys.modules.get("vllm")) is not None:
+        journal.vllm_version = getattr(vllm, "__version__", None)
+        journal.vllm_root = next((os.path.dirname(folder) for folder in vllm.__path__), None)
+    begin(journal, _first_writable())
+    return journal
+
+
+def _first_writable() -> Path | None:
+    try:
+        for place in places():
+            with contextlib.suppress(OSError, UntrustedFolder):
+                if writable(folder := private_folder(place)):
+                    return folder
+    except HwpluginError as error:
+        logger.debug("no process journal: %s", error)
+    return None
 
 
 def current() -> Journal | None:
@@ -347,3 +389,4 @@ def _renew_lock() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_lock)
+multiprocessing.util.register_after_fork(sys.modules[__name__], lambda _: adopt())

@@ -38,7 +38,7 @@ def register() -> None:
     import logging
     import sys
 
-    from . import gates
+    from . import __version__, gates, journal
 
     try:
         if not gates.read("VLLM_HWPLUGIN").flag:
@@ -47,6 +47,7 @@ def register() -> None:
             if (envs := sys.modules.get("vllm.envs")) is not None:
                 # vLLM calls every VLLM_ variable that it does not know a mistake, the one that switches this off too.
                 gates.register_with_vllm(envs)
+            journal.begin_off(__version__)
             return
     except gates.GateError:
         # The engine reports a bad value, or raises it: it knows what the other gates ask for.

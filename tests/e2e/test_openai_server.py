@@ -263,7 +263,7 @@ def test_the_server_ends_when_told_and_leaves_no_process(seen: Seen) -> None:
 
 def test_its_worker_says_what_it_uses_and_every_process_what_is_in_force(seen: Seen) -> None:
     roles = {one.role for one in seen.records}
-    assert {"parent", "engine-core", "worker"} <= roles
+    assert {"api-server", "engine-core", "worker"} <= roles
     assert all("draft-full-graph" in one.live and "dflash-full-graph" not in one.live for one in seen.records)
     assert len({one.fingerprint for one in seen.records}) == 1
     (worker,) = (one for one in seen.records if one.uses)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing.util
 import os
 import sys
 import threading
@@ -117,7 +116,6 @@ def install(environ: Mapping[str, str] | None = None, *, catalogue: Catalogue | 
     with _lock:
         if _state is None:
             _state = _install(os.environ if environ is None else environ, catalogue)
-            multiprocessing.util.register_after_fork(_state, _after_fork)
         elif _state.finder is not None:
             _state.finder.put_first()
         _register_with_vllm()
@@ -185,7 +183,7 @@ def _install(environ: Mapping[str, str], catalogue: Catalogue | None) -> _State:
         values = gates.read_each(environ)
         if not values["VLLM_HWPLUGIN"].flag:
             logger.info("vllm-hwplugin %s is switched off (VLLM_HWPLUGIN); vLLM runs stock", __version__)
-            journal.begin(state.journal, None)
+            state.journal = journal.begin_off(__version__)
             return state
         _activate(state, environ, values, catalogue)
     except BaseException as error:
@@ -470,11 +468,6 @@ def _check(name: str, copy: Copy, entry: Journal) -> ModuleCheck:
         origin = getattr(sys.modules[name], "__file__", None)
         return ModuleCheck(name, "stock", f"{name} was imported from {origin}, past the plugin")
     return ModuleCheck(name, "re-applied" if entry.modules.get(name) == "re-applied" else "served")
-
-
-def _after_fork(state: _State) -> None:
-    if state is _state:
-        journal.adopt()
 
 
 def _renew_locks() -> None:
