@@ -74,6 +74,11 @@ class Gate(NamedTuple):
     since: str = "0.1.0"
 
     @property
+    def variables(self) -> tuple[str, ...]:
+        """Every variable that sets it."""
+        return (self.name, *(alias.name for alias in self.aliases))
+
+    @property
     def switches(self) -> bool:
         """Whether it can switch a feature: it has the value `off`, and others with which the feature may be live."""
         return self.kind == "switch" or (self.kind == "choice" and "patches" in self.affects)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -334,7 +335,8 @@ CHILD = "import multiprocessing; multiprocessing.current_process().name = 'Engin
 
 def test_a_child_says_only_what_is_otherwise_than_in_the_first_process(patched: Project) -> None:
     first = patched.run("import os; install(); print(os.environ['VLLM_HWPLUGIN_FINGERPRINT'])").strip()
-    cases = {first: "", first[1:]: "WARNING INFO ", "": "INFO "}
+    other_release = first.replace(f" {__version__} ", " 0.1.0 ")
+    cases = {first: "", first[1:]: "WARNING INFO ", other_release: "WARNING INFO ", "": "INFO "}
     for left, levels in cases.items():
         assert patched.run(CHILD, SAID, VLLM_HWPLUGIN_FINGERPRINT=left) == f"{levels}live\n"
     # Another choice is meant; and another engine's may have left it.
@@ -343,6 +345,29 @@ def test_a_child_says_only_what_is_otherwise_than_in_the_first_process(patched: 
     strict = {"VLLM_HWPLUGIN_STRICT": "1"}
     assert patched.start(CHILD, "install()", VLLM_HWPLUGIN_FINGERPRINT=first, **strict).returncode == 0
     assert patched.start(CHILD, "install()", VLLM_HWPLUGIN_FINGERPRINT=first[1:], **strict).returncode != 0
+    # What a child left would be what its own children compare themselves with.
+    left = "print(os.environ['VLLM_HWPLUGIN_FINGERPRINT'])"
+    assert patched.run(CHILD, "import os; install()", left, VLLM_HWPLUGIN_FINGERPRINT=first[1:]) == f"{first[1:]}\n"
+
+
+@pytest.mark.parametrize("change", ["comes", "goes"])
+def test_a_child_says_that_a_feature_of_a_catalogue_came_or_went_since_the_start(patched: Project, change: str) -> None:
+    acme = patched.catalogue("acme")
+    edits = {"vllm/v1/pack/inner.py": [("'inner'", "'acme'")]}
+    patched.feature("stays", {"vllm/v1/beta.py": [("double(value))", "value)")]}, gate=None, catalogue=acme)
+    variables = {"VLLM_HWPLUGIN_PATCHES": str(acme)}
+    if change == "goes":
+        patched.feature("other", edits, gate=None, catalogue=acme)
+    variables["VLLM_HWPLUGIN_FINGERPRINT"] = patched.run(
+        "import os; install(); print(os.environ['VLLM_HWPLUGIN_FINGERPRINT'])", **variables
+    ).strip()
+    if change == "comes":
+        patched.feature("other", edits, gate=None, catalogue=acme)
+    else:
+        shutil.rmtree(acme / "other")
+    assert patched.run(CHILD, SAID, **variables) == "WARNING INFO live\n"
+    done = patched.start(CHILD, "install()", VLLM_HWPLUGIN_STRICT="1", **variables)
+    assert "has other patches in force" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Mapping
 
 from .. import gates
-from ..journal import Journal
+from ..journal import Journal, starts_engines
 from ._errors import InstallError
 from ._model import Plan
 
@@ -73,14 +73,15 @@ def give_up(
     logger.warning("%s: not live, vLLM runs stock there: %s", ", ".join(named), reason)
 
 
-def compare_with_first(entry: Journal, asked: object, environ: Mapping[str, str], *, stop: bool) -> bool:
+def compare_with_first(entry: Journal, environ: Mapping[str, str], own: Collection[gates.Gate], *, stop: bool) -> bool:
     """Say, or refuse, that the processes of an engine have different patches in force: they compute one model together.
 
-    The first process leaves its fingerprint in the environment for its children.
+    The first process leaves in the environment of its children the fingerprint, the plugin's version and a digest of
+    the variables that choose patches. A child in which one of these variables is another is meant to differ.
 
     Args:
         entry: the process's journal; it gets a note.
-        asked: what it decided by. Where the first process had something else, they are meant to differ.
+        own: the project's gates.
         stop: refuse it.
 
     Returns:
@@ -89,20 +90,32 @@ def compare_with_first(entry: Journal, asked: object, environ: Mapping[str, str]
     Raises:
         InstallError: with `stop`.
     """
-    digest = hashlib.sha256(repr(asked).encode()).hexdigest()[:20]
-    first, _, first_asked = environ.get(gates.FINGERPRINT, "").partition(" ")
-    if entry.role == "parent" or first_asked != digest:
-        if environ is os.environ:
-            os.environ[gates.FINGERPRINT] = f"{entry.fingerprint} {digest}"
+    mine = [entry.fingerprint, entry.plugin_version, _digest(environ, own)]
+    first = environ.get(gates.FINGERPRINT, "").split()
+    if environ is os.environ and (not first or starts_engines()):
+        os.environ[gates.FINGERPRINT] = " ".join(mine)
+    if starts_engines() or first[-1:] != mine[-1:]:
         return False
-    if first != entry.fingerprint:
-        text = (
-            f"this process ({entry.role}) has other patches in force (fingerprint {entry.fingerprint}) than the first "
-            f"one of its engine ({first}): a catalogue, vLLM or the plugin was changed in between, or is another one "
-            "on this host; make them the same and start the engine again"
-        )
-        if stop:
-            raise InstallError(text)
-        entry.notes.append(text)
-        logger.warning("%s", text)
-    return first == entry.fingerprint
+    if first == mine:
+        return True
+    text = (
+        f"this process ({entry.role}) has other patches in force (fingerprint {' '.join(mine[:-1])}) than the first "
+        f"one of its engine ({' '.join(first[:-1])}): a catalogue, vLLM or the plugin was changed in between, or is "
+        "another one on this host; make them the same and start the engine again"
+    )
+    if stop:
+        raise InstallError(text)
+    entry.notes.append(text)
+    logger.warning("%s", text)
+    return False
+
+
+def _digest(environ: Mapping[str, str], own: Collection[gates.Gate]) -> str:
+    """Name what the user has set, and no default: which gates catalogues from outside have may change in between."""
+    chosen = {name for gate in own if "patches" in gate.affects for name in gate.variables}
+    said = sorted(
+        (name, value.strip())
+        for name, value in environ.items()
+        if value.strip() and (name in chosen or name.startswith(gates.CATALOGUE_PREFIX))
+    )
+    return hashlib.sha256(repr(said).encode("utf-8", "surrogateescape")).hexdigest()[:20]

@@ -239,6 +239,7 @@ def _activate(
     if catalogue is None:
         catalogue = load_catalogue()
     state.gates = catalogue.gates
+    own = (*gates.GATES, *state.gates)
     declared = gates.read_each(environ, state.gates)
     choices |= {name: value.choice for name, value in declared.items()}
     found = outside.find_outside(environ, catalogue)
@@ -275,10 +276,7 @@ def _activate(
     entry.modules = {name: "re-applied" if name in swapped else "pending" for name in settled.copies} | {
         name: "served" for name in entry.modules if entry.modules[name] == "served"
     }
-    # Less the defaults, which are a part of the catalogue: where that was changed in between, it is to be noticed.
-    meant = sorted((name, choice) for name, choice in choices.items() if name not in declared or declared[name].is_set)
-    asked = (meant, try_unlisted, environ.get("VLLM_HWPLUGIN_PATCHES"))
-    if not compare_with_first(entry, asked, environ, stop=_must_hold(environ, state.gates)):
+    if not compare_with_first(entry, environ, own, stop=_must_hold(environ, state.gates)):
         _report(entry, plan, installed, try_unlisted)
     journal.begin(entry, overlay.writable_base())
 
