@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,23 @@ def slowness() -> float:
         sum(number * number for number in range(100_000))
         taken.append(time.process_time() - started)
     return min(taken) / _LOOP
+
+
+def patience(seconds: float) -> float:
+    """Return a limit for a wait that ends within `seconds` on a fast and idle host."""
+    waiting_for_a_core = os.getloadavg()[0] / len(os.sched_getaffinity(0))
+    return seconds * max(1.0, slowness()) * max(1.0, waiting_for_a_core)
+
+
+def wait_until(met: Callable[[], bool], seconds: float, *, unless: Callable[[], bool] = lambda: False) -> bool:
+    """Return whether `met()` comes true within the `patience` for `seconds`; stop waiting once `unless()` is true."""
+    started = time.monotonic()
+    while not met():
+        waited = time.monotonic() - started
+        if unless() or (waited > seconds and waited > patience(seconds)):
+            return met()
+        time.sleep(0.02)
+    return True
 
 
 def _cpu_seconds() -> float:

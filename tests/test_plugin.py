@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import vllm_hwplugin
+from tests.cpu_seconds import patience
 from vllm_hwplugin import gates, journal, journals, patching, plugin
 from vllm_hwplugin.patching import _runtime
 
@@ -122,7 +123,7 @@ def run(code: str, cache: Path, **variables: str) -> str:
         env=environ(cache, **variables),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patience(300),
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cpu_seconds import patience
 from tests.program import Terminal, program
 from vllm_hwplugin import cachedir, gates, journal
 from vllm_hwplugin.cli import _diagnosis, _doctor, _host, _summary
@@ -327,7 +328,7 @@ def _doctor_process(tmp_path: Path, **environ: str) -> subprocess.CompletedProce
         env=kept | places | environ,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=patience(30),
     )
 
 

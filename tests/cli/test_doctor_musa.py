@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import vllm_hwplugin
+from tests.cpu_seconds import patience
 from vllm_hwplugin.musa import versions as musa_versions
 from vllm_hwplugin.ops.compile.plan import MIN_TORCH
 
@@ -92,7 +93,7 @@ def doctor(tmp_path: Path, others: Path) -> Doctor:
         environ |= {"PYTHONPATH": os.pathsep.join([str(site), str(REPOSITORY), str(others)]), "TMPDIR": str(tmp_path)}
         environ |= {"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path / "cache"), "VLLM_HWPLUGIN_PLATFORM": platform}
         command = [sys.executable, "-S", "-m", "vllm_hwplugin.cli", "doctor", "--json"]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patience(60))
         assert done.returncode in (0, 1), done.stderr
         found: dict[str, Any] = json.loads(done.stdout)
         assert done.returncode == bool(found["problems"])

@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from tests.cpu_seconds import patience, wait_until
 from vllm_hwplugin import journal, journals
 from vllm_hwplugin.spec_decode import step_counts
 from vllm_hwplugin_lab import bench
@@ -55,7 +56,7 @@ class Server:
     def client(self) -> Any:
         import openai
 
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=60, max_retries=0)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=patience(60), max_retries=0)
 
     def healthy(self) -> bool:
         try:
@@ -68,7 +69,7 @@ class Server:
         """Samples by name, those of a request's end by name and reason, those of steps by name, path and outcome."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=patience(10)) as answer:
             text = answer.read().decode()
         found: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
@@ -79,10 +80,7 @@ class Server:
         return found
 
     def wait_for(self, what: Callable[[], bool], seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        while not (met := what()) and time.monotonic() < end and self.process.poll() is None:
-            time.sleep(0.2)
-        return met
+        return wait_until(what, seconds, unless=lambda: self.process.poll() is not None)
 
 
 @dataclass
@@ -193,19 +191,17 @@ def seen(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     found.counters["after leaving"] = server.counters()
     found.healthy = server.healthy()
     # A worker puts its last steps in the journal, and the server looks there.
-    time.sleep(2 * step_counts.INTERVAL + 1)
+    time.sleep(patience(2 * step_counts.INTERVAL + 1))
     found.counters["later"] = server.counters()
 
     server.process.send_signal(signal.SIGTERM)
     try:
-        found.exit_code = server.process.wait(STOP)
+        found.exit_code = server.process.wait(patience(STOP))
     except subprocess.TimeoutExpired:
         found.exit_code = None
     # The tracker of shared memory ends by itself when the last process that could have used it is gone.
-    end = time.monotonic() + 10
-    while (left := processes_of(server.process.pid)) and time.monotonic() < end:
-        time.sleep(0.2)
-    found.left_over = left
+    wait_until(lambda: not processes_of(server.process.pid), 10)
+    found.left_over = processes_of(server.process.pid)
     found.log = server.log
     found.records = tuple(journals.read_all(server._log.parent / "cache"))
     return found

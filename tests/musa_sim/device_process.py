@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from tests.cpu_seconds import patience
+
 
 class DeviceProcess:
     def __init__(self, environment: dict[str, str]) -> None:
@@ -35,7 +37,7 @@ class DeviceProcess:
         assert (error := json.loads(answer)) is None, error
 
     def close(self) -> None:
-        self._process.communicate(timeout=60)
+        self._process.communicate(timeout=patience(60))
 
 
 def on_the_device(test: Callable[..., None]) -> Callable[..., None]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.cpu_seconds import patience
+
 from . import simulated
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
@@ -64,7 +66,7 @@ def test_both_sides_run_on_the_plugins_platform_class(musa_host: None, tmp_path:
     }
     file = tmp_path / "demo.json"
     done = subprocess.run(
-        [sys.executable, "-c", DEMO, str(file)], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", DEMO, str(file)], env=environment, capture_output=True, text=True, timeout=patience(300)
     )
     assert file.exists(), done.stdout[-2000:] + done.stderr[-2000:]
     demo = json.loads(file.read_text())

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.cpu_seconds import patience
+
 from . import simulated
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
@@ -53,7 +55,8 @@ def ask(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "VLLM_HWPLUGIN_CACHE_DIR": str(folder / "cache"),
         "HF_HUB_OFFLINE": "1",
     }
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+    command, limit = [sys.executable, *arguments], patience(300)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
 
 
 def test_doctor(musa_host: None, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_hwplugin
+from tests.cpu_seconds import patience
 
 from . import forks
 
@@ -226,8 +227,8 @@ class Project:
     def start(self, *code: str, flags: Sequence[str] = (), **variables: str) -> subprocess.CompletedProcess[str]:
         environ, command = self.environ(**variables), self.command(*code, flags=flags)
         if not flags and not any(name.startswith("PYTHON") for name in variables):
-            return forks.start(command[-1], REPOSITORY, environ, timeout=120)
-        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+            return forks.start(command[-1], REPOSITORY, environ, timeout=patience(120))
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patience(120))
 
     def run(self, *code: str, flags: Sequence[str] = (), **variables: str) -> str:
         """Run ``code`` in a fresh process that must succeed; returns what it printed."""

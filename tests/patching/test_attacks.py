@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from tests.cpu_seconds import patience
 from vllm_hwplugin.patching._finder import CopyFinder
 from vllm_hwplugin.patching._overlay import Copy, Overlay
 from vllm_hwplugin.patching._plan import patched_file
@@ -161,7 +162,7 @@ def under_attack(project: Project, one: Callable[[], Path], other: Path, **envir
     while not ready.exists() and victim.poll() is None:
         time.sleep(0.005)
     attacker = start_swapping(one(), other)
-    out, err = victim.communicate(timeout=60)
+    out, err = victim.communicate(timeout=patience(60))
     # It was at work to the end.
     assert os.waitpid(attacker, os.WNOHANG) == (0, 0)
     os.kill(attacker, signal.SIGKILL)

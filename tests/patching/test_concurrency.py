@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cpu_seconds import patience
+
 from .madeup import EDITS, Project
 
 USE = """
@@ -37,7 +39,7 @@ def test_sixteen_processes_on_a_cold_cache_all_end_patched(patched: Project) -> 
     ]
     (patched.folder / "go").touch()
     for process in running:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=patience(120))
         assert process.returncode == 0, errors
     assert len(list(patched.cache.glob("records/*.json"))) == 16
     assert len(list(patched.cache.glob("overlay/*/*.py"))) == len(EDITS)
@@ -122,7 +124,7 @@ def test_worker_processes_are_patched_and_have_records(patched: Project, method:
         env=patched.environ(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(60),
     )
     assert done.returncode == 0, done.stderr
     pid, file = done.stdout.split()

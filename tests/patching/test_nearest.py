@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.cpu_seconds import slowness
 from vllm_hwplugin.patching._nearest import nearest
 
 LINES = [f"    value_{number} = compute({number})\n" if number % 3 else "\n" for number in range(6000)]
@@ -72,6 +73,6 @@ def test_quick_on_a_large_file() -> None:
     """The largest module of vLLM has 7,300 lines; a changed tree may need this for dozens of hunks."""
     lines = [f"x{number % 40}\n" for number in range(7500)]
     block = [f"x{number % 40}\n" if number % 7 else "y\n" for number in range(60)]
-    start = time.perf_counter()
+    start = time.process_time()
     assert nearest(lines, block, stated=5000) is not None
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < max(1, slowness())

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import vllm_hwplugin
+from tests.cpu_seconds import patience
 from vllm_hwplugin import journals
 from vllm_hwplugin.patching import find_installed
 from vllm_hwplugin.patching.outside import find_distribution
@@ -72,7 +73,8 @@ def test_both_processes_of_an_engine_run_features_from_outside(tmp_path: Path) -
         "VLLM_NO_USAGE_STATS": "1",
     }
     program = f"MODEL = {str(REPOSITORY / 'tests/assets/small/target')!r}\n{PROGRAM}"
-    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=300)
+    command, limit = [sys.executable, "-c", program], patience(300)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=limit)
     assert done.returncode == 0, done.stderr[-4000:]
     (answer,) = (line.split() for line in done.stdout.splitlines() if line.startswith("ANSWER"))
     _, tokens, file = answer

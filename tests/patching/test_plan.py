@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.cpu_seconds import slowness
 from vllm_hwplugin.patching import (
     Catalogue,
     Feature,
@@ -211,9 +212,9 @@ def test_large_files_are_quick() -> None:
     source = Memory(dict.fromkeys(files, "new\n" + text))
 
     def seconds() -> float:
-        start = time.perf_counter()
+        start = time.process_time()
         assert states(plan_of(big, source=source)) == {"one": "live"}
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     # The quickest of a few, as a busy machine is not what is measured; 150 ms is all that a cold start may cost.
-    assert min(seconds() for _ in range(7)) < 0.15
+    assert min(seconds() for _ in range(7)) < 0.15 * max(1, slowness())

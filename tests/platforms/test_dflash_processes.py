@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import vllm_hwplugin
+from tests.cpu_seconds import patience
 from vllm_hwplugin_lab import bench
 
 pytestmark = pytest.mark.engine
@@ -33,7 +34,7 @@ def configurations(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactor
         "VLLM_NO_USAGE_STATS": "1",
     }
     command = [sys.executable, str(Path(__file__).with_name("dflash_child.py")), str(REPOSITORY / "tests/assets/small")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience(600))
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

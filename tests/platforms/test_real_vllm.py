@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import vllm_hwplugin
+from tests.cpu_seconds import patience
 
 pytestmark = pytest.mark.engine
 
@@ -69,7 +70,8 @@ def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         }
         program = f"STANDINS = {str(Path(__file__).with_name('standins.py'))!r}\nMODEL = {str(CHECKPOINT)!r}\n"
         program += "\n".join(textwrap.dedent(part) for part in parts)
-        done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=300)
+        command, limit = [sys.executable, "-c", program], patience(300)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=limit)
         assert done.returncode == 0, done.stderr
         return done
 

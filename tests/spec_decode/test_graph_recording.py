@@ -24,6 +24,7 @@ from vllm import envs
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import pynccl_allocator as allocator
 
+from tests.cpu_seconds import patience
 from vllm_hwplugin.fallback import FeatureRequired
 from vllm_hwplugin.features import V2_TAIL_GRAPH, gate_of
 from vllm_hwplugin.spec_decode import graph_recording
@@ -248,9 +249,9 @@ def test_ranks_of_tensor_parallelism_are_of_one_mind(fails: str, tmp_path: Path)
     ranks = [context.Process(target=_rank, args=(rank, str(tmp_path), fails, results)) for rank in range(2)]
     for rank in ranks:
         rank.start()
-    found = sorted(results.get(timeout=60) for _ in ranks)
+    found = sorted(results.get(timeout=patience(60)) for _ in ranks)
     for rank in ranks:
-        rank.join(60)
+        rank.join(patience(60))
     good = fails == "nowhere"
     assert [(rank, first, second) for rank, first, second, _ in found] == [(0, good, True), (1, good, True)]
     inputs, others = (exchanged for *_, exchanged in found)

@@ -18,6 +18,7 @@ from typing import Any
 import prometheus_client
 import pytest
 
+from tests.cpu_seconds import patience, wait_until
 from vllm_hwplugin import journal, journals
 from vllm_hwplugin.cachedir import write_atomically
 from vllm_hwplugin.gates import PLAIN_DECODE
@@ -48,10 +49,7 @@ def on_record(pid: int) -> dict[str, dict[str, int]]:
 
 
 def soon(what: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 20
-    while not (met := what()) and time.monotonic() < end:
-        time.sleep(0.02)
-    return met
+    return wait_until(what, 20)
 
 
 def test_each_step_is_counted_once_and_warm_up_is_none() -> None:
@@ -92,7 +90,7 @@ def test_an_engine_that_ends_or_is_killed_leaves_its_counts(ends: bool) -> None:
     step_counts.begin()
     child = multiprocessing.get_context("fork").Process(target=_serve, args=(ends,))
     child.start()
-    child.join(60)
+    child.join(patience(60))
     assert child.exitcode == (0 if ends else -signal.SIGKILL)
     assert on_record(child.pid or 0) == {PATH: {"served": 1}}
     assert on_record(os.getpid()) == {}

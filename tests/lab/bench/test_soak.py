@@ -9,6 +9,7 @@ from types import SimpleNamespace as Bag
 
 import pytest
 
+from tests.cpu_seconds import patience
 from vllm_hwplugin_lab.bench import Job, find_checkpoints
 from vllm_hwplugin_lab.bench._soak_engine import gaps, requests, wanted
 from vllm_hwplugin_lab.bench.soak import SoakSettings, Text, failures, judged, judging_job, load_job, run_soak
@@ -25,8 +26,7 @@ def note(what):
         file.write(f"{job['label']} {what}\\n")
 
 note("starts")
-until = time.monotonic() + 10
-while open(os.environ["SHARED"]).read().count("starts") < int(os.environ["BESIDE"]) and time.monotonic() < until:
+while open(os.environ["SHARED"]).read().count("starts") < int(os.environ["BESIDE"]):
     time.sleep(0.02)
 say(event="ready", seconds=1.0)
 for line in sys.stdin:
@@ -69,7 +69,7 @@ def soaked(instead_of_engines, tmp_path):
         variables = {"SHARED": str(shared), "DIES": dies, "BESIDE": str(beside)}
         jobs = {side: Job(side, False, {}, variables, ()) for side in sides}
         judge = Job("judge", False, {}, variables, ())
-        found = run_soak(jobs, judge, SETTINGS.load(), at_once=at_once, timeout=30, **more)
+        found = run_soak(jobs, judge, SETTINGS.load(), at_once=at_once, timeout=patience(30), **more)
         return found, shared.read_text().splitlines()
 
     return run

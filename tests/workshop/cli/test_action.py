@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import tomllib
 
+from tests.cpu_seconds import patience
+
 from ..conftest import ADD, NORM, PackageServer
 
 yaml = pytest.importorskip("yaml")
@@ -55,7 +57,7 @@ def run(script: str, repository: Path, server: PackageServer, **variables: str) 
         **variables,
     }
     command = ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", "-c", script]
-    return subprocess.run(command, cwd=repository, env=environ, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=repository, env=environ, capture_output=True, text=True, timeout=patience(120))
 
 
 def act(repository: Path, server: PackageServer, **inputs: str) -> tuple[int, dict[str, Any] | None, str]:
