@@ -52,7 +52,6 @@ print(json.dumps([there, defined, checked]))
 """
 
 
-@pytest.mark.engine
 def test_a_vllm_without_an_extension_serves_each_operation_under_its_own_name() -> None:
     there, defined, checked = printed_beside_vllm(WITHOUT_EXTENSION)
     assert there == []

@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, KVTransferConfig
 from vllm.model_executor.offloader import base as offloading
 from vllm.model_executor.offloader.uva import UVAOffloader
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -109,8 +109,8 @@ def parallel() -> SimpleNamespace:
     return SimpleNamespace(**{f"{one}_parallel_size": 1 for one in sizes}, enable_eplb=False, use_ubatching=False)
 
 
-def config() -> SimpleNamespace:
-    return SimpleNamespace(parallel_config=parallel(), lora_config=None, kv_transfer_config=None)
+def config(kv_transfer_config: KVTransferConfig | None = None) -> SimpleNamespace:
+    return SimpleNamespace(parallel_config=parallel(), lora_config=None, kv_transfer_config=kv_transfer_config)
 
 
 def runner_v1() -> Any:
@@ -160,12 +160,12 @@ def runner_v2(target: type = TritonAttentionMetadataBuilder, draft: type = Flash
 
 
 def proposer() -> Any:
-    """V1's drafter of Eagle3."""
+    """V1's drafter of Eagle3, which leaves the layers' KV connector to the target."""
     return type("EagleProposer", (SimpleNamespace,), {})(
         speculative_config=SimpleNamespace(
             num_speculative_tokens=3, enforce_eager=False, disable_padded_drafter_batch=False, use_dflash=lambda: False
         ),
-        vllm_config=config(),
+        vllm_config=config(kv_transfer_config=KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")),
         model=None,
         parallel_drafting=False,
         hidden_size=8,
@@ -232,86 +232,88 @@ class Breakable:
     runtime_mode = None
 
 
-@pytest.mark.parametrize(
-    ("make", "path", "value", "words", "parts"),
-    [
-        (proposer, "__class__", type("Gemma4Proposer", (SimpleNamespace,), {}), "Gemma4Proposer", Part.V1_PASSES),
-        (proposer, "__class__", type("DFlashProposer", (SimpleNamespace,), {}), "DFlashProposer", Part.V1_PASSES),
-        (proposer, "speculative_config.enforce_eager", True, "enforce_eager", Part.V1_PASSES),
-        (proposer, "speculative_config.disable_padded_drafter_batch", True, "disable_padded", Part.V1_PASSES),
-        (proposer, "vllm_config.parallel_config.data_parallel_size", 2, "data parallelism", Part.V1_PASSES),
-        (proposer, "vllm_config.parallel_config.decode_context_parallel_size", 2, "per-rank", Part.V1_PASSES),
-        (proposer, "vllm_config.lora_config", object(), "LoRA", Part.V1_PASSES),
-        (proposer, "model", Breakable(), "breakable", Part.V1_PASSES),
-        (proposer, "_share_mtp_indices", True, "top-k indices", Part.V1_PASSES),
-        (proposer, "speculative_config.num_speculative_tokens", 1, "no chain", Part.V1_CHAIN),
-        (proposer, "parallel_drafting", True, "no chain", Part.V1_CHAIN),
-        (proposer, "hidden_size", 16, "wider", Part.V1_CHAIN),
-        (proposer, "uses_mrope", True, "between steps: uses_mrope", Part.V1_CHAIN),
-        (proposer, "draft_attn_groups", [group(builder(FLASHINFER), "draft")], "between steps (Fl", Part.V1_CHAIN),
-        (speculator, "num_speculative_steps", 2, "2 draft tokens", Part.V2_STEPS),
-        (speculator, "advance_draft_positions", False, "positions stay", Part.V2_STEPS),
-        (speculator, "attn_groups", [[group(builder(FLEX), "draft")]], "(FlexAttention", Part.V2_STEPS),
-        (speculator, "dp_size", 2, "data-parallel", Part.V2_STEPS),
-        (speculator, "eplb_state", object(), "experts are balanced", Part.V2_STEPS),
-        (speculator, "decode_cudagraph_manager.needs_capture", lambda: False, "no graph of a draft", Part.V2_STEPS),
-        (runner_v1, "speculative_config", None, "does not draft", PARTS[runner_v1]),
-        (runner_v1, "drafter", None, "does not draft", PARTS[runner_v1]),
-        (runner_v1, "speculative_config.method", "draft_model", "method is draft_model", PHASE),
-        (runner_v1, "speculative_config.method", "ngram_gpu", "changes from step to step", Part.V1_INPUTS),
-        (runner_v1, "drafter.draft_loop", None, "needs draft-loop-graph", PHASE),
-        (runner_v1, "drafter.draft_loop.failed", True, "recording the graphs", PHASE),
-        (runner_v1, "drafter.uses_mrope", True, "between steps: uses_mrope", PHASE),
-        (runner_v1, "drafter.needs_extra_input_slots", True, "tokens of its own", PHASE),
-        (runner_v1, "drafter.set_per_group_block_table", object(), "each KV cache group", Part.V1_METADATA),
-        (runner_v1, "vllm_config.parallel_config.data_parallel_size", 2, "data parallelism", Part.V1_METADATA),
-        (runner_v1, "vllm_config.parallel_config.pipeline_parallel_size", 2, "pipeline", PHASE | Part.V1_INPUTS),
-        (runner_v1, "vllm_config.parallel_config.prefill_context_parallel_size", 2, "split among", Part.V1_INPUTS),
-        (runner_v1, "vllm_config.parallel_config.decode_context_parallel_size", 2, "split among", Part.V1_INPUTS),
-        (runner_v1, "vllm_config.parallel_config.enable_eplb", True, "experts", PHASE),
-        (runner_v1, "vllm_config.parallel_config.use_ubatching", True, "split in two", PHASE),
-        (runner_v1, "lora_config", object(), "LoRA", Part.V1_INPUTS),
-        (runner_v1, "model_config.is_encoder_decoder", True, "encoder", PHASE | Part.V1_INPUTS),
-        (runner_v1, "enable_prompt_embeds", True, "embeddings", PHASE | Part.V1_INPUTS),
-        (runner_v1, "model_config.uses_mrope", True, "several dimensions", Part.V1_INPUTS),
-        (runner_v1, "model_config.uses_xdrope_dim", 4, "several dimensions", Part.V1_INPUTS),
-        (runner_v1, "get_model", lambda: SimpleNamespace(get_mtp_target_hidden_states=None), "other states", PHASE),
-        (runner_v1, "drafter.draft_attn_groups", [group(builder(FLASHINFER), "draft")], "in each step (Fl", PHASE),
-        (runner_v1, "attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V1_METADATA),
-        (runner_v1, "is_mm_prefix_lm", True, "prompts", Part.V1_METADATA),
-        (runner_v1, "model_config.rswa_window", 64, "prompts", Part.V1_METADATA),
-        (runner_v1, "cache_config.kv_sharing_fast_prefill", True, "share keys", Part.V1_METADATA),
-        (runner_v1, "routed_experts_initialized", True, "slots are copied", Part.V1_METADATA),
-        (runner_v2, "speculator", None, "does not draft", PARTS[runner_v2]),
-        (runner_v2, "rejection_sampler", None, "not verified", TAIL),
-        (runner_v2, "speculative_config.method", "ngram", "method is ngram", MIXED),
-        (runner_v2, "speculator.acceptance_estimator", object(), "acceptance", Part.V2_DRAFTING),
-        (runner_v2, "adaptive_verification", object(), "verified changes", TAIL | MIXED),
-        (runner_v2, "vllm_config.parallel_config.data_parallel_size", 2, "data parallelism", TAIL | MIXED),
-        (runner_v2, "vllm_config.parallel_config.pipeline_parallel_size", 2, "pipeline", TAIL | MIXED),
-        (runner_v2, "vllm_config.parallel_config.decode_context_parallel_size", 2, "split among", TAIL | MIXED),
-        (runner_v2, "vllm_config.parallel_config.prefill_context_parallel_size", 2, "split among", TAIL | MIXED),
-        (runner_v2, "vllm_config.parallel_config.enable_eplb", True, "experts", TAIL),
-        (runner_v2, "lora_config", object(), "LoRA", MIXED),
-        (runner_v2, "model_config.is_encoder_decoder", True, "encoder", TAIL | MIXED),
-        (runner_v2, "supports_mm_inputs", True, "images", MIXED),
-        (runner_v2, "model_state.encoder_runner", SimpleNamespace(is_realtime=True), "between tokens", Part.V2_INPUTS),
-        (runner_v2, "model_state.mm_pruner", object(), "parts of a video", Part.V2_INPUTS),
-        (runner_v2, "model_state", ModelStateOfAnother(), "before each step", Part.V2_INPUTS),
-        (runner_v2, "aux_output_connector", object(), "hidden states leave", TAIL),
-        (runner_v2, "batch_sharder", object(), "part of the batch", Part.V2_SAMPLING),
-        (runner_v2, "sampler.return_sampling_mask", True, "sampling masks", Part.V2_SAMPLING),
-        (runner_v2, "attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V2_METADATA | MIXED),
-        (runner_v2, "attn_groups", [[group(Uniform)] * 2], ": Uniform supports UNIFORM_BATCH", MIXED),
-        (runner_v2, "model_config.is_mm_prefix_lm", True, "prompts", Part.V2_INPUTS),
-        (runner_v2, "cudagraph_manager.cudagraph_mode", CUDAGraphMode.FULL, "mode is FULL", MIXED),
-        (runner_v2, "cudagraph_manager.cudagraph_mode", CUDAGraphMode.PIECEWISE, "mode is PIECEWISE", MIXED),
-        (runner_v2, "cudagraph_manager.use_breakable_cg", True, "broken", MIXED),
-        (runner_v2, "vllm_config.kv_transfer_config", object(), "layer by layer", MIXED),
-        (runner_v2, "fast_prefill", object(), "skip layers", MIXED),
-        (runner_v2, "max_num_reqs", 1, "one request", MIXED),
-    ],
-)
+#: A drafter or runner, what is changed, words of the reason that is then said, and the parts that it hinders.
+CASES: Final = [
+    (proposer, "__class__", type("Gemma4Proposer", (SimpleNamespace,), {}), "Gemma4Proposer", Part.V1_PASSES),
+    (proposer, "__class__", type("DFlashProposer", (SimpleNamespace,), {}), "DFlashProposer", Part.V1_PASSES),
+    (proposer, "speculative_config.enforce_eager", True, "enforce_eager", Part.V1_PASSES),
+    (proposer, "speculative_config.disable_padded_drafter_batch", True, "disable_padded", Part.V1_PASSES),
+    (proposer, "vllm_config.parallel_config.data_parallel_size", 2, "data parallelism", Part.V1_PASSES),
+    (proposer, "vllm_config.parallel_config.decode_context_parallel_size", 2, "per-rank", Part.V1_PASSES),
+    (proposer, "vllm_config.lora_config", object(), "LoRA", Part.V1_PASSES),
+    (proposer, "model", Breakable(), "breakable", Part.V1_PASSES),
+    (proposer, "speculative_config.use_dflash", lambda: True, "ExampleConnector may load", Part.V1_PASSES),
+    (proposer, "_share_mtp_indices", True, "top-k indices", Part.V1_PASSES),
+    (proposer, "speculative_config.num_speculative_tokens", 1, "no chain", Part.V1_CHAIN),
+    (proposer, "parallel_drafting", True, "no chain", Part.V1_CHAIN),
+    (proposer, "hidden_size", 16, "wider", Part.V1_CHAIN),
+    (proposer, "uses_mrope", True, "between steps: uses_mrope", Part.V1_CHAIN),
+    (proposer, "draft_attn_groups", [group(builder(FLASHINFER), "draft")], "between steps (Fl", Part.V1_CHAIN),
+    (speculator, "num_speculative_steps", 2, "2 draft tokens", Part.V2_STEPS),
+    (speculator, "advance_draft_positions", False, "positions stay", Part.V2_STEPS),
+    (speculator, "attn_groups", [[group(builder(FLEX), "draft")]], "(FlexAttention", Part.V2_STEPS),
+    (speculator, "dp_size", 2, "data-parallel", Part.V2_STEPS),
+    (speculator, "eplb_state", object(), "experts are balanced", Part.V2_STEPS),
+    (speculator, "decode_cudagraph_manager.needs_capture", lambda: False, "no graph of a draft", Part.V2_STEPS),
+    (runner_v1, "speculative_config", None, "does not draft", PARTS[runner_v1]),
+    (runner_v1, "drafter", None, "does not draft", PARTS[runner_v1]),
+    (runner_v1, "speculative_config.method", "draft_model", "method is draft_model", PHASE),
+    (runner_v1, "speculative_config.method", "ngram_gpu", "changes from step to step", Part.V1_INPUTS),
+    (runner_v1, "drafter.draft_loop", None, "needs draft-loop-graph", PHASE),
+    (runner_v1, "drafter.draft_loop.failed", True, "recording the graphs", PHASE),
+    (runner_v1, "drafter.uses_mrope", True, "between steps: uses_mrope", PHASE),
+    (runner_v1, "drafter.needs_extra_input_slots", True, "tokens of its own", PHASE),
+    (runner_v1, "drafter.set_per_group_block_table", object(), "each KV cache group", Part.V1_METADATA),
+    (runner_v1, "vllm_config.parallel_config.data_parallel_size", 2, "data parallelism", Part.V1_METADATA),
+    (runner_v1, "vllm_config.parallel_config.pipeline_parallel_size", 2, "pipeline", PHASE | Part.V1_INPUTS),
+    (runner_v1, "vllm_config.parallel_config.prefill_context_parallel_size", 2, "split among", Part.V1_INPUTS),
+    (runner_v1, "vllm_config.parallel_config.decode_context_parallel_size", 2, "split among", Part.V1_INPUTS),
+    (runner_v1, "vllm_config.parallel_config.enable_eplb", True, "experts", PHASE),
+    (runner_v1, "vllm_config.parallel_config.use_ubatching", True, "split in two", PHASE),
+    (runner_v1, "lora_config", object(), "LoRA", Part.V1_INPUTS),
+    (runner_v1, "model_config.is_encoder_decoder", True, "encoder", PHASE | Part.V1_INPUTS),
+    (runner_v1, "enable_prompt_embeds", True, "embeddings", PHASE | Part.V1_INPUTS),
+    (runner_v1, "model_config.uses_mrope", True, "several dimensions", Part.V1_INPUTS),
+    (runner_v1, "model_config.uses_xdrope_dim", 4, "several dimensions", Part.V1_INPUTS),
+    (runner_v1, "get_model", lambda: SimpleNamespace(get_mtp_target_hidden_states=None), "other states", PHASE),
+    (runner_v1, "drafter.draft_attn_groups", [group(builder(FLASHINFER), "draft")], "in each step (Fl", PHASE),
+    (runner_v1, "attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V1_METADATA),
+    (runner_v1, "is_mm_prefix_lm", True, "prompts", Part.V1_METADATA),
+    (runner_v1, "model_config.rswa_window", 64, "prompts", Part.V1_METADATA),
+    (runner_v1, "cache_config.kv_sharing_fast_prefill", True, "share keys", Part.V1_METADATA),
+    (runner_v1, "routed_experts_initialized", True, "slots are copied", Part.V1_METADATA),
+    (runner_v2, "speculator", None, "does not draft", PARTS[runner_v2]),
+    (runner_v2, "rejection_sampler", None, "not verified", TAIL),
+    (runner_v2, "speculative_config.method", "ngram", "method is ngram", MIXED),
+    (runner_v2, "speculator.acceptance_estimator", object(), "acceptance", Part.V2_DRAFTING),
+    (runner_v2, "adaptive_verification", object(), "verified changes", TAIL | MIXED),
+    (runner_v2, "vllm_config.parallel_config.data_parallel_size", 2, "data parallelism", TAIL | MIXED),
+    (runner_v2, "vllm_config.parallel_config.pipeline_parallel_size", 2, "pipeline", TAIL | MIXED),
+    (runner_v2, "vllm_config.parallel_config.decode_context_parallel_size", 2, "split among", TAIL | MIXED),
+    (runner_v2, "vllm_config.parallel_config.prefill_context_parallel_size", 2, "split among", TAIL | MIXED),
+    (runner_v2, "vllm_config.parallel_config.enable_eplb", True, "experts", TAIL),
+    (runner_v2, "lora_config", object(), "LoRA", MIXED),
+    (runner_v2, "model_config.is_encoder_decoder", True, "encoder", TAIL | MIXED),
+    (runner_v2, "supports_mm_inputs", True, "images", MIXED),
+    (runner_v2, "model_state.encoder_runner", SimpleNamespace(is_realtime=True), "between tokens", Part.V2_INPUTS),
+    (runner_v2, "model_state.mm_pruner", object(), "parts of a video", Part.V2_INPUTS),
+    (runner_v2, "model_state", ModelStateOfAnother(), "before each step", Part.V2_INPUTS),
+    (runner_v2, "aux_output_connector", object(), "hidden states leave", TAIL),
+    (runner_v2, "batch_sharder", object(), "part of the batch", Part.V2_SAMPLING),
+    (runner_v2, "sampler.return_sampling_mask", True, "sampling masks", Part.V2_SAMPLING),
+    (runner_v2, "attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V2_METADATA | MIXED),
+    (runner_v2, "attn_groups", [[group(Uniform)] * 2], ": Uniform supports UNIFORM_BATCH", MIXED),
+    (runner_v2, "model_config.is_mm_prefix_lm", True, "prompts", Part.V2_INPUTS),
+    (runner_v2, "cudagraph_manager.cudagraph_mode", CUDAGraphMode.FULL, "mode is FULL", MIXED),
+    (runner_v2, "cudagraph_manager.cudagraph_mode", CUDAGraphMode.PIECEWISE, "mode is PIECEWISE", MIXED),
+    (runner_v2, "cudagraph_manager.use_breakable_cg", True, "broken", MIXED),
+    (runner_v2, "vllm_config.kv_transfer_config", object(), "layer by layer", MIXED),
+    (runner_v2, "fast_prefill", object(), "skip layers", MIXED),
+    (runner_v2, "max_num_reqs", 1, "one request", MIXED),
+]
+
+
+@pytest.mark.parametrize(("make", "path", "value", "words", "parts"), CASES)
 def test_each_row_hinders_its_parts(make: Callable[..., Any], path: str, value: Any, words: str, parts: Part) -> None:
     assert refused(change(make(), path, value), make, words) == parts
 
@@ -566,6 +568,36 @@ def test_n_grams_are_served_without_any_metadata() -> None:
     made = change(runner_v2(), "speculative_config.method", "ngram")
     made.speculator = object.__new__(pytest.importorskip(module, exc_type=ImportError).NgramGPUSpeculator)
     assert refused(made, runner_v2) == MIXED
+
+
+#: Rows that a single change of a drafter or runner does not show in each part; tests above have more for it.
+OTHERS: Final = {
+    "weights are loaded from the host in each step",
+    "VLLM_COMPUTE_NANS_IN_LOGITS is set",
+    "{} drafts in a way of its own",
+    "{} samples in a way of its own",
+    "requests may bring the tokens that are to be sampled",
+    "mamba_cache_mode is {}, whose states are moved on the host",
+    "{} has work of its own after each step",
+    "there are custom logits processors: {}",
+    "samples are watermarked",
+    "block tables of the draft layers are made anew in each step",
+    "metadata has to be built in each step ({})",
+    "a schedule for windows depends on the longest sequence",
+}
+
+
+def test_each_part_of_each_row_has_a_case() -> None:
+    lacking = set()
+    for row in OBSTACLES:
+        left = row.hinders
+        for make, path, value, words, parts in CASES:
+            if left & PARTS[make] and words != "does not draft":
+                found = row.found(change(make(), path, value))
+                left &= ~parts if found and words in row.reason.format(found) else ~Part(0)
+        if left:
+            lacking.add(row.reason)
+    assert lacking == OTHERS
 
 
 if __name__ == "__main__":
