@@ -52,11 +52,21 @@ _SERVER = re.compile(
 )
 
 
-class Use(TypedDict):
-    """Whether an engine uses a feature that is live, and where it does not, why."""
-
+class _Said(TypedDict):
     used: bool
     reason: str
+
+
+class Use(_Said, total=False):
+    """Whether an engine uses a feature that is patched in, and why not.
+
+    `cause`, `wants` and `cure` are there where the engine's configuration gives the reason; see
+    :class:`vllm_hwplugin.spec_decode.engine_report.Reason`.
+    """
+
+    cause: str
+    wants: str
+    cure: str
 
 
 @dataclass
@@ -295,7 +305,7 @@ def check_live() -> None:
 def settle_uses(by_configuration: Mapping[str, Use], engine: int | None = None) -> dict[str, Use]:
     """Note which live features the engine uses that this process has just built.
 
-    What a feature said of itself since the last call outweighs what the configuration lets expect.
+    What a feature said of itself since the last call takes precedence; the cause in the configuration stays with it.
 
     Args:
         by_configuration: feature -> what the engine's configuration says.
@@ -306,12 +316,18 @@ def settle_uses(by_configuration: Mapping[str, Use], engine: int | None = None) 
     """
     with _lock:
         adopt()
-        settled = {name: _said.pop(name, item) for name, item in by_configuration.items()}
+        settled = {name: _settled(item, _said.pop(name, None)) for name, item in by_configuration.items()}
         if _current is not None:
             _current.uses.update(settled)
             _current.engine = engine if engine is not None else _current.engine
             _write()
         return settled
+
+
+def _settled(configured: Use, said: Use | None) -> Use:
+    if said is None:
+        return configured
+    return said if said["used"] else {**configured, **said}
 
 
 def keep_steps(steps: dict[str, dict[str, int]]) -> None:

@@ -111,7 +111,10 @@ def _is_a(value: Any, kind: Any) -> bool:
     """Whether a value from JSON is of a kind that a field of `Journal` has."""
     if is_typeddict(kind):
         kinds = get_type_hints(kind)
-        return isinstance(value, dict) and all(_is_a(value.get(name), one) for name, one in kinds.items())
+        required: frozenset[str] = getattr(kind, "__required_keys__")  # noqa: B009
+        return isinstance(value, dict) and all(
+            _is_a(value.get(name), one) for name, one in kinds.items() if name in value or name in required
+        )
     origin, of = get_origin(kind), get_args(kind)
     if origin is UnionType:
         return any(_is_a(value, one) for one in of)

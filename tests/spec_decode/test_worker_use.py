@@ -23,6 +23,7 @@ from vllm_hwplugin.gates import PLAIN_DECODE
 from vllm_hwplugin.journal import Use
 from vllm_hwplugin.patching import Catalogue, load_catalogue, make_plan
 from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, worker_use
+from vllm_hwplugin.spec_decode.engine_report import UNNEEDED, unused
 from vllm_hwplugin.spec_decode.step_counts import StepCounts
 
 from ..conftest import versions
@@ -79,6 +80,7 @@ def worker(v2: bool = False, drafter: Any = ..., **changes: Any) -> SimpleNamesp
             enable_sleep_mode=False,
             has_inner_state=False,
             runner_type="generate",
+            enforce_eager=False,
         ),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1, data_parallel_size=1, data_parallel_index=0, decode_context_parallel_size=1
@@ -222,7 +224,7 @@ def test_capture_sizes_are_used_where_they_are_set_and_captured() -> None:
         (False, {"speculative_config": None}, False),
     ):
         one = worker(v2, **changes)
-        vars(one.vllm_config.compilation_config)[capture_sizes._OWN] = 512
+        vars(one.vllm_config.compilation_config)[capture_sizes._LEFT] = ""
         assert ("capture-sizes" in used(one)) is expected
 
 
@@ -243,6 +245,28 @@ def test_an_operation_that_honours_weight_rows_leaves_the_norm_to_vllm(monkeypat
         assert ("dflash-context-norm" in used(worker(**{METHOD: "dflash"}))) is expected
 
 
+def test_features_are_named_by_the_cause_that_they_share_with_what_to_change(
+    entry: journal.Journal, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine without CUDA graphs: one cause for the graphs, the drafter and the runner for the others."""
+    monkeypatch.setattr(worker_use.current_platform, "device_type", "cuda", raising=False)
+    journal.use("draft-full-graph", False, "found at capture")
+    with caplog.at_level("INFO", "vllm.hwplugin"):
+        worker_use.report_worker(worker(**{MODE: CUDAGraphMode.NONE, "model_config__enforce_eager": True}))
+    assert uses()["draft-full-graph"]["cause"] == uses()["v1-step-inputs"]["cause"]
+    assert "--enforce-eager" in uses()["draft-full-graph"]["cure"]
+    lines = unused(uses())
+    (graphs,) = [line for line in lines if "--enforce-eager" in line]
+    assert graphs.endswith("capture-sizes and 4 more")
+    assert sum("Model Runner V1" in line for line in lines) == 1
+    assert sum("the drafter is eagle3" in line for line in lines) == 1
+    assert lines[-1].startswith(UNNEEDED)
+    (said,) = caplog.messages
+    assert len(said) < 700
+    # What the feature found out by itself keeps the cause.
+    assert uses()["draft-full-graph"]["reason"] == "found at capture"
+
+
 def test_one_line_says_all_of_what_is_live_and_nothing_else(
     entry: journal.Journal, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -251,7 +275,7 @@ def test_one_line_says_all_of_what_is_live_and_nothing_else(
         worker_use.report_worker(worker(v2=True))
     assert uses().keys() == PASSES
     (line,) = caplog.messages
-    assert all(name in line for name in PASSES)
+    assert "3 for V1" in line
 
 
 def test_graphs_that_are_asked_for_without_speculation_are_those_of_v2_and_count_steps(

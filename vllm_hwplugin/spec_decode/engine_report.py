@@ -1,22 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process's part of an engine does with the live features: one log line, and the process journal.
+"""Report which patched-in features this process's part of an engine uses: one log line, and the run record.
 
-A feature is live when its patches are in force. Whether the engine ever calls the patched code depends on its
-configuration, which is final only when the engine stands.
+Whether an engine calls the patched code of a feature depends on its configuration, which is final only when the engine
+is built.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import refuse_if_required
 from vllm_hwplugin.journal import Journal, Use
 
 logger = logging.getLogger("vllm.hwplugin")
+
+#: The cause of reasons by which an engine loses nothing.
+UNNEEDED: Final = "this engine does not need them"
+
+
+class Reason(NamedTuple):
+    """Why an engine does not use a feature.
+
+    Attributes:
+        text: the whole reason, with `{}` for what `holds` gives.
+        holds: whether it is so in this engine, or what finds it out.
+        cause: a fact about the engine that several reasons share; features are shown together by it.
+        wants: what the feature is for in place of that fact (a model runner, a drafter), shown in place of its name.
+        cure: what to change, where an option of vLLM or a variable changes it.
+    """
+
+    text: str
+    holds: object = True
+    cause: str = ""
+    wants: str = ""
+    cure: str = ""
+
+
+NO_SPECULATION: Final = Reason(
+    "there is no speculative decoding", cause="there is no speculative decoding", cure="--speculative-config"
+)
 
 
 @dataclass(frozen=True)
@@ -65,19 +92,35 @@ def report(part: Any, examine: Callable[[Any, Journal], Findings]) -> None:
             refuse_if_required(feature, settled[feature]["reason"])
 
 
-def use_of(reasons: Mapping[str, object]) -> Use:
-    """A feature is used unless one of these reasons holds, the first of which is said."""
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    return Use(used=reason is None, reason=reason or "")
+def use_of(reasons: Iterable[Reason]) -> Use:
+    """Return the first reason that holds as "unused", or "used"."""
+    for reason in reasons:
+        if holds := reason.holds() if callable(reason.holds) else reason.holds:
+            text = reason.text.format(holds)
+            return Use(used=False, reason=text, cause=reason.cause, wants=reason.wants, cure=reason.cure)
+    return Use(used=True, reason="")
 
 
 def sentence(uses: Mapping[str, Use]) -> str:
-    """`uses` in one line: what is used, then the others with their reasons, equal reasons once."""
+    """Say in one line which features are used, and by cause which are not."""
     used = [name for name, use in uses.items() if use["used"]]
-    unused: dict[str, list[str]] = {}
+    return "; ".join([f"uses {', '.join(used) or 'no feature'}", *(f"unused because {line}" for line in unused(uses))])
+
+
+def unused(uses: Mapping[str, Use]) -> list[str]:
+    """Return a line for each cause by which features are not used, with what to change."""
+    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for name, use in uses.items():
         if not use["used"]:
-            unused.setdefault(use["reason"], []).append(name)
-    parts = [f"uses {', '.join(used) or 'no feature'}"]
-    parts += [f"not {', '.join(names)} ({reason})" for reason, names in unused.items()]
-    return "; ".join(parts)
+            cause, cure = use.get("cause") or use["reason"], use.get("cure", "")
+            groups.setdefault((cause, cure), []).append((name, use.get("wants", "")))
+    # What costs nothing comes last.
+    ordered = sorted(groups.items(), key=lambda group: group[0][0] == UNNEEDED)
+    return [f"{cause}{f' ({cure})' if cure else ''}: {_members(group)}" for (cause, cure), group in ordered]
+
+
+def _members(group: Collection[tuple[str, str]]) -> str:
+    named = [name for name, wants in group if not wants]
+    counts = Counter(wants for _, wants in group if wants)
+    first = [named[0] if len(named) == 1 else f"{named[0]} and {len(named) - 1} more"] if named else []
+    return ", ".join([*first, *(f"{count} for {wants}" for wants, count in counts.items())])

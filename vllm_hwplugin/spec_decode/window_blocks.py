@@ -14,7 +14,7 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKV
 
 from vllm_hwplugin.features import WINDOW_BLOCKS
 from vllm_hwplugin.journal import Journal
-from vllm_hwplugin.spec_decode.engine_report import Findings, report, use_of
+from vllm_hwplugin.spec_decode.engine_report import NO_SPECULATION, UNNEEDED, Findings, Reason, report, use_of
 
 
 def remove_skipped_blocks(coordinator: Any, request: Any, total_computed_tokens: int, **more: Any) -> None:
@@ -46,16 +46,19 @@ def report_scheduler(scheduler: Any) -> None:
 def _examine(scheduler: Any, entry: Journal) -> Findings:
     config = scheduler.vllm_config
     keeps_all = SingleTypeKVCacheManager.get_num_skipped_tokens
+    windows = (
+        type(manager).get_num_skipped_tokens is not keeps_all and not isinstance(manager, MambaManager)
+        for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
+    )
     use = use_of(
-        {
-            "there is no speculative decoding": config.speculative_config is None,
-            "without asynchronous scheduling a step is scheduled when the last one's drafts are verified": (
-                not config.scheduler_config.async_scheduling
+        (
+            NO_SPECULATION._replace(holds=config.speculative_config is None),
+            Reason(
+                "without asynchronous scheduling a step is scheduled when the last one's drafts are verified",
+                not config.scheduler_config.async_scheduling,
+                UNNEEDED,
             ),
-            "no layer frees blocks behind a window": not any(
-                type(manager).get_num_skipped_tokens is not keeps_all and not isinstance(manager, MambaManager)
-                for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
-            ),
-        }
+            Reason("no layer frees blocks behind a window", not any(windows), UNNEEDED),
+        )
     )
     return Findings("scheduler", {WINDOW_BLOCKS: use} if WINDOW_BLOCKS in entry.live else {})

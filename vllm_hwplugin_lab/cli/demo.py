@@ -276,8 +276,8 @@ def _process_line(name: str, process: Mapping[str, Any], verbose: bool) -> str:
     live = [f for f, state in features.items() if state["state"] == "live"]
     # A process with no part of an engine in it, such as the caller of an engine core, only says what is in force.
     uses = process.get("uses")
-    said = sentence(uses) if uses else f"in force: {', '.join(live) or 'nothing'}"
-    said = said if verbose else said.partition("; not ")[0]
+    shown = {name: use for name, use in (uses or {}).items() if verbose or use["used"]}
+    said = sentence(shown) if uses else f"in force: {', '.join(live) or 'nothing'}"
     line = f"{name}: process {process['pid']} ({process['role']}): {said}"
     odd = [f"{f} refused: {state['reason']}" for f, state in features.items() if state["state"] == "refused"]
     if process.get("error"):

@@ -116,7 +116,7 @@ def test_a_process_is_one_line_unless_more_is_asked_for(run):
     assert "a.Platform" not in result.output
     assert found["configurations"][2]["platform"] == "a.Platform"
     result, _, _ = run(arguments=["-v"])
-    assert "uses one; not four (other runner); two refused: drifted; three not-needed" in result.output
+    assert "uses one; unused because other runner: four; two refused: drifted; three not-needed" in result.output
     assert "one: chose this" in result.output
     assert "DFlash stock: platform class: a.Platform; CUDA graphs: drafter FULL" in result.output
 
