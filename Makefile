@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types drift unit docs site clean
+.PHONY: help demo test test-all lint types drift unit mutants docs site clean
 
 help:
 	@echo "make demo      the real vLLM on tiny checkpoints, stock and patched side by side"
@@ -25,6 +25,7 @@ help:
 	@echo "  make unit      the quick tests, and some with the real engine"
 	@echo "  make site      the pages as one site in build/site; each link leads somewhere"
 	@echo "make test-all  the same with all tests, all engines and all versions of vLLM: what CI runs"
+	@echo "make mutants   do tests fail with each wrong line of tests/mutants? FILES='...' for the packages of these files"
 	@echo "make docs      write the generated pages again, the fingerprints of the patched texts, and the site"
 	@echo "make clean     remove .venv and caches"
 
@@ -65,6 +66,12 @@ drift: $(STAMP)
 unit: $(STAMP)
 	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
+
+# Source files, or files of tests/mutants; by default all.
+FILES ?=
+
+mutants: $(STAMP)
+	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m tests.mutants $(FILES)
 
 docs: $(STAMP)
 	$(BIN)/python -m tests.gates_page

@@ -144,6 +144,7 @@ def test_ranges_stay_vllms_without_the_feature_or_its_gpu_and_with_an_encoder(
     assert compilation.compile_ranges_endpoints is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("live")
 def test_what_vllm_compiles_for_more_tokens_gives_vllms_bits(
     launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, vllm_tree: Any

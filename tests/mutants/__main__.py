@@ -1,33 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests notice that a line is wrong: ``python -m tests.mutants [FILE ...]``.
+"""Check that tests fail with a wrong line: ``python -m tests.mutants [FILE ...]``.
 
-Each file beside this one lists mutants of one room: one edit of the source, and the tests that have to fail with it.
-They run in a copy of the tree, each in a fork of a process that has imported torch and vLLM already. The command ends
-with 1 where tests pass with a mutant, fail without one, or where the text to be edited does not stand exactly once.
+Each TOML file here lists the mutants of one package: an edit of the source, and the tests that have to fail with it.
+FILE is one of these, or a source file, for all that edit its folder; without one, all mutants run. As many run at a
+time as there are cores, each in a copy of the tree and in a fork of a process that has imported torch and vLLM.
+
+The exit status is 1 if tests pass with a mutant or fail without one, or if the text to edit is not there exactly once.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import tomllib
 
 HERE = Path(__file__).resolve().parent
 TREE = HERE.parent.parent
-#: Seconds for the tests of one mutant; a mutant that makes them wait longer is noticed, too.
+#: Seconds of one test. A mutant that makes it wait longer is noticed.
 LIMIT = 300
 
 
+class Mutant(NamedTuple):
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def place(self) -> str:
+        """Return file and line of the edit, or raise ValueError if its text is not there exactly once."""
+        before, *after = (TREE / self.file).read_text().split(self.old) if (TREE / self.file).exists() else [""]
+        line = before.count("\n") + 1
+        if len(after) != 1:
+            raise ValueError(f"{self.file}  {self.old.strip()!r} is there {len(after)} times, not once")
+        return f"{self.file}:{line}"
+
+
+class Run(NamedTuple):
+    """Tests with an edit, or without one."""
+
+    tests: tuple[str, ...]
+    mutant: Mutant | None = None
+
+
 def _preload() -> None:
-    # Nothing of the plugin's: a fork would run what its parent has imported, not the edited file.
+    # No module of the plugin: a fork would run what its parent has imported, not the edited file.
     os.environ["VLLM_PLUGINS"] = ""
     import torch  # noqa: F401
     import vllm.v1.core.sched.scheduler
@@ -38,83 +61,98 @@ def _preload() -> None:
     assert not [name for name in sys.modules if name.startswith("vllm_hwplugin")]
 
 
-def _noticed(tree: Path, tests: list[str]) -> tuple[bool, str]:
-    """Whether one of ``tests`` fails in ``tree``, and the line that says so."""
-    report = tree / "mutant.log"
+def _copy(tree: Path) -> None:
+    command = ["git", "ls-files", "-z", "-co", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=TREE, capture_output=True, check=True).stdout.decode()
+    for name in filter(None, listed.split("\0")):
+        if (TREE / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(TREE / name, tree / name)
+
+
+def _start(tree: Path, run: Run) -> int:
+    if run.mutant is not None:
+        _, old, new, _ = run.mutant
+        file = tree / run.mutant.file
+        file.write_text(file.read_text().replace(old, new))
     child = os.fork()
-    if child == 0:
-        os.setsid()
-        output = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.chdir(tree)
-        os.environ["PYTHONPATH"] = str(tree)
-        sys.path[:] = [str(tree), *(path for path in sys.path if Path(path or ".").resolve() != TREE)]
-        import pytest
+    if child:
+        return child
+    output = os.open(tree / "mutant.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = str(tree)
+    sys.path[:] = [str(tree), *(path for path in sys.path if Path(path or ".").resolve() != TREE)]
+    import pytest
 
-        options = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--tb=line", *tests]
-        try:
-            status = int(pytest.main(options))
-        except BaseException:
-            status = 99
-        os._exit(status)
-    end = time.monotonic() + LIMIT
-    while time.monotonic() < end:
-        if os.waitpid(child, os.WNOHANG)[0]:
-            break
-        time.sleep(0.1)
-    else:
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return True, f"more than {LIMIT} s"
-    lines = report.read_text(errors="replace").splitlines()
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--tb=line", f"--timeout={LIMIT}", *run.tests]
+    try:
+        status = int(pytest.main(options))
+    except BaseException:
+        status = 99
+    os._exit(status)
+
+
+def _end(tree: Path, run: Run) -> tuple[bool, str]:
+    """Return whether the tests passed, and the line that says so; undo the edit."""
+    if run.mutant is not None:
+        shutil.copy2(TREE / run.mutant.file, tree / run.mutant.file)
+    lines = (tree / "mutant.log").read_text(errors="replace").splitlines() or ["no output"]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    if not failed and not any(" passed" in line for line in lines[-3:]):
-        return True, f"no test passed: {lines[-1] if lines else 'no output'}"
-    return bool(failed), failed[0] if failed else lines[-1]
+    if failed or not any(" passed" in line for line in lines[-3:]):
+        return False, failed[0] if failed else f"no test passed: {lines[-1]}"
+    return True, lines[-1]
 
 
-def _wrong(tree: Path, mutants: list[dict[str, Any]]) -> int:
-    passed_before: dict[tuple[str, ...], str | None] = {}
-    wrong = 0
+def _results(trees: Sequence[Path], runs: Sequence[Run]) -> Iterator[tuple[Run, bool, str]]:
+    free, waiting, running = list(trees), list(runs), dict[int, tuple[Path, Run]]()
+    while waiting or running:
+        while waiting and free:
+            tree, run = free.pop(), waiting.pop(0)
+            running[_start(tree, run)] = tree, run
+        tree, run = running.pop(os.wait()[0])
+        free.append(tree)
+        yield run, *_end(tree, run)
+
+
+def _rooms(names: Sequence[str]) -> list[Mutant]:
+    """Return the mutants of the named TOML files, and of those that edit the folder of a named source file."""
+    named = {path if path.suffix == ".toml" else path.parent for path in (Path(name).resolve() for name in names)}
+    found = []
+    for room in sorted(HERE.glob("*.toml")):
+        listed = tomllib.loads(room.read_text())["mutant"]
+        mutants = [Mutant(one["file"], one["old"], one["new"], tuple(one["tests"])) for one in listed]
+        if not names or not named.isdisjoint({room, *((TREE / mutant.file).parent for mutant in mutants)}):
+            found += mutants
+    return found
+
+
+def main(names: Sequence[str]) -> int:
+    mutants, runs, wrong = _rooms(names), [], 0
     for mutant in mutants:
-        tests = tuple(mutant["tests"])
-        if tests not in passed_before:
-            failed, line = _noticed(tree, list(tests))
-            passed_before[tests] = line if failed else None
-        file = tree / mutant["file"]
-        text = file.read_text() if file.exists() else ""
-        count = text.count(mutant["old"])
-        if count != 1:
-            found, line = False, f"its text stands {count} times in the file, not once"
-        elif passed_before[tests] is not None:
-            found, line = False, f"without it: {passed_before[tests]}"
-        else:
-            file.write_text(text.replace(mutant["old"], mutant["new"]))
-            try:
-                found, line = _noticed(tree, list(tests))
-            finally:
-                file.write_text(text)
-        wrong += not found
-        at = text[: text.find(mutant["old"])].count("\n") + 1
-        print(f"{'noticed' if found else 'NOT NOTICED'}  {mutant['file']}:{at}  {line}", flush=True)
-    return wrong
-
-
-def main(names: list[str]) -> int:
-    files = [Path(name).resolve() for name in names] or sorted(HERE.glob("*.toml"))
-    mutants = [mutant for file in files for mutant in tomllib.loads(file.read_text())["mutant"]]
-    _preload()
+        try:
+            mutant.place()
+            runs.append(Run(mutant.tests, mutant))
+        except ValueError as error:
+            wrong += 1
+            print(f"NOT NOTICED  {error}", flush=True)
+    if runs:
+        _preload()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        tree = Path(folder) / "tree"
-        tracked = subprocess.run(
-            ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=TREE, capture_output=True, check=True
-        ).stdout
-        for name in filter(None, tracked.decode().split("\0")):
-            if (TREE / name).is_file():
-                (tree / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(TREE / name, tree / name)
-        wrong = _wrong(tree, mutants)
+        trees = [Path(folder) / str(number) for number in range(min(len(os.sched_getaffinity(0)), len(runs)))]
+        for tree in trees:
+            _copy(tree)
+        failing = set()
+        for run, passed, line in _results(trees, [Run(tests) for tests in dict.fromkeys(run.tests for run in runs)]):
+            if not passed:
+                failing.add(run.tests)
+                print(f"without a mutant: {line}", flush=True)
+        for run, passed, line in _results(trees, runs):
+            assert run.mutant is not None
+            noticed = not passed and run.tests not in failing
+            wrong += not noticed
+            print(f"{'noticed' if noticed else 'NOT NOTICED'}  {run.mutant.place()}  {line}", flush=True)
     print(f"{len(mutants) - wrong} of {len(mutants)} mutants noticed")
     return min(wrong, 1)
 
