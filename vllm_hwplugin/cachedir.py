@@ -293,7 +293,7 @@ def _judge_hop(path: str, found: os.stat_result, folder: Path, way_out: str) -> 
         if found.st_uid == os.geteuid() or path == str(folder):
             mend = f"run `chmod go-w {path}`"
         else:
-            mend = f"let user {found.st_uid} run `chmod +t {path}`"
+            mend = f"ask {'root' if found.st_uid == 0 else f'user {found.st_uid}'} to run `chmod +t {path}`"
         raise UntrustedFolder(
             f"{where} has mode {stat.S_IMODE(found.st_mode):04o} and can be written to by others; {mend} or {way_out}"
         )

@@ -8,6 +8,7 @@ from typing import Final
 from .gates import PREFIX
 
 CAPTURE_SIZES: Final = "capture-sizes"
+ENGINE_REPORT: Final = "engine-report"
 DRAFT_FULL_GRAPH: Final = "draft-full-graph"
 DRAFT_LOOP_GRAPH: Final = "draft-loop-graph"
 DFLASH_FULL_GRAPH: Final = "dflash-full-graph"

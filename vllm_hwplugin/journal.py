@@ -61,7 +61,7 @@ class Use(_Said, total=False):
     """Whether an engine uses a feature that is patched in, and why not.
 
     `cause`, `wants` and `cure` are there where the engine's configuration gives the reason; see
-    :class:`vllm_hwplugin.spec_decode.engine_report.Reason`.
+    :class:`vllm_hwplugin.spec_decode.engine_report.Unused`.
     """
 
     cause: str

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from vllm_hwplugin.cli import _diagnosis, _doctor, _host, _summary
 from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.patching._installed import Installed, NotInstalled
+from vllm_hwplugin.spec_decode.capture_sizes import UNSERVED
 
 GATE = "VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM"
 PATCH = """
@@ -110,6 +111,10 @@ def test_without_a_place_for_copies_nothing_is_live(
     found = diagnose()
     assert [row.state for row in found.features] == ["live" if spoilt == 1 else "refused"]
     assert found.exit_code == spoilt - 1
+    # Each folder is named once: in a warning, or in the problem where none is left.
+    said = [*found.problems, *found.warnings]
+    assert sum(line.count("can be written to by others") for line in said) == 1 + spoilt
+    assert len(found.problems) == spoilt - 1
     assert diagnose(VLLM_HWPLUGIN="0").exit_code == 0
 
 
@@ -216,7 +221,7 @@ def test_the_last_engines_states_uses_and_decisions_are_shown(diagnose: Diagnose
     )
     found = diagnose()
     rows = _last_engine_rows(found)
-    assert {row[:3] for row in rows} == {("20 parent", STARTED, "0.32.0")}
+    assert {(row[0], row[2]) for row in rows} == {("20 parent ended", "0.32.0")}
     assert [row[3:] for row in rows] == [
         ("platform", "", "CudaPlatform"),
         ("used", "live, used", ""),
@@ -284,13 +289,90 @@ def test_another_engine_can_be_asked_for(diagnose: Diagnose, tmp_path: Path) -> 
 
 def test_the_summary_is_short_and_has_what_an_operator_asks(diagnose: Diagnose, tmp_path: Path) -> None:
     own = os.getpid()
-    _engines(cachedir.private_folder(tmp_path / "cache" / "records"), own)
-    lines = list(_summary.summary(diagnose(VLLM_HWPLUGIN_STRICT="1")))
+    folder = cachedir.private_folder(tmp_path / "cache" / "records")
+    _engines(folder, own)
+    found = diagnose(VLLM_HWPLUGIN_STRICT="1")
+    lines = list(_summary.summary(found))
     assert len(lines) <= 8
     text = "\n".join(lines)
-    for wanted in (f"pid {own}", "/elsewhere", "25%", "prompt 75%", "no graphs", "VLLM_HWPLUGIN_STRICT=1", "1 live"):
+    # Of an engine of another environment no more than where it is.
+    for wanted in (str(own), "/elsewhere", "s ago", "VLLM_HWPLUGIN_STRICT=1", "1 patched in"):
         assert wanted in text
     assert "VLLM_HWPLUGIN_OPS" not in text
+    assert "no graphs" not in text
+    assert found.vllm is not None
+    root = str(Path(found.vllm["path"]).parent)
+    said = "5 and 6 of 6 requests"
+    started = found.last_engine[0].started
+    _write_record(folder, f"2-{own}.json", pid=own, started=started, vllm_root=root, decisions={UNSERVED: said})
+    lines = list(_summary.summary(diagnose(VLLM_HWPLUGIN_STRICT="1")))
+    assert len(lines) <= 9
+    for wanted in ("25%", "prompt 75%", "no graphs: not", said):
+        assert wanted in "\n".join(lines)
+
+
+#: Ids of processes that run: this one, and the one that started it.
+RUN = (os.getpid(), os.getppid())
+
+
+def _server(folder: Path, front: int, computes: Sequence[tuple[int, str]], **more: object) -> None:
+    """An API server with processes that compute, and the inspection of a model class."""
+    states = {"engine-report": {"state": "live", "reason": ""}}
+    started = journal.new("1").started
+    for number, (pid, role) in enumerate([(front, "api-server"), *computes]):
+        family = {"ppid": 1 if not number else front, "role": role, "ticks": journal.ticks(pid), "started": started}
+        _write_record(folder, f"{number}-{pid}.json", pid=pid, features=states, **family, **more)
+    # The first process of the system stands for one that runs.
+    inspection = {"role": "inspection", "ppid": front, "pid": 1, "ticks": journal.ticks(1)}
+    _write_record(folder, "9-1.json", started=started, **inspection)
+
+
+def test_processes_that_outlive_the_api_server_are_named_in_a_warning(diagnose: Diagnose, tmp_path: Path) -> None:
+    """As after `kill -9` of the API server: the port is closed, and the GPU is full."""
+    folder = cachedir.private_folder(tmp_path / "cache" / "records")
+    _server(folder, FREE + 1, [(RUN[0], "engine-core"), (RUN[1], "worker")])
+    found = diagnose()
+    (line,) = [line for line in found.warnings if "orphans" in line]
+    assert f"API server {FREE + 1} ended" in line
+    assert f"engine core {RUN[0]}, worker {RUN[1]} still run" in line
+    assert found.engines[0].state == "orphaned"
+    assert found.exit_code == 0
+    assert "1 warning" in _summary.verdict(found)
+    # By process, also for other programs.
+    computes = [("engine-core", True), ("worker", True)]
+    alive = {item["pid"]: (item["role"], item["alive"]) for item in found.as_json()["last_engine"]}
+    assert alive == {FREE + 1: ("api-server", False), 1: ("inspection", True), **dict(zip(RUN, computes, strict=True))}
+
+
+def test_an_inspection_does_not_keep_an_engine_running(diagnose: Diagnose, tmp_path: Path) -> None:
+    folder = cachedir.private_folder(tmp_path / "cache" / "records")
+    _server(folder, FREE + 1, [(FREE + 2, "engine-core")])
+    found = diagnose()
+    assert [(one.running, one.state) for one in found.engines] == [(False, "ended")]
+    assert not any("orphans" in line for line in found.warnings)
+
+
+def test_a_server_that_starts_is_shown_before_an_engine_that_has_ended(diagnose: Diagnose, tmp_path: Path) -> None:
+    """It runs when its workers have reported."""
+    folder = cachedir.private_folder(tmp_path / "cache" / "records")
+    _engines(folder, FREE + 3)
+    _server(folder, RUN[1], [])
+    assert [one.state for one in diagnose().engines if one.pid == RUN[1]] == ["starting"]
+    assert diagnose().last_engine[0].pid == RUN[1]
+    _server(folder, RUN[1], [(FREE + 5, "engine-core")], uses={"nwor": {"used": True, "reason": ""}})
+    assert [one.state for one in diagnose().engines if one.pid == RUN[1]] == ["running"]
+
+
+def test_a_server_without_the_plugin_is_shown_as_off(diagnose: Diagnose, tmp_path: Path) -> None:
+    folder = cachedir.private_folder(tmp_path / "cache" / "records")
+    _engines(folder, FREE + 3)
+    _server(folder, RUN[1], [(FREE + 5, "engine-core")], off=True)
+    for item in folder.glob("[01]-*"):
+        # Such a process knows of no feature.
+        item.write_text(json.dumps(json.loads(item.read_text()) | {"features": {}}))
+    text = "\n".join(_summary.summary(diagnose()))
+    assert f"running, started 0 s ago, API server {RUN[1]}" in text
+    assert "VLLM_HWPLUGIN=0" in text
 
 
 def test_processes_of_one_engine_with_different_patches_are_said(diagnose: Diagnose, tmp_path: Path) -> None:
@@ -360,11 +442,11 @@ def test_what_another_user_may_have_put_into_the_temporary_folder_is_not_read(tm
 
 def test_control_characters_of_a_record_do_not_reach_the_terminal(diagnose: Diagnose, tmp_path: Path) -> None:
     folder = cachedir.private_folder(tmp_path / "cache" / "records")
-    reason = "\x1b[2J\x1b]0;title\x07 \u202e\udc80 good"
+    reason = "\x1b[2J\x1b]0;title\x07\u202e\udc80good"
     _write_record(folder, "1-1.json", features={"greeting": {"state": "live", "reason": reason}})
     for terminal in (True, False):
         shown = _shown(diagnose(), Terminal() if terminal else io.StringIO()).encode()
-        assert b"\\x1b[2J\\x1b]0;title\\x07 \\u202e\\udc80 good" in shown
+        assert b"\\x1b[2J\\x1b]0;title\\x07\\u202e\\udc80good" in shown
         assert b"\x1b[2J" not in shown
         assert b"\x1b]" not in shown
 
@@ -429,7 +511,7 @@ def test_an_installation_without_an_entry_point_is_a_problem(
 
 def test_json_has_a_stable_shape(diagnose: Diagnose) -> None:
     data = json.loads(json.dumps(diagnose().as_json()))
-    assert data["format"] == 1
+    assert data["format"] == 2
     assert list(data) == [
         "format", "plugin", "host", "platform", "platform_class", "musa", "vllm", "packages", "toolchains", "kernels",
         "operations", "cache", "gates", "features", "fingerprint", "engines", "last_engine", "problems", "warnings",
@@ -469,9 +551,9 @@ def test_json_goes_where_every_commands_does_and_alone_to_standard_output(
     assert result.exit_code == 0
     if arguments[-1] == "F":
         assert "OK" in result.stdout
-        assert json.loads((tmp_path / "F").read_text())["format"] == 1
+        assert json.loads((tmp_path / "F").read_text())["format"] == 2
     else:
-        assert json.loads(result.stdout)["format"] == 1
+        assert json.loads(result.stdout)["format"] == 2
         assert list(tmp_path.iterdir()) == []
 
 

@@ -18,7 +18,10 @@ def test_lists_every_variable_with_the_value_in_force(monkeypatch: pytest.Monkey
     result = program("gates")
     assert result.exit_code == 1
     rows = {line.split("\t")[0]: line.split("\t") for line in result.output.splitlines()}
-    assert set(rows) == {gate.name for gate in (*gates.GATES, *load_catalogue().gates)}
+    names = [gate.name for gate in (*gates.GATES, *load_catalogue().gates)]
+    assert list(rows) == ["variable", *names]
+    found = json.loads(program("gates", "--json").stdout)["gates"]
+    assert [(row["name"], row["bad"]) for row in found] == [(name, name.endswith("_STRICT")) for name in names]
     assert rows["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"][1:3] == ["off", "alias VLLM_MUSA_DRAFT_FULL_WRAP"]
     assert rows["VLLM_HWPLUGIN_STRICT"][1] == "bad value: nonsense"
     assert rows["VLLM_HWPLUGIN_NWOR_MODE"][1:3] == ["off", "default"]

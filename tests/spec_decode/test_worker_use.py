@@ -23,7 +23,7 @@ from vllm_hwplugin.gates import PLAIN_DECODE
 from vllm_hwplugin.journal import Use
 from vllm_hwplugin.patching import Catalogue, load_catalogue, make_plan
 from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, worker_use
-from vllm_hwplugin.spec_decode.engine_report import UNNEEDED, unused
+from vllm_hwplugin.spec_decode.engine_report import UNNEEDED, unused_by_cause
 from vllm_hwplugin.spec_decode.step_counts import StepCounts
 
 from ..conftest import versions
@@ -255,7 +255,7 @@ def test_features_are_named_by_the_cause_that_they_share_with_what_to_change(
         worker_use.report_worker(worker(**{MODE: CUDAGraphMode.NONE, "model_config__enforce_eager": True}))
     assert uses()["draft-full-graph"]["cause"] == uses()["v1-step-inputs"]["cause"]
     assert "--enforce-eager" in uses()["draft-full-graph"]["cure"]
-    lines = unused(uses())
+    lines = unused_by_cause(uses())
     (graphs,) = [line for line in lines if "--enforce-eager" in line]
     assert graphs.endswith("capture-sizes and 4 more")
     assert sum("Model Runner V1" in line for line in lines) == 1

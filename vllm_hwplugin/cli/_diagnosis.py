@@ -46,13 +46,13 @@ from ..patching import (
 )
 from ..patching.outside import FOLDERS, Found, find_outside, find_targets
 from . import _host
-from ._engines import Engine, find_engines, fingerprints_differ
+from ._engines import Engine, find_engines, fingerprints_differ, warn_of_orphans
 from ._kernels import KernelRow, kernel_rows
 from ._operations import OperationRow, operation_problems, operation_rows
 from .text import printable, shortened
 
 #: Raised when a key of the JSON changes its meaning or goes away; new keys do not raise it.
-FORMAT = 1
+FORMAT = 2
 
 ENTRY_POINT = "hwplugin"
 _GROUP = "vllm.general_plugins"
@@ -111,6 +111,8 @@ class Diagnosis:
 
     def as_json(self) -> dict[str, Any]:
         found = {"format": FORMAT, **dataclasses.asdict(self)}
+        for process, item in zip(found["last_engine"], self.last_engine, strict=True):
+            process["alive"] = journals.is_running(item)
         return found | {"toolchains": {tool.pop("name"): tool for tool in found["toolchains"]}}
 
 
@@ -188,7 +190,7 @@ def diagnose(
     if not look.problems and not look.switched_off and "refused" in states and "live" not in states:
         look.problems.append("the plugin would do nothing: no feature is live")
     engines, processes = find_engines(_journals(cache, look), engine)
-    look.warnings += fingerprints_differ(processes)
+    look.warnings += warn_of_orphans(processes) + fingerprints_differ(processes)
     platform = _host.find_platform()
     tools = _host.find_tools(environ=look.environ)
     libraries = built.read_all(cache.trusted, look.warnings)
@@ -311,7 +313,7 @@ def _decide(
 
     def all_of(state: str, reason: str, said: list[str]) -> tuple[tuple[FeatureRow, ...], str]:
         rows = tuple(row(feature, state, reason) for feature in catalogue.features)
-        said += [f"{one.gate}=on, but {one.id} cannot be live: {reason}" for one in rows if one.choice == "on"]
+        said += [f"{one.gate}=on, but {one.id} is not patched in: {reason}" for one in rows if one.choice == "on"]
         return rows, "none"
 
     if any(gate.name not in good for gate in (*gates.GATES, *own.gates)):
@@ -324,7 +326,7 @@ def _decide(
         return all_of("refused", "no vLLM is installed, or none that states its version", look.problems)
     if cache.trouble is not None and not cache.read_only:
         look.problems.append(cache.trouble)
-        return all_of("refused", cache.trouble, look.problems)
+        return all_of("refused", "no folder for patched copies", look.problems)
     others, missing = find_targets(catalogue.features)
 
     def check(file: PatchedFile) -> None:
@@ -421,9 +423,8 @@ def _cache(look: _Look) -> _Cache:
         places = cachedir.places(look.environ, notes)
     except gates.GateError:
         return _Cache({})
-    look.warnings += notes
     states: dict[Path, str] = {}
-    read_only, trusted = [], []
+    read_only, trusted, warnings = [], [], list(notes)
     usable = False
     for place in places:
         with contextlib.suppress(OSError, cachedir.UntrustedFolder):
@@ -438,8 +439,12 @@ def _cache(look: _Look) -> _Cache:
                 read_only.append(cachedir.trusted_folder(place / FOLDER).parent)
                 states[place] = "read only"
                 continue
-            look.warnings.append(f"the cache is not used: {error}")
-    trouble = f"no folder for patched copies: {'; '.join(notes)}: set VLLM_HWPLUGIN_CACHE_DIR to one of your own"
+            warnings.append(f"the cache is not used: {error}")
+    if usable or read_only:
+        look.warnings += warnings
+    other = "another" if "VLLM_HWPLUGIN_CACHE_DIR" in look.environ else "a"
+    way_out = f"set VLLM_HWPLUGIN_CACHE_DIR to {other} folder, one that only this user can write to"
+    trouble = f"no folder for patched copies: {'; '.join(notes)}: {way_out}"
     return _Cache(states, tuple(read_only), tuple(trusted), None if usable else trouble)
 
 

@@ -8,14 +8,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..journal import Journal
+from ..journals import is_running
 from ..ops.operations import RECORD
 from ..platforms import KEY as PLATFORM
 from ..spec_decode.step_counts import SERVED, Reason
 from ._diagnosis import Diagnosis, diagnose
 from ._summary import summary, verdict
-from .output import STANDARD_OUTPUT, add_json, write_json
+from .output import STANDARD_OUTPUT, add_optional_json, write_json
 from .parser import Parser
-from .text import coloured, printable, shortened, table
+from .text import ago, coloured, printable, shortened, table
 
 _USED, _NOT_USED = "live, used", "live, not used"
 
@@ -41,7 +42,7 @@ def doctor(arguments: Sequence[str]) -> int:
     results = parser.add_argument_group("results")
     results.add_argument("-v", "--verbose", action="store_true", help="show all tables")
     # Without a file: all there is, for another program; docs/architecture.md has the fields.
-    add_json(results, nargs="?", const=STANDARD_OUTPUT)
+    add_optional_json(results)
     options = parser.read(arguments)
     found = diagnose(engine=options.engine)
     if options.json is not None:
@@ -52,7 +53,7 @@ def doctor(arguments: Sequence[str]) -> int:
 
 
 def show(found: Diagnosis, *, all_tables: bool) -> None:
-    """Print a summary and a verdict, and the findings before them if they are asked for.
+    """Print problems, warnings, a summary and a verdict; before them all tables if asked for.
 
     These are tables on a terminal, and aligned plain lines where the output goes to a file or a pipe.
     """
@@ -64,12 +65,12 @@ def show(found: Diagnosis, *, all_tables: bool) -> None:
             print(section.title, table(section.columns, rows), "", sep="\n")
         else:
             print(f"{section.title}: {section.empty}\n")
-    for line in summary(found):
-        print(printable(line, keep=""))
-    for line in found.warnings:
-        print(coloured(f"warning: {printable(line)}", "yellow"))
     for line in found.problems:
         print(coloured(f"problem: {printable(line)}", "red"))
+    for line in found.warnings:
+        print(coloured(f"warning: {printable(line)}", "yellow"))
+    for line in summary(found):
+        print(printable(line, keep=""))
     print(coloured(verdict(found), "red" if found.problems else "green"))
 
 
@@ -108,7 +109,7 @@ def sections(found: Diagnosis) -> tuple[Section, ...]:
             "the engine's processes",
             ("process", "started", "vLLM", "feature", "state", "reason"),
             tuple(_process_rows(found)),
-            "no process of vLLM has left a journal yet",
+            "no process of vLLM has left a run record yet",
         ),
     )
 
@@ -162,8 +163,8 @@ def _host_rows(found: Diagnosis) -> Iterable[tuple[str, str]]:
 
 def _process_rows(found: Diagnosis) -> Iterable[tuple[str, ...]]:
     for item in found.last_engine:
-        process = f"{item.pid} {item.role}"
-        head = (process, item.started, item.vllm_version or "")
+        life = "runs" if is_running(item) else "ended"
+        head = (f"{item.pid} {item.role} {life}", ago(item.started), item.vllm_version or "")
         if item.error is not None:
             yield (*head, "", "error", item.error)
         if (platform := item.decisions.get(PLATFORM)) is not None:
@@ -174,8 +175,8 @@ def _process_rows(found: Diagnosis) -> Iterable[tuple[str, ...]]:
             # Of what is no feature: vLLM's operations, attention, single modules.
             if key != PLATFORM and key not in item.features:
                 yield (*head, key.removeprefix(RECORD), "", decision)
-        if item.error is None and not item.features:
-            yield (*head, "", "off", "the plugin was switched off")
+        if item.off:
+            yield (*head, "", "off", "VLLM_HWPLUGIN=0 switched the plugin off")
 
 
 def _feature_cells(item: Journal, name: str, feature: Mapping[str, str]) -> tuple[str, str]:

@@ -11,26 +11,30 @@ from .. import gates as table_of_gates
 from ..errors import HwpluginError
 from ..patching import load_catalogue
 from ..patching.outside import find_outside
+from .output import STANDARD_OUTPUT, add_optional_json, as_objects, print_rows, write_json
 from .parser import Parser
-from .text import printable, shortened, table
+from .text import printable, shortened
 
 
 def gates(arguments: Sequence[str]) -> int:
     """List the environment variables with the values in force; 1 where a value is bad."""
-    Parser(
+    parser = Parser(
         "gates",
         "List the environment variables with the values in force.\n\nExit 1 where a value is bad.",
         ["gates", "gates | grep -v default"],
-    ).read(arguments)
+    )
+    add_optional_json(parser)
+    options = parser.read(arguments)
     more = _of_catalogues()
     every = (*table_of_gates.GATES, *more)
     now = [_now(gate) for gate in every]
     rows = [(gate.name, *shown, gate.good_values, gate.help) for gate, (_, *shown) in zip(every, now, strict=True)]
-    if sys.stdout.isatty():
-        print(table(("variable", "value", "from", "values", "what it does"), rows))
-    else:
-        for row in rows:
-            print(*row, sep="\t")
+    if options.json is not None:
+        keys = ("name", "value", "source", "values", "help", "bad")
+        found = as_objects(keys, [(*row, bad) for row, (bad, *_) in zip(rows, now, strict=True)])
+        write_json({"format": 1, "gates": found}, options.json)
+    if options.json != STANDARD_OUTPUT:
+        print_rows(("variable", "value", "from", "values", "what it does"), rows)
     for without_effect in table_of_gates.unknown(None, more):
         print(printable(without_effect, keep=""), file=sys.stderr)
     return int(any(bad for bad, *_ in now))

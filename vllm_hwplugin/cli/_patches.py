@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
 from ..patching import load_catalogue
 from .catalogues import all_features, find_feature, say_troubles, select
+from .output import STANDARD_OUTPUT, add_optional_json, as_objects, print_rows, write_json
 from .parser import FAILURE, Command, Parser
-from .text import table
 
 _WORKSHOP = "vllm_hwplugin_workshop.cli"
 COMMANDS = {
+    "list": Command(__name__, "list_", "The features, with their gates and versions; the default."),
     "show": Command(__name__, "show", "What a feature changes and why, and when it can go."),
     "diff": Command(f"{_WORKSHOP}.patches_diff", "diff", "The exact text change that a feature makes."),
     "import": Command(f"{_WORKSHOP}.patches_import", "import_change", "Make a feature of a diff, for many versions."),
@@ -32,21 +32,32 @@ def patches(arguments: Sequence[str]) -> int:
         "Without a command: one line a feature with its gate and versions, the plugin's "
         "own and those of catalogues from outside. Exit status 2 where one of these "
         "cannot be used.",
-        ["patches", "patches show draft-full-graph"],
+        ["patches list", "patches show draft-full-graph"],
         COMMANDS,
     )
+    if list(arguments[:1]) == ["--json"]:
+        return list_(arguments)
     _, command = parser.choose(arguments)
-    return _list() if command is None else command()
+    return list_([]) if command is None else command()
 
 
-def _list() -> int:
+def list_(arguments: Sequence[str]) -> int:
+    """List the features."""
+    parser = Parser(
+        "patches list",
+        "List the features, the plugin's own and those of catalogues from outside.\n\n"
+        "Exit status 2 where a catalogue cannot be used.",
+        ["patches list", "patches list --json patches.json"],
+    )
+    add_optional_json(parser)
+    options = parser.read(arguments)
     selection = select(load_catalogue())
-    if sys.stdout.isatty():
-        rows = [(one.id, one.title, one.gate, f"{one.target} {one.versions}") for one in selection.chosen]
-        print(table(("feature", "what", "gate", "versions"), rows))
-    else:
-        for one in selection.chosen:
-            print(f"{one.id}: {one.title}; gate {one.gate}; {one.target} {one.versions}")
+    rows = [(one.id, one.gate, one.target, str(one.versions), one.title) for one in selection.chosen]
+    if options.json is not None:
+        keys = ("id", "gate", "target", "versions", "title")
+        write_json({"format": 1, "features": as_objects(keys, rows)}, options.json)
+    if options.json != STANDARD_OUTPUT:
+        print_rows(("feature", "gate", "of", "versions", "what"), rows)
     say_troubles(selection)
     return FAILURE if selection.troubles else 0
 

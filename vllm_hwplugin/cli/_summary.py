@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``doctor`` says to somebody who has to know now: some lines, and a verdict."""
+"""The summary of ``doctor``: some lines, and a verdict."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from ..journal import Use
+from ..journals import is_running
+from ..spec_decode.capture_sizes import UNSERVED
+from ..spec_decode.engine_report import unused_by_cause
 from ..spec_decode.step_counts import SERVED
 from ._diagnosis import Diagnosis
-from .text import shortened
+from ._engines import name_of
+from .text import ago, shortened
 
 _LABEL: Final = 14
 #: Reasons that are named for the steps that a fast path did not serve.
@@ -18,60 +23,90 @@ _REASONS: Final = 2
 
 
 def verdict(found: Diagnosis) -> str:
-    """The last line."""
+    """Return the last line."""
     if found.problems:
-        return f"NOT OK: {len(found.problems)} problem{'s' * (len(found.problems) > 1)}, named above"
+        return f"NOT OK: {_count(found.problems, 'problem')}, named above"
+    warned = f", with {_count(found.warnings, 'warning')}" if found.warnings else ""
     if any(row.name == "VLLM_HWPLUGIN" and row.value == "0" for row in found.gates):
-        return "OK: the plugin is switched off (VLLM_HWPLUGIN=0), and vLLM runs stock"
-    return "OK (all tables: vllm-hwplugin doctor -v)"
+        return f"OK: the plugin is switched off (VLLM_HWPLUGIN=0), and vLLM runs unpatched{warned}"
+    return f"OK{warned} (all tables: vllm-hwplugin doctor -v)"
 
 
 def summary(found: Diagnosis) -> Iterator[str]:
-    """The lines before that."""
+    """Yield the lines before the verdict, without problems and warnings."""
     vllm = "no vLLM" if found.vllm is None else f"{found.vllm['dist']} {found.vllm['version']}"
     yield _line("installed", f"vllm-hwplugin {found.plugin['version']}, {vllm}, {found.host.executable}")
     devices = Counter(device.name for device in found.platform.devices)
     yield _line("device", ", ".join(f"{count} x {name}" for name, count in devices.items()) or found.platform.kind)
-    states = Counter(row.state for row in found.features)
-    yield _line("features here", ", ".join(f"{count} {state}" for state, count in states.most_common()) or "none")
+    yield _line("features", _features(found))
     changed = [f"{row.name}={shortened(row.value)}" for row in found.gates if row.source != "default"]
     if changed:
         yield _line("settings", ", ".join(changed))
     yield from _engine(found)
 
 
+def _count(lines: Collection[str], what: str) -> str:
+    return f"{len(lines)} {what}{'s' * (len(lines) > 1)}"
+
+
+def _features(found: Diagnosis) -> str:
+    if found.vllm is None:
+        return "none: no vLLM"
+    states = Counter(row.state for row in found.features)
+    words = {
+        "live": "patched in",
+        "not-needed": f"not needed on {found.vllm['version']}",
+        "upstream": f"in vLLM {found.vllm['version']} itself",
+        "off": "switched off",
+        "refused": "refused",
+    }
+    return ", ".join(f"{states[state]} {word}" for state, word in words.items() if states[state]) or "none"
+
+
 def _engine(found: Diagnosis) -> Iterator[str]:
     if not found.last_engine:
-        yield _line("engine", "none has left a journal yet")
+        yield _line("engine", "none seen yet (start vLLM once)")
         return
     first = found.last_engine[0]
     shown = next(one for one in found.engines if one.pid == first.pid and one.started == first.started)
-    here = found.vllm is not None and Path(found.vllm["path"]).parent == Path(first.vllm_root or "")
-    other = "" if here or first.vllm_root is None else f" in {first.vllm_root}, not the one above"
-    count = len(found.last_engine)
-    yield _line(
-        "engine",
-        f"pid {first.pid}, {'running' if shown.running else 'over'}, {count} process{'es' * (count > 1)}, started "
-        f"{first.started}, vLLM {first.vllm_version}{other}" + ("" if shown.stands else "; no engine was built"),
+    running = [name_of(item) for item in found.last_engine if item.role != "inspection" and is_running(item)]
+    line = f"{shown.state}, started {ago(first.started)}, {', '.join(running) or name_of(first)}"
+    # An engine of another environment has its own doctor.
+    elsewhere = first.vllm_root is not None and (
+        found.vllm is None or Path(found.vllm["path"]).parent != Path(first.vllm_root)
     )
-    used: dict[str, str] = {}
-    unused: dict[str, list[str]] = {}
-    for name, use in (pair for item in found.last_engine for pair in item.uses.items()):
-        if use["used"]:
-            used[name] = ""
-        else:
-            unused.setdefault(use["reason"], []).append(name)
-    for path, outcomes in sorted(_steps(found).items()):
-        name, _, part = path.partition(" ")
-        if name in used and outcomes.total():
-            used[name] += f"; {part} {_share(outcomes)}"
-    for name, served in used.items():
-        yield _line("  in use", name + served)
-    for reason, names in unused.items():
-        if names := [name for name in dict.fromkeys(names) if name not in used]:
-            yield _line("  not in use", f"{', '.join(names)}: {reason}")
+    line += f", vLLM {first.vllm_version}" if first.vllm_version else ""
+    line += f", in {first.vllm_root}, not the one above" if elsewhere else ""
+    if not shown.stands and not shown.running:
+        line += "; no engine was built"
+    off = any(item.off for item in found.last_engine)
+    yield _line("engine", line + ("; the plugin is off there (VLLM_HWPLUGIN=0)" if off else ""))
+    if not elsewhere:
+        yield from _uses(found)
     if others := [str(one.pid) for one in found.engines if one.stands and one.running and one is not shown]:
         yield _line("also running", f"{', '.join(others)} (--engine PID)")
+
+
+def _uses(found: Diagnosis) -> Iterator[str]:
+    uses: dict[str, Use] = {}
+    for name, use in (pair for item in found.last_engine for pair in item.uses.items()):
+        # Any rank that uses a feature counts.
+        if use["used"] or name not in uses:
+            uses[name] = use
+    served = {name: "" for name, use in uses.items() if use["used"]}
+    for path, outcomes in sorted(_steps(found).items()):
+        name, _, part = path.partition(" ")
+        if name in served and outcomes.total():
+            served[name] += f"; {part} {_share(outcomes)}"
+    for name, shares in served.items():
+        if shares:
+            yield _line("  active", name + shares)
+    if others := [name for name, shares in served.items() if not shares]:
+        yield _line("  active", ", ".join(others))
+    for line in unused_by_cause(uses):
+        yield _line("  not used", line)
+    for said in dict.fromkeys(item.decisions[UNSERVED] for item in found.last_engine if UNSERVED in item.decisions):
+        yield _line("  eager", f"{UNSERVED}: {said}")
 
 
 def _steps(found: Diagnosis) -> Mapping[str, Counter[str]]:

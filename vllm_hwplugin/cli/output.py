@@ -12,12 +12,13 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from ..cachedir import write_atomically
 from ..errors import HwpluginError
+from .text import table
 
 STANDARD_OUTPUT = Path("-")
 
@@ -45,10 +46,29 @@ def writable(text: str) -> Path:
     return file
 
 
-def add_json(options: argparse._ArgumentGroup, **more: Any) -> None:
+def add_json(options: argparse.ArgumentParser | argparse._ArgumentGroup, **more: Any) -> None:
     """Give a command the option ``--json``."""
     text = "Write the results there; -: standard output."
     options.add_argument("--json", metavar="FILE", type=writable, help=text, **more)
+
+
+def add_optional_json(options: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Give a command that only lists the option ``--json``, whose default file is standard output."""
+    add_json(options, nargs="?", const=STANDARD_OUTPUT)
+
+
+def as_objects(keys: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return table rows as JSON objects with these keys."""
+    return [dict(zip(keys, row, strict=True)) for row in rows]
+
+
+def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table on a terminal, and tab-separated lines under a header elsewhere: for grep, awk and cut."""
+    if sys.stdout.isatty():
+        print(table(columns, rows))
+        return
+    for row in (columns, *rows):
+        print(*row, sep="\t")
 
 
 def for_a_reader(json_file: Path | None) -> TextIO:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import shutil
 import sys
@@ -32,6 +33,17 @@ def printable(text: str, keep: str = "\n") -> str:
 def shortened(text: str) -> str:
     """The text, or its beginning and its length where it is long."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
+
+
+def ago(started: str) -> str:
+    """Return how long ago a time in ISO 8601 was: "41 min ago"."""
+    passed = datetime.datetime.now(datetime.timezone.utc) - datetime.datetime.fromisoformat(started)
+    seconds = max(0, int(passed.total_seconds()))
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        # Two of a unit, or the next smaller one says more.
+        if seconds >= 2 * length:
+            return f"{seconds // length} {unit} ago"
+    return f"{seconds} s ago"
 
 
 def coloured(text: str, colour: Literal["red", "green", "yellow", ""]) -> str:

@@ -23,7 +23,7 @@ logger = logging.getLogger("vllm.hwplugin")
 UNNEEDED: Final = "this engine does not need them"
 
 
-class Reason(NamedTuple):
+class Unused(NamedTuple):
     """Why an engine does not use a feature.
 
     Attributes:
@@ -41,7 +41,7 @@ class Reason(NamedTuple):
     cure: str = ""
 
 
-NO_SPECULATION: Final = Reason(
+NO_SPECULATION: Final = Unused(
     "there is no speculative decoding", cause="there is no speculative decoding", cure="--speculative-config"
 )
 
@@ -92,7 +92,7 @@ def report(part: Any, examine: Callable[[Any, Journal], Findings]) -> None:
             refuse_if_required(feature, settled[feature]["reason"])
 
 
-def use_of(reasons: Iterable[Reason]) -> Use:
+def use_of(reasons: Iterable[Unused]) -> Use:
     """Return the first reason that holds as "unused", or "used"."""
     for reason in reasons:
         if holds := reason.holds() if callable(reason.holds) else reason.holds:
@@ -104,10 +104,12 @@ def use_of(reasons: Iterable[Reason]) -> Use:
 def sentence(uses: Mapping[str, Use]) -> str:
     """Say in one line which features are used, and by cause which are not."""
     used = [name for name, use in uses.items() if use["used"]]
-    return "; ".join([f"uses {', '.join(used) or 'no feature'}", *(f"unused because {line}" for line in unused(uses))])
+    return "; ".join(
+        [f"uses {', '.join(used) or 'no feature'}", *(f"unused because {line}" for line in unused_by_cause(uses))]
+    )
 
 
-def unused(uses: Mapping[str, Use]) -> list[str]:
+def unused_by_cause(uses: Mapping[str, Use]) -> list[str]:
     """Return a line for each cause by which features are not used, with what to change."""
     groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for name, use in uses.items():

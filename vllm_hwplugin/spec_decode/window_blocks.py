@@ -14,7 +14,7 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKV
 
 from vllm_hwplugin.features import WINDOW_BLOCKS
 from vllm_hwplugin.journal import Journal
-from vllm_hwplugin.spec_decode.engine_report import NO_SPECULATION, UNNEEDED, Findings, Reason, report, use_of
+from vllm_hwplugin.spec_decode.engine_report import NO_SPECULATION, UNNEEDED, Findings, Unused, report, use_of
 
 
 def remove_skipped_blocks(coordinator: Any, request: Any, total_computed_tokens: int, **more: Any) -> None:
@@ -53,12 +53,12 @@ def _examine(scheduler: Any, entry: Journal) -> Findings:
     use = use_of(
         (
             NO_SPECULATION._replace(holds=config.speculative_config is None),
-            Reason(
+            Unused(
                 "without asynchronous scheduling a step is scheduled when the last one's drafts are verified",
                 not config.scheduler_config.async_scheduling,
                 UNNEEDED,
             ),
-            Reason("no layer frees blocks behind a window", not any(windows), UNNEEDED),
+            Unused("no layer frees blocks behind a window", not any(windows), UNNEEDED),
         )
     )
     return Findings("scheduler", {WINDOW_BLOCKS: use} if WINDOW_BLOCKS in entry.live else {})

@@ -18,7 +18,7 @@ from vllm_hwplugin import features, gates
 from vllm_hwplugin.journal import Journal
 from vllm_hwplugin.linear import layers
 from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, step_counts
-from vllm_hwplugin.spec_decode.engine_report import NO_SPECULATION, UNNEEDED, Findings, Reason, report, use_of
+from vllm_hwplugin.spec_decode.engine_report import NO_SPECULATION, UNNEEDED, Findings, Unused, report, use_of
 from vllm_hwplugin.spec_decode.obstacles import decodes_plainly
 from vllm_hwplugin.spec_decode.v1.draft_decision import drafter_obstacle
 
@@ -80,7 +80,7 @@ def _decodes_plainly(worker: Any) -> bool:
     return bool(worker.use_v2_model_runner) and decodes_plainly(worker.model_runner)
 
 
-def _no_graphs(config: Any) -> Reason:
+def _no_graphs(config: Any) -> Unused:
     """Whether decode batches have no FULL CUDA graphs, and what to change."""
     mode = config.compilation_config.cudagraph_mode
     cause = f"decode batches have no FULL CUDA graphs (cudagraph_mode {mode.name})"
@@ -92,12 +92,12 @@ def _no_graphs(config: Any) -> Reason:
             cure = ""
         elif config.model_config.enforce_eager:
             cause, cure = "this engine has no CUDA graphs", "start it without --enforce-eager"
-    return Reason(
+    return Unused(
         f"the target's cudagraph_mode is {mode.name}", mode.decode_mode().name != "FULL", cause=cause, cure=cure
     )
 
 
-def why_unused(worker: Any, vllm: Version) -> dict[str, tuple[Reason, ...]]:
+def why_unused(worker: Any, vllm: Version) -> dict[str, tuple[Unused, ...]]:
     """Return by feature of the model runner the reasons not to use it; the first that holds counts.
 
     Args:
@@ -112,15 +112,15 @@ def why_unused(worker: Any, vllm: Version) -> dict[str, tuple[Reason, ...]]:
     named = config.attention_config.backend is not None or getattr(spec, "attention_backend", None) is not None
     sizes_left = capture_sizes.why_left(config.compilation_config)
 
-    def other_method(wants: str, *methods: str) -> Reason:
+    def other_method(wants: str, *methods: str) -> Unused:
         text = f"the speculative method is {method}"
-        return Reason(text, method not in methods, cause=f"the drafter is {method}", wants=wants)
+        return Unused(text, method not in methods, cause=f"the drafter is {method}", wants=wants)
 
-    def on_v2(own: str) -> Reason:
-        return Reason(f"Model Runner V2 has {own}", v2, cause="the engine runs on Model Runner V2", wants="V1")
+    def on_v2(own: str) -> Unused:
+        return Unused(f"Model Runner V2 has {own}", v2, cause="the engine runs on Model Runner V2", wants="V1")
 
-    def unneeded(text: str, holds: object) -> Reason:
-        return Reason(text, holds, cause=UNNEEDED)
+    def unneeded(text: str, holds: object) -> Unused:
+        return Unused(text, holds, cause=UNNEEDED)
 
     def loaded_otherwise() -> bool:
         return type(getattr(drafter, "model", None)).__module__.rpartition(".")[2] not in _BIASED_LOADERS
@@ -132,13 +132,13 @@ def why_unused(worker: Any, vllm: Version) -> dict[str, tuple[Reason, ...]]:
     speculates = NO_SPECULATION._replace(holds=spec is None)
     dflash, dflashes = other_method("DFlash", "dflash"), other_method("DFlash", *_DFLASH_FAMILY)
     cached = other_method("drafters with a KV cache", *_CACHED_DRAFTS)
-    elsewhere = Reason(
+    elsewhere = Unused(
         "another stage of the pipeline drafts",
         spec is not None and drafter is None,
         cause="another stage of the pipeline drafts",
     )
     drafts = (speculates, elsewhere)
-    on_v1 = Reason("the engine runs on Model Runner V1", not v2, cause="the engine runs on Model Runner V1", wants="V2")
+    on_v1 = Unused("the engine runs on Model Runner V1", not v2, cause="the engine runs on Model Runner V1", wants="V2")
     unasked = NO_SPECULATION._replace(
         text=f"there is no speculative decoding, and {gates.PLAIN_DECODE} is not set",
         holds=lambda: (
@@ -149,7 +149,7 @@ def why_unused(worker: Any, vllm: Version) -> dict[str, tuple[Reason, ...]]:
     tail = (unasked, elsewhere)
     graphless = _no_graphs(config)
     one_rank = unneeded("there is one data parallel rank", parallel.data_parallel_size == 1)
-    uncovered = Reason(
+    uncovered = Unused(
         f"{method} runs no draft model that the feature covers",
         lambda: not hasattr(drafter, "draft_graphs"),
         cause=f"the drafter is {method}",
@@ -160,10 +160,10 @@ def why_unused(worker: Any, vllm: Version) -> dict[str, tuple[Reason, ...]]:
         on_v2("drafting code and CUDA graphs of its own"),
         uncovered,
         graphless,
-        Reason("{}", lambda: drafter_obstacle(drafter, mode)),
+        Unused("{}", lambda: drafter_obstacle(drafter, mode)),
     )
     # By the parts of the feature for each version; what it does for other drafters of 0.21 and 0.22 it says by itself.
-    backend: tuple[Reason, ...] = (
+    backend: tuple[Unused, ...] = (
         on_v2("no use for the code that the feature changes"),
         unneeded("the target has no images that are seen in both directions", not model.is_mm_prefix_lm),
     )
@@ -175,7 +175,7 @@ def why_unused(worker: Any, vllm: Version) -> dict[str, tuple[Reason, ...]]:
             unneeded("no attention backend is named, so the draft selects its own anyway", not named),
         )
     return {
-        features.CAPTURE_SIZES: (speculates, graphless, Reason("the capture sizes are vLLM's: {}", sizes_left)),
+        features.CAPTURE_SIZES: (speculates, graphless, Unused("the capture sizes are vLLM's: {}", sizes_left)),
         features.DRAFT_FULL_GRAPH: v1_graphs,
         features.DRAFT_LOOP_GRAPH: v1_graphs,
         features.DFLASH_FULL_GRAPH: (speculates, dflash, *v1_graphs),
@@ -190,7 +190,7 @@ def why_unused(worker: Any, vllm: Version) -> dict[str, tuple[Reason, ...]]:
             speculates,
             dflashes,
             *drafts,
-            Reason("{}", dflash_context_norm.context_norm_obstacle),
+            Unused("{}", dflash_context_norm.context_norm_obstacle),
         ),
         features.V2_DRAFT_METADATA: (
             *drafts,
@@ -200,7 +200,7 @@ def why_unused(worker: Any, vllm: Version) -> dict[str, tuple[Reason, ...]]:
         features.V2_FUSED_DRAFTS: (
             *drafts,
             on_v1,
-            Reason(
+            Unused(
                 f"{method} does not draft step by step",
                 lambda: not hasattr(drafter, "fused_drafts"),
                 cause=f"the drafter is {method}",

@@ -182,9 +182,9 @@ def test_patches_of_all_catalogues(acme: Path, publish: Callable[..., Path], mon
     monkeypatch.setenv("VLLM_HWPLUGIN_PATCHES", str(acme))
     result = run("patches")
     assert result.exit_code == 0
-    assert lines(result)[2:] == [
-        "acme/answer: Change answer; gate ACME_ANSWER; acme-lib >=2,<3",
-        "acme/total: Change total; gate ACME_TOTAL; vLLM >=0.32,<0.34",
+    assert lines(result)[3:] == [
+        "acme/answer\tACME_ANSWER\tacme-lib\t>=2,<3\tChange answer",
+        "acme/total\tACME_TOTAL\tvLLM\t>=0.32,<0.34\tChange total",
     ]
     assert (
         "on acme-lib >=2,<3:\n  acme_lib/core.py: 1 hunk (acme/answer/answer.diff)"
@@ -196,7 +196,7 @@ def test_patches_of_all_catalogues(acme: Path, publish: Callable[..., Path], mon
         assert [line for line in lines(result)[2:] if line[0] in "+-"] == ["-    return VALUE", "+    return VALUE + 1"]
     (acme / "total" / "total.diff").write_text("")
     result = run("patches")
-    assert (result.exit_code, len(lines(result))) == (2, 2)
+    assert (result.exit_code, len(lines(result))) == (2, 3)
     assert str(acme) in result.stderr
     result = run("patches", "show", "acme/answer")
     assert result.exit_code == 2

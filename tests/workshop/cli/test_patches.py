@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,19 @@ def catalogue(small_catalogue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     return small_catalogue
 
 
-def test_list() -> None:
-    result = run()
+@pytest.mark.parametrize("arguments", [(), ("list",)])
+def test_list(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
     assert result.exit_code == 0
     assert result.output.splitlines() == [
-        "context: Change context; gate VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM; vLLM >=0.26.0,<0.34.0",
-        "graphs: Change graphs; gate VLLM_HWPLUGIN_DRAFT_FULL_GRAPH; vLLM >=0.20.0,<0.34.0",
+        "feature\tgate\tof\tversions\twhat",
+        "context\tVLLM_HWPLUGIN_DFLASH_CONTEXT_NORM\tvLLM\t>=0.26.0,<0.34.0\tChange context",
+        "graphs\tVLLM_HWPLUGIN_DRAFT_FULL_GRAPH\tvLLM\t>=0.20.0,<0.34.0\tChange graphs",
+    ]
+    rows = json.loads(run(*arguments, "--json").stdout)["features"]
+    assert [(row["id"], row["versions"]) for row in rows] == [
+        ("context", ">=0.26.0,<0.34.0"),
+        ("graphs", ">=0.20.0,<0.34.0"),
     ]
 
 
