@@ -56,6 +56,7 @@ class Layer:
         **options: Any,
     ) -> None:
         self.batch = batch
+        self.window = options.get("sliding_window")
         self.heads = heads
         self.head_size = head_size
         self.dtype = dtype
@@ -115,20 +116,20 @@ class Layer:
         )
 
     def builder(self, **settings: Any) -> Any:
-        spec = self.spec(self.head_size)
+        spec = self.spec(self.head_size, self.window)
         layers = {"layer": SimpleNamespace(impl=self.impl, kv_cache=self.cache)}
         settings = {"layers": layers} | settings
         return self.backend.get_builder_cls()(spec, [*settings["layers"]], config(**settings), torch.device("cpu"))
 
     @staticmethod
-    def spec(head_size: int) -> Any:
+    def spec(head_size: int, window: int | None = None) -> Any:
         """Of one layer's KV cache."""
         return SimpleNamespace(
             block_size=BLOCK,
             num_kv_heads=KV_HEADS,
             head_size=head_size,
             dtype=torch.bfloat16,
-            sliding_window=None,
+            sliding_window=window,
             dcp_sharded=False,
         )
 

@@ -100,6 +100,20 @@ def test_a_prompt_as_short_as_a_decode_refreshes_the_schedule_of_its_graph(versi
         close(replay(), layer.right(causal=True))
 
 
+@last
+def test_the_keys_of_a_window_are_split(version: str, vllm_tree: Tree) -> None:
+    """The schedule is of the window that the attention has: a key more or less, and mate's stand-in raises."""
+    calls: list[dict[str, Any]] = []
+    with released(version, vllm_tree(version), mate=mate(calls)) as load:
+        layer = layer_of(load, DECODES, sliding_window=300)
+        layer.write(slice(None))
+        metadata = layer.builder(speculative_config=DRAFTS).build(0, layer.common_metadata(True))
+        close(layer.run(metadata), layer.right(causal=True, window=300))
+    schedule, attention = calls
+    assert schedule["window_size"] == attention["window_size"]
+    assert attention["scheduler_metadata"] is not None
+
+
 @some_versions
 def test_groups_that_vllm_builds_once_each_refresh_their_own_schedule(version: str, vllm_tree: Tree) -> None:
     """vLLM captures each KV cache group by its own builder, and in a step builds like ones by the first one's."""

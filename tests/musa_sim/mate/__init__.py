@@ -5,8 +5,8 @@ The functions have the names, the order and the defaults of mate 0.2.2's source,
 compute is plain torch. Written anew from what was read there: no code of mate's is here. What the plugin never asks for
 is refused with NotImplementedError, or is not there.
 
-Where it is stricter than the real one: a schedule or a plan has to be that of the batch it is used for, and keys that a
-page table does not hold are an error. The real kernels would read what is there. A request without keys is an error
+Where it is stricter than the real one: a schedule or a plan has to be that of the batch it is used for, and of the same
+window, heads, tiles, splits and page table; keys that a page table does not hold are an error. The real kernels would read what is there. A request without keys is an error
 where a kernel comes built, so that nobody could read what it does.
 
 ``mate._device`` says which tensors it takes (``musa``, as the real one), and how many blocks run at a time there. Which

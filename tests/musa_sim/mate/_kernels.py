@@ -5,16 +5,19 @@ that a graph records one call and no value of a tensor reaches the host outside 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 
+#: Numbers at the end of a schedule that say what it was made for; the real ones have none.
+MADE_FOR = 9
 _SCHEMAS = {
     # out: (tokens, heads, size); k and v: (pages, page, heads, size).
     "attention": (
         "(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor seqused_k, Tensor page_table, "
         "Tensor? sink, Tensor? metadata, float scale, bool causal, int left, int right, float softcap, int num_splits, "
-        "int tile_m, int tile_n, bool packed, bool local, int units, int longest) -> ()"
+        "int tile_m, int tile_n, bool packed, bool local, int units, int longest, int room) -> ()"
     ),
     # lse: (heads, tokens); k and v: (keys, heads, size).
     "packed": (
@@ -29,7 +32,7 @@ _SCHEMAS = {
     "latent_plan": "(Tensor(a!) parts, Tensor(b!) num_splits, Tensor lengths) -> ()",
     "schedule": (
         "(Tensor(a!) metadata, Tensor cu_seqlens_q, Tensor seqused_k, bool causal, bool local, int left, int right, "
-        "int num_splits, int tile_m, int tile_n, int rows, int heads, int units) -> ()"
+        "int num_splits, int tile_m, int tile_n, int rows, int heads, int units, int room) -> ()"
     ),
 }
 
@@ -56,6 +59,7 @@ def attention(
     local: bool,
     units: int,
     longest: int,
+    room: int,
 ) -> None:
     if len(cu_seqlens_q) > 1 and int(cu_seqlens_q.diff().max()) > longest:
         raise RuntimeError(f"max_seqlen_q is {longest}, and a request has {int(cu_seqlens_q.diff().max())} queries")
@@ -64,7 +68,7 @@ def attention(
     parts = [1] * (len(cu_seqlens_q) - 1)
     if metadata is not None:
         parts = _parts(metadata, cu_seqlens_q, seqused_k, causal, local, left, right, num_splits, tile_m,
-                       tile_n, groups if packed else 1, kv_heads if packed else heads, units)  # fmt: skip
+                       tile_n, groups if packed else 1, kv_heads if packed else heads, units, room)  # fmt: skip
     for request, (length, splits) in enumerate(zip(seqused_k.tolist(), parts, strict=True)):
         start, end = cu_seqlens_q[request : request + 2].tolist()
         if start == end:
@@ -222,11 +226,13 @@ def schedule(
     rows: int,
     heads: int,
     units: int,
+    room: int,
 ) -> None:
     """Four int32 for each request, one kind after the other: parts, request, tiles of rows, heads at a time.
 
     Requests are in the order of their work, most first. Parts are as many as fill the device, `num_splits` at most, and
-    `units` over the batch.
+    `units` over the batch. Behind them is what the schedule was made for, so that an attention of anything else is an
+    error: `room` is the keys that a page table holds.
     """
     tiles_m = [-(-int(length) * rows // tile_m) for length in cu_seqlens_q.diff()]
     reach = left + right + 1 + tile_m
@@ -245,7 +251,8 @@ def schedule(
     ]
     order = sorted(range(len(parts)), key=lambda request: -work[request])
     columns = [[parts[i] for i in order], order, [tiles_m[i] for i in order], [heads] * len(order)]
-    metadata.copy_(torch.tensor(columns, dtype=torch.int32).flatten())
+    made_for = [causal, local, *((left, right) if local else (-1, -1)), num_splits, tile_m, rows, heads, room]
+    metadata.copy_(torch.tensor([*itertools.chain(*columns), *made_for], dtype=torch.int32))
 
 
 def _parts(
@@ -258,9 +265,9 @@ def _parts(
 ) -> list[int]:
     """How many parts each request has by a schedule, which must be the batch's: for the mask, or without its window."""
     batch = len(cu_seqlens_q) - 1
-    found = metadata[: 4 * batch]
+    found = metadata[: 4 * batch + MADE_FOR]
     for mask in ((causal, local), (True, False)):
-        right = torch.empty(4 * batch, dtype=torch.int32)
+        right = torch.empty_like(found)
         schedule(right, cu_seqlens_q, seqused_k, *mask, *rest)
         if torch.equal(found, right):
             parts = dict(zip(found[batch : 2 * batch].tolist(), found[:batch].tolist(), strict=True))

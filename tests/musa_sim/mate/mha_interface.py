@@ -94,9 +94,12 @@ def flash_attn_varlen_func(
     if learnable_sink is not None:
         assert learnable_sink.shape == (heads,)
         assert learnable_sink.dtype == torch.bfloat16, "learnable_sink must be bfloat16"
-        num_splits, scheduler_metadata = -1, None
+        # The real one leaves a schedule out then, and reads all keys of a request in one part.
+        _refuse(scheduler_metadata is not None)
+        num_splits = -1
     assert heads % kv_heads == 0, "num_head must be divisible by num_head_kv"
-    is_causal, local, left, right = _mask(max_seqlen_q, page_table.shape[1] * page, causal, window_size or (-1, -1))
+    room = page_table.shape[1] * page
+    is_causal, local, left, right = _mask(max_seqlen_q, room, causal, window_size or (-1, -1))
     if out is None:
         out = torch.empty(len(q), heads, size_v, dtype=q.dtype, device=q.device)
     assert out.shape == (len(q), heads, size_v)
@@ -122,7 +125,7 @@ def flash_attn_varlen_func(
         },
     )
     if scheduler_metadata is not None:
-        assert len(scheduler_metadata) >= 4 * batch, "metadata buffer is too small"
+        assert len(scheduler_metadata) >= 4 * batch + _kernels.MADE_FOR, "metadata buffer is too small"
         _refuse(num_splits < 1)
         if num_splits > 128:
             raise ValueError("num_split exceeds max supported splits 128")
@@ -131,7 +134,7 @@ def flash_attn_varlen_func(
     _kernels.attend(
         out, q, k, v, cu_seqlens_q, seqused_k, page_table, learnable_sink, scheduler_metadata,
         size**-0.5 if softmax_scale is None else softmax_scale, is_causal, left, right, softcap, num_splits, tile_m,
-        _TILE_N, packed, local, _device.COMPUTE_UNITS, max_seqlen_q,
+        _TILE_N, packed, local, _device.COMPUTE_UNITS, max_seqlen_q, room,
     )  # fmt: skip
     return out
 
@@ -226,7 +229,7 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     mp_margin: int = 0,
 ) -> torch.Tensor:
-    """A new tensor of 4 * batch_size int32, by a kernel on the current stream: nothing of it is read on the host."""
+    """A new int32 tensor, by a kernel on the current stream: nothing of it is read on the host."""
     _refuse(
         seqused_q is not None, cu_seqlens_k is not None, attention_chunk, cache_leftpad is not None, mp_margin,
         num_splits < 1,
@@ -251,10 +254,10 @@ def get_scheduler_metadata(
             "num_warps": min(math.ceil(batch_size / 31), 32),
         },
     )
-    metadata = torch.empty(4 * batch_size, dtype=torch.int32, device=_device.TYPE)
+    metadata = torch.empty(4 * batch_size + _kernels.MADE_FOR, dtype=torch.int32, device=_device.TYPE)
     _kernels.plan(
         metadata, cu_seqlens_q, seqused_k, is_causal, local, left, right, num_splits, tile_m, _TILE_N,
-        ratio if packed else 1, num_heads_kv if packed else num_heads_q, _device.COMPUTE_UNITS,
+        ratio if packed else 1, num_heads_kv if packed else num_heads_q, _device.COMPUTE_UNITS, max_seqlen_k,
     )  # fmt: skip
     return metadata
 
