@@ -2,7 +2,7 @@
 """Check that tests fail with a wrong line: ``python -m tests.mutants [FILE ...]``.
 
 Each TOML file here lists the mutants of one package: an edit of the source, and the tests that have to fail with it.
-FILE is one of these, or a source file, for all that edit its folder; without one, all mutants run. As many run at a
+FILE is such a file, or a source file, for all that edit its folder; without one, all mutants run. As many run at a
 time as there are cores, each in a copy of the tree and in a fork of a process that has imported torch and vLLM.
 
 The exit status is 1 if tests pass with a mutant or fail without one, or if the text to edit is not there exactly once.
@@ -120,7 +120,7 @@ def _rooms(names: Sequence[str]) -> list[Mutant]:
     """Return the mutants of the named TOML files, and of those that edit the folder of a named source file."""
     named = {path if path.suffix == ".toml" else path.parent for path in (Path(name).resolve() for name in names)}
     found = []
-    for room in sorted(HERE.glob("*.toml")):
+    for room in sorted({*HERE.glob("*.toml"), *(path for path in named if path.suffix == ".toml")}):
         listed = tomllib.loads(room.read_text())["mutant"]
         mutants = [Mutant(one["file"], one["old"], one["new"], tuple(one["tests"])) for one in listed]
         if not names or not named.isdisjoint({room, *((TREE / mutant.file).parent for mutant in mutants)}):

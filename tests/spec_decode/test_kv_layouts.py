@@ -30,6 +30,8 @@ RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 BACKENDS = "vllm/v1/attention/backends/"
 CLASHING = [version for version in SUPPORTED if version.startswith(("0.20.", "0.21.", "0.22."))]
 BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE = 6, 16, 2, 8
+# The shapes of some backends depend on it.
+CACHE_DTYPE = "fp8"
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,11 @@ def runner(vllm_tree: Callable, notes, monkeypatch: pytest.MonkeyPatch):
         )
         made = cls()
         made.runner_only_attn_layers = set()
-        made.cache_config = types.SimpleNamespace(cache_dtype="auto")
+        made.cache_config = types.SimpleNamespace(cache_dtype=CACHE_DTYPE)
         made.attn_groups = [
             [
                 types.SimpleNamespace(
-                    backend=backend(tree, name, layout),
+                    backend=of_one_dtype(backend(tree, name, layout)),
                     layer_names=[layer for layer, of in layers.items() if of == name],
                     kv_cache_spec=spec,
                     kv_cache_group_id=gid,
@@ -137,6 +139,18 @@ def backend(tree: Any, name: str, layout: str) -> type:
             "kv_cache_uses_per_token_head_scales": lambda _: False,
         },
     )
+
+
+def of_one_dtype(backend: Any) -> type:
+    """The backend, which says the shape only of a cache of the engine's type."""
+
+    class OfOneDtype(backend):
+        @staticmethod
+        def get_kv_cache_shape(*sizes: int, cache_dtype_str: str = "auto") -> tuple[int, ...]:
+            assert cache_dtype_str == CACHE_DTYPE
+            return backend.get_kv_cache_shape(*sizes, cache_dtype_str=cache_dtype_str)
+
+    return OfOneDtype
 
 
 def block_of(cache: torch.Tensor, index: int) -> torch.Tensor:

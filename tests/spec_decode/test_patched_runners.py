@@ -59,7 +59,8 @@ class Case:
     """A patched method.
 
     Attributes:
-        hooks: how the calls of the plugin begin, in order, where graphs serve the step.
+        hooks: the calls of the plugin, in order, where graphs serve the step. One that is cut short takes what vLLM's own
+            call takes, or what differs between versions.
         gone: what vLLM calls by itself, and not then.
         facts: what decides about its way.
         given: its arguments; a `Seen` for what is not among them.
@@ -75,8 +76,8 @@ STEADY = "self.step_inputs.steady()"
 CASES = {
     V2: {
         "__init__": Case(),
-        "initialize_kv_cache": Case(["nwor.attach(self"]),
-        "capture_model": Case(["self.tail_graphs.capture("]),
+        "initialize_kv_cache": Case(["nwor.attach(self)"]),
+        "capture_model": Case(["self.tail_graphs.capture()"]),
         "add_requests": Case(
             [
                 "self.tail_graphs.add_request(self.req_states.req_id_to_index[new.req_id], SamplingParams(",
@@ -125,7 +126,7 @@ CASES = {
         "_dummy_run": Case(
             [
                 "self.step_inputs.forget_step()",
-                "self.draft_phase.capture_behind(self.model(), self._build_attention_metadata()[1], ",
+                "self.draft_phase.capture_behind(self.model(), self._build_attention_metadata()[1], profiling=False)",
             ],
             given={"num_tokens": 4, "is_graph_capturing": True},
         ),
@@ -217,7 +218,10 @@ def check(path: str, tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         hooks = [call for call in served.calls if re.match(HOOKS, call)]
         expected = case.hooks if hooked else []
         assert len(hooks) == len(expected), (name, hooks)
-        assert all(map(str.startswith, hooks, expected)), (name, hooks, expected)
+        for hook, start in zip(hooks, expected, strict=True):
+            whole = start.endswith(")")
+            # Some versions say that it is not vLLM's measurement of memory.
+            assert hook.replace(", False)", ")") == start if whole else hook.startswith(start), (name, hook, start)
         assert own.names - served.names == (case.gone if hooked else set())
         ran |= served.lines
         code |= served.code
