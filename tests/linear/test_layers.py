@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, UnquantizedLinearMethod
+from vllm.platforms.interface import DeviceCapability
 
 from vllm_hwplugin.fallback import FeatureRequired
 from vllm_hwplugin.linear import layers, mlp, operations
@@ -82,23 +83,106 @@ def test_norms_of_any_number_of_tokens_let_the_next_kernel_start(launched: list[
     assert launched == [((tokens, 512),)] * 2
 
 
+def bfloat16(*size: int) -> torch.Tensor:
+    return torch.randn(*size, dtype=torch.bfloat16)
+
+
+#: Rows that the kernels take, and next to each such that they do not.
+ROWS = {
+    "rows apart": bfloat16(4, 520)[:, :512],
+    "one row, whatever is behind it": bfloat16(1, 516)[:, :512],
+    "the largest number of rows": bfloat16(operations.MOST_TOKENS, 512),
+}
+OTHER_ROWS = {
+    "no row": bfloat16(0, 512),
+    "rows that begin where no 16 bytes do": bfloat16(4, 516)[:, :512],
+    "the first one, too": bfloat16(4, 520)[:, 1:513],
+    "elements apart": bfloat16(512, 4).t(),
+    "one row for all": bfloat16(1, 512).expand(4, 512),
+    "float32": torch.randn(4, 512),
+    "a batch of them": bfloat16(1, 4, 512),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_rows_that_the_kernels_take(launched: list[tuple[Any, ...]], kind: str) -> None:
+    x, weight = ROWS[kind], bfloat16(512)
+    torch.ops.hwplugin.linear(x, weights(2048, 512))
+    torch.ops.hwplugin.rms_norm(x, weight, 1e-6)
+    torch.ops.hwplugin.add_rms_norm(x, x.clone(), weight, 1e-6)
+    assert launched == [(tuple(x.shape), False, (32, 512)), (tuple(x.shape),), (tuple(x.shape),)]
+
+
+@pytest.mark.parametrize("kind", OTHER_ROWS)
+def test_rows_that_are_torchs(launched: list[tuple[Any, ...]], kind: str) -> None:
+    x, weight = OTHER_ROWS[kind], bfloat16(512)
+    matrix = weights(2048, 512).to(x.dtype)
+    torch.testing.assert_close(torch.ops.hwplugin.linear(x, matrix), F.linear(x, matrix))
+    expected = F.rms_norm(x.float(), (512,), weight.float(), 1e-6).to(x.dtype)
+    torch.testing.assert_close(torch.ops.hwplugin.rms_norm(x, weight, 1e-6), expected, atol=2e-2, rtol=2e-2)
+    # A residual is rows as well.
+    beside = torch.randn(x.shape, dtype=torch.bfloat16)
+    for first, second in ((x, beside), (beside, x)):
+        torch.ops.hwplugin.add_rms_norm(first, second, weight, 1e-6)
+    assert not launched
+
+
+@pytest.mark.parametrize(
+    ("hidden", "weight", "served"),
+    [
+        (256, bfloat16(256), True),
+        (8192, bfloat16(8192), True),
+        (8448, bfloat16(8448), False),
+        (384, bfloat16(384), False),
+        (512, torch.randn(512), False),
+        (512, bfloat16(1024)[::2], False),
+        (512, bfloat16(520)[1:513], False),
+    ],
+)
+def test_norms_have_weights_that_the_kernel_takes(
+    launched: list[tuple[Any, ...]], hidden: int, weight: torch.Tensor, served: bool
+) -> None:
+    x = bfloat16(4, hidden)
+    expected = F.rms_norm(x.float(), (hidden,), weight.float(), 1e-6).bfloat16()
+    torch.testing.assert_close(torch.ops.hwplugin.rms_norm(x, weight, 1e-6), expected, atol=2e-2, rtol=2e-2)
+    assert bool(launched) == served
+
+
+@pytest.mark.parametrize(
+    ("outputs", "tile"),
+    [
+        (1008, None),
+        (1024, (16, 512)),
+        (2032, (16, 512)),
+        (2048, (32, 512)),
+        (3072 - 32, (32, 512)),
+        (3072, (48, 256)),
+        (64 * 131, (32, 512)),
+        (64 * 132, (64, 256)),
+    ],
+)
+def test_larger_layers_have_larger_tiles(outputs: int, tile: tuple[int, int] | None) -> None:
+    assert operations.tile_for(outputs, 512) == tile
+
+
 @pytest.mark.parametrize(
     ("x", "weight"),
     [
-        (torch.randn(4, 512), weights(2048, 512).float()),
-        # Rows that do not begin at multiples of 16 bytes.
-        (torch.randn(4, 516, dtype=torch.bfloat16)[:, :512], weights(2048, 512)),
-        (torch.randn(4, 520, dtype=torch.bfloat16)[:, 1:513], weights(2048, 512)),
-        (torch.randn(512, 4, dtype=torch.bfloat16).t(), weights(2048, 512)),
-        (torch.randn(4, 512, dtype=torch.bfloat16), weights(512, 2048).t()),
+        (bfloat16(4, 512), weights(512, 2048).t()),
+        (bfloat16(4, 512), weights(2048, 520)[:, :512]),
         # No tile divides these, and a router is too small.
-        (torch.randn(4, 500, dtype=torch.bfloat16), weights(2048, 500)),
-        (torch.randn(4, 512, dtype=torch.bfloat16), weights(128, 512)),
+        (bfloat16(4, 500), weights(2048, 500)),
+        (bfloat16(4, 512), weights(128, 512)),
     ],
 )
 def test_any_other_call_is_torchs(launched: list[tuple[Any, ...]], x: torch.Tensor, weight: torch.Tensor) -> None:
     torch.testing.assert_close(torch.ops.hwplugin.linear(x, weight), F.linear(x, weight))
     assert not launched
+
+
+def test_weights_that_are_kept_on_the_host_are_torchs() -> None:
+    assert operations._tile_of(bfloat16(4, 512), weights(2048, 512)) == (32, 512)
+    assert operations._tile_of(bfloat16(4, 512), weights(2048, 512).to("meta")) is None
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -165,11 +249,56 @@ def test_released_norms_of_hidden_states_are_the_plugins(version: str, vllm_tree
     expected = F.rms_norm(added, (512,), norm.weight.float(), 1e-6)
     torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=1e-2)
     # Of heads, of a part, and of another type: vLLM's, which is not there.
-    for change in ({"variance_size_override": 256}, {"has_weight": False}):
-        other = SimpleNamespace(**vars(norm) | change)
+    for change in ({"variance_size_override": 256}, {"has_weight": False}, {"weight": norm.weight.float()}):
+        other = SimpleNamespace(**vars(norm) | {"weight": norm.weight} | change)
         assert not layers.takes_norm(other, x)
     assert not layers.takes_norm(norm, torch.randn(3, 8, 512, dtype=torch.bfloat16))
     assert not layers.takes_norm(norm, x.float())
+
+
+@pytest.mark.parametrize(("hidden", "taken"), [(256, False), (512, True), (640, False), (8192, True), (8448, False)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_norms_are_of_hidden_states_of_one_gpu(
+    hidden: int, taken: bool, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(layers, "get_tp_group", lambda: SimpleNamespace(world_size=ranks))
+    norm = SimpleNamespace(has_weight=True, variance_size_override=None, weight=bfloat16(hidden))
+    assert layers.takes_norm(norm, bfloat16(2, hidden)) == (taken and ranks == 1)
+
+
+@pytest.mark.parametrize(
+    ("weight", "served"),
+    [
+        (bfloat16(1024, 512), True),
+        (bfloat16(1008, 512), False),
+        (bfloat16(1024, 500), False),
+        (torch.randn(1024, 512), False),
+        (bfloat16(1024, 512, 1), False),
+    ],
+)
+def test_layers_whose_weights_the_kernel_takes(weight: torch.Tensor, served: bool) -> None:
+    assert layers.serves(weight) == served
+
+
+@pytest.mark.parametrize(
+    ("capability", "invariant", "served"),
+    [
+        ((9, 0), False, True),
+        ((9, 0), True, False),
+        ((8, 9), False, False),
+        ((9, 1), False, False),
+        ((10, 0), False, False),
+    ],
+)
+def test_the_kernels_are_hoppers(
+    capability: tuple[int, int], invariant: bool, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With batch invariance they are not: cuBLAS serves more tokens, in another order of its sums."""
+    monkeypatch.setattr(layers.envs, "VLLM_BATCH_INVARIANT", invariant, raising=False)
+    found = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: DeviceCapability(*capability))
+    monkeypatch.setattr(layers, "current_platform", found)
+    assert layers._on_hopper() == served
 
 
 def released_mlp(tree: Any, name: str, file: str) -> Any:
@@ -199,6 +328,25 @@ def test_released_mlps_activate_in_the_linear_layer(version: str, name: str, fil
         expected = made.forward(x)
         assert called.names == ["linear"]
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        # Adapters wrap a layer, and a subclass may do more.
+        ("gate_up_proj", "__class__", type("Wrapped", (MergedColumnParallelLinear,), {})),
+        ("gate_up_proj", "bias", bfloat16(2048)),
+        ("gate_up_proj", "gather_output", True),
+        ("gate_up_proj", "weight", torch.nn.Parameter(bfloat16(1008, 512))),
+        ("act_fn", "__class__", type("Other", (SiluAndMul,), {})),
+    ],
+)
+def test_other_mlps_are_vllms(part: str, name: str, value: Any, vllm_tree: Any) -> None:
+    made, x = released_mlp(vllm_tree(SUPPORTED[-1]), "LlamaMLP", "llama"), bfloat16(3, 512)
+    assert mlp.takes(made, x)
+    assert not mlp.takes(made, x[None])
+    setattr(getattr(made, part), name, value)
+    assert not mlp.takes(made, x)
 
 
 def test_a_compiled_layer_has_one_operation_for_any_number_of_tokens() -> None:

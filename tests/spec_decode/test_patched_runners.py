@@ -59,8 +59,8 @@ class Case:
     """A patched method.
 
     Attributes:
-        hooks: the calls of the plugin, in order, where graphs serve the step. One that is cut short takes what vLLM's own
-            call takes, or what differs between versions.
+        hooks: the calls of the plugin, in order, where graphs serve the step. One that is cut short takes what vLLM's
+            own call takes, or what differs between versions.
         gone: what vLLM calls by itself, and not then.
         facts: what decides about its way.
         given: its arguments; a `Seen` for what is not among them.

@@ -6,8 +6,9 @@ compute is plain torch. Written anew from what was read there: no code of mate's
 is refused with NotImplementedError, or is not there.
 
 Where it is stricter than the real one: a schedule or a plan has to be that of the batch it is used for, and of the same
-window, heads, tiles, splits and page table; keys that a page table does not hold are an error. The real kernels would read what is there. A request without keys is an error
-where a kernel comes built, so that nobody could read what it does.
+window, heads, tiles, splits and page table; keys that a page table does not hold are an error. The real kernels would
+read what is there. A request without keys is an error where a kernel comes built, so that nobody could read what it
+does.
 
 ``mate._device`` says which tensors it takes (``musa``, as the real one), and how many blocks run at a time there. Which
 modules of kernels its calls need, ``mate.jit.jit_spec_registry`` knows, as in the real one.
