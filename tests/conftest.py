@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import logging
 import os
 import signal
 import tempfile
@@ -214,6 +215,13 @@ def vllm_tree() -> Callable[[str], Tree]:
         return trees[version]
 
     return tree
+
+
+@pytest.fixture(autouse=True)
+def _lines_without_prefix() -> Iterator[None]:
+    """A test that calls the plugin's entry points changes the lines of no other."""
+    yield
+    logging.getLogger("vllm.hwplugin").filters.clear()
 
 
 @pytest.fixture

@@ -85,6 +85,6 @@ def judge(answer: dict[str, Any]) -> str:
         if len(others) > 1:
             return "half off"
         return "off" if others == {"live"} else "all off"
-    # The line that says what is live is always there.
-    said = [text for _, text in answer["lines"] if not text.startswith("vllm-hwplugin ")]
+    # The line that says what is patched in is always there.
+    said = [text for _, text in answer["lines"] if not text.startswith("patched in on ")]
     return "said" if said or lines else "nothing"

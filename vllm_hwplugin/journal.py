@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
+from . import gates
 from .cachedir import UntrustedFolder, places, private_folder, writable, write_atomically
 from .errors import HwpluginError
 
@@ -165,6 +166,11 @@ def starts_engines() -> bool:
     return multiprocessing.current_process().name == _FIRST and role() in ("parent", "api-server")
 
 
+def repeats_another() -> bool:
+    """Whether another process of this engine on this host has said what both decide alike when they start."""
+    return multiprocessing.current_process().name != _FIRST or role() == "inspection"
+
+
 def pids() -> str:
     """This process's namespace of process ids, and the boot of its kernel: containers that share a cache folder have
     processes of the same ids. Empty where the system does not say.
@@ -217,7 +223,17 @@ def begin(journal: Journal, base: Path | None) -> None:
 
 
 def begin_off(plugin_version: str) -> Journal:
-    """Begin a journal that says that the plugin is switched off in this process, so that ``doctor`` confirms it."""
+    """Begin a journal that says that the plugin is switched off in this process, so that ``doctor`` confirms it.
+
+    The log says it once: in the first process, and in a child of one in which the plugin is on.
+    """
+    differs = os.environ.get(gates.FINGERPRINT) is not None
+    if starts_engines():
+        os.environ.pop(gates.FINGERPRINT, None)
+    logger.log(
+        logging.INFO if differs or starts_engines() else logging.DEBUG,
+        "switched off by VLLM_HWPLUGIN, vLLM runs unpatched",
+    )
     journal = new(plugin_version)
     journal.off = True
     if (vllm := sys.modules.get("vllm")) is not None:

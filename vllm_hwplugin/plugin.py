@@ -16,14 +16,16 @@ def platform() -> str | None:
         The qualified name of the class, or None to leave the choice to vLLM.
     """
     try:
+        from . import log
         from .platforms import offer
 
+        log.prepare()
         return offer()
     except Exception:
         import logging
 
         # vLLM drops the error, in most versions without a word; the log is the only way to say it.
-        logging.getLogger("vllm.hwplugin").exception("vllm-hwplugin offers no platform class, because it failed")
+        logging.getLogger("vllm.hwplugin").exception("no platform class is offered, because the plugin failed")
         return None
 
 
@@ -35,15 +37,14 @@ def register() -> None:
             feature whose gate says ``on``, or where half a feature would run; otherwise an error is logged and vLLM
             runs stock. docs/failures.md has the table.
     """
-    import logging
     import sys
 
-    from . import __version__, gates, journal
+    from . import __version__, gates, journal, log
 
+    log.prepare()
     try:
         if not gates.read("VLLM_HWPLUGIN").flag:
             # Most of the cost of a start is importing the engine; a plugin that is switched off need not pay it.
-            logging.getLogger("vllm.hwplugin").info("vllm-hwplugin is switched off (VLLM_HWPLUGIN); vLLM runs stock")
             if (envs := sys.modules.get("vllm.envs")) is not None:
                 # vLLM calls every VLLM_ variable that it does not know a mistake, the one that switches this off too.
                 gates.register_with_vllm(envs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -255,6 +256,13 @@ def test_a_client_that_goes_away_ends_its_request_alone(seen: Seen) -> None:
 def test_the_server_ends_when_told_and_leaves_no_process(seen: Seen) -> None:
     assert seen.exit_code == 0, seen.log[-4000:]
     assert seen.left_over == []
+
+
+def test_its_log_says_once_and_in_vllms_form_what_is_patched_in(seen: Seen) -> None:
+    said = [line for line in seen.log.splitlines() if "vllm-hwplugin: patched in on " in line]
+    assert len(said) == 1, seen.log[:4000]
+    assert re.match(r"(\(\w+ pid=\d+\) )?INFO \d\d-\d\d \d\d:\d\d:\d\d \[_runtime.py:\d+\] vllm-hwplugin: ", said[0])
+    assert "draft-full-graph" in said[0].rpartition(": ")[2].split(", ")
 
 
 def test_its_worker_says_what_it_uses_and_every_process_what_is_in_force(seen: Seen) -> None:

@@ -224,7 +224,7 @@ def test_a_whole_feature_that_cannot_be_patched_in_place_is_given_up_alone(proje
         "['stock', 're-applied', 'stock'] vllm.v1.alpha was imported",
     ]
     (line,) = done.stderr.splitlines()
-    assert line.startswith("state, needs: not live, vLLM runs stock there: vllm.v1.alpha was imported")
+    assert line.startswith("state, needs: not patched in, vLLM runs unpatched there: vllm.v1.alpha was imported")
     (written,) = (json.loads(path.read_text()) for path in project.cache.glob("records/*.json"))
     assert written["features"]["state"]["state"] == "refused"
 

@@ -109,7 +109,8 @@ def install(environ: Mapping[str, str] | None = None) -> None:
         text = f"{SKIP} names {', '.join(wrong)}, which no kernel is for; expected some of {', '.join(OPS)}"
         if required or values[gates.STRICT].flag:
             raise OverrideError(text)
-        logger.warning("%s", text)
+        if not journal.repeats_another():
+            logger.warning("%s", text)
     if journal.role() in _NO_MODEL:
         return
     try:

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Collection, Mapping
+from typing import Final
 
 from .. import gates
 from ..journal import Journal, starts_engines
@@ -15,6 +16,13 @@ from ._errors import InstallError
 from ._model import Plan
 
 logger = logging.getLogger("vllm.hwplugin")
+
+# Of the plugin's variables and of their older names.
+_PREFIXES: Final = (gates.PREFIX, "VLLM_MUSA_", "VLLM_NWOR_")
+# Those that choose no patch.
+_NO_CHOICE: Final = frozenset(
+    {name for gate in gates.GATES if "patches" not in gate.affects for name in gate.variables} | {gates.FINGERPRINT}
+)
 
 
 def features_in(plan: Plan, modules: Collection[str]) -> set[str]:
@@ -70,10 +78,10 @@ def give_up(
     # From here on the journal does not count them as live, so this is said once in a process.
     entry.modules |= dict.fromkeys(stock, "stock")
     entry.features |= {name: {"state": "refused", "reason": reason} for name in named}
-    logger.warning("%s: not live, vLLM runs stock there: %s", ", ".join(named), reason)
+    logger.warning("%s: not patched in, vLLM runs unpatched there: %s", ", ".join(named), reason)
 
 
-def compare_with_first(entry: Journal, environ: Mapping[str, str], own: Collection[gates.Gate], *, stop: bool) -> bool:
+def compare_with_first(entry: Journal, environ: Mapping[str, str], *, stop: bool) -> bool:
     """Say, or refuse, that the processes of an engine have different patches in force: they compute one model together.
 
     The first process leaves in the environment of its children the fingerprint, the plugin's version and a digest of
@@ -81,7 +89,6 @@ def compare_with_first(entry: Journal, environ: Mapping[str, str], own: Collecti
 
     Args:
         entry: the process's journal; it gets a note.
-        own: the project's gates.
         stop: refuse it.
 
     Returns:
@@ -90,7 +97,7 @@ def compare_with_first(entry: Journal, environ: Mapping[str, str], own: Collecti
     Raises:
         InstallError: with `stop`.
     """
-    mine = [entry.fingerprint, entry.plugin_version, _digest(environ, own)]
+    mine = ["failed" if entry.error else entry.fingerprint, entry.plugin_version, _digest(environ)]
     first = environ.get(gates.FINGERPRINT, "").split()
     if environ is os.environ and (not first or starts_engines()):
         os.environ[gates.FINGERPRINT] = " ".join(mine)
@@ -100,8 +107,8 @@ def compare_with_first(entry: Journal, environ: Mapping[str, str], own: Collecti
         return True
     text = (
         f"this process ({entry.role}) has other patches in force (fingerprint {' '.join(mine[:-1])}) than the first "
-        f"one of its engine ({' '.join(first[:-1])}): a catalogue, vLLM or the plugin was changed in between, or is "
-        "another one on this host; make them the same and start the engine again"
+        f"process of its engine ({' '.join(first[:-1])}): a catalogue, vLLM or the plugin was changed in between, or "
+        "is another one on this host; make them the same and start the engine again"
     )
     if stop:
         raise InstallError(text)
@@ -110,12 +117,11 @@ def compare_with_first(entry: Journal, environ: Mapping[str, str], own: Collecti
     return False
 
 
-def _digest(environ: Mapping[str, str], own: Collection[gates.Gate]) -> str:
-    """Name what the user has set, and no default: which gates catalogues from outside have may change in between."""
-    chosen = {name for gate in own if "patches" in gate.affects for name in gate.variables}
+def _digest(environ: Mapping[str, str]) -> str:
+    """Name what the user has set, and no default: which variables catalogues from outside have may change meanwhile."""
     said = sorted(
         (name, value.strip())
         for name, value in environ.items()
-        if value.strip() and (name in chosen or name.startswith(gates.CATALOGUE_PREFIX))
+        if value.strip() and name.startswith(_PREFIXES) and name not in _NO_CHOICE
     )
     return hashlib.sha256(repr(said).encode("utf-8", "surrogateescape")).hexdigest()[:20]

@@ -182,9 +182,7 @@ def _install(environ: Mapping[str, str], catalogue: Catalogue | None) -> _State:
     try:
         values = gates.read_each(environ)
         if not values["VLLM_HWPLUGIN"].flag:
-            logger.info("vllm-hwplugin %s is switched off (VLLM_HWPLUGIN); vLLM runs stock", __version__)
-            state.journal = journal.begin_off(__version__)
-            return state
+            return _State(journal.begin_off(__version__))
         _activate(state, environ, values, catalogue)
     except BaseException as error:
         state.withdraw()
@@ -200,14 +198,16 @@ def _install(environ: Mapping[str, str], catalogue: Catalogue | None) -> _State:
                 "set VLLM_HWPLUGIN=0 to run without it, and report it"
             ) from error
         _refuse_mixture(state, {}, text)
-        logger.error(
-            "vllm-hwplugin does nothing in this process, vLLM runs stock: %s",
-            text.replace("\n", "; "),
-            exc_info=None if expected else error,
-        )
         # Placing the copies may have found that the first place has no room.
         base = state.overlay.writable_base() if state.overlay is not None else None
         state = _State(_of_stock(state.journal, text))
+        if not compare_with_first(state.journal, environ, stop=False):
+            logger.error(
+                "nothing is patched in, vLLM runs unpatched in this process (%s): %s",
+                state.journal.role,
+                text.replace("\n", "; "),
+                exc_info=None if expected else error,
+            )
         journal.begin(state.journal, base)
     return state
 
@@ -239,7 +239,6 @@ def _activate(
     if catalogue is None:
         catalogue = load_catalogue()
     state.gates = catalogue.gates
-    own = (*gates.GATES, *state.gates)
     declared = gates.read_each(environ, state.gates)
     choices |= {name: value.choice for name, value in declared.items()}
     found = outside.find_outside(environ, catalogue)
@@ -253,8 +252,9 @@ def _activate(
     more, mistaken = found.choices(environ)
     others, missing = outside.find_targets(catalogue.features)
     choices |= more
-    for unknown in gates.unknown(environ, state.gates):
-        logger.warning("%s", unknown)
+    if journal.starts_engines():
+        for unknown in gates.unknown(environ, state.gates):
+            logger.warning("%s", unknown)
     if demanded := gates.unclaimed(environ, state.gates):
         left_out = "; ".join(f"{name}: {item['reason']}" for name, item in entry.features.items())
         raise InstallError(
@@ -265,8 +265,6 @@ def _activate(
     targets = {VLLM: installed, **others}
     wanted = state.wanted = _Wanted(targets, missing | mistaken, catalogue, choices, try_unlisted, strict, overlay)
     settled = _put_in_force(state, wanted)
-    for note in overlay.notes:
-        logger.warning("patched copies go to %s instead: %s", overlay.base, note)
     plan = state.plan = settled.plan
     if plan.errors:
         raise InstallError("; ".join(plan.errors))
@@ -276,13 +274,15 @@ def _activate(
     entry.modules = {name: "re-applied" if name in swapped else "pending" for name in settled.copies} | {
         name: "served" for name in entry.modules if entry.modules[name] == "served"
     }
-    if not compare_with_first(entry, environ, own, stop=_must_hold(environ, state.gates)):
-        _report(entry, plan, installed, try_unlisted)
+    if not compare_with_first(entry, environ, stop=_must_hold(environ, state.gates)):
+        _report(entry, plan, installed, overlay, try_unlisted)
     journal.begin(entry, overlay.writable_base())
 
 
-def _report(entry: Journal, plan: Plan, installed: Installed, try_unlisted: bool) -> None:
-    """One line that says what is live, and one for each feature that should be and is not."""
+def _report(entry: Journal, plan: Plan, installed: Installed, overlay: Overlay, try_unlisted: bool) -> None:
+    """Say in one line what is patched in, and in one each what should be and is not."""
+    for note in overlay.notes:
+        logger.warning("patched copies go to %s instead: %s", overlay.base, note)
     listed = is_supported(installed.version)
     if not listed:
         logger.warning(
@@ -291,7 +291,7 @@ def _report(entry: Journal, plan: Plan, installed: Installed, try_unlisted: bool
             __version__,
             SUPPORTED[0],
             SUPPORTED[-1],
-            "features whose every hunk fits exactly are live"
+            "features whose every hunk fits exactly are patched in"
             if try_unlisted
             else "its features are off: set VLLM_HWPLUGIN_TRY_UNLISTED=1 to use those whose every hunk fits exactly",
         )
@@ -299,12 +299,12 @@ def _report(entry: Journal, plan: Plan, installed: Installed, try_unlisted: bool
         # Where nothing is tried, the line above is the reason for all of the project's own.
         told = name in plan.features and not plan.features[name].feature.is_outside and not listed and not try_unlisted
         if item["state"] == "refused" and not told:
-            logger.warning("%s is not live, vLLM runs stock there: %s", name, item["reason"])
+            logger.warning("%s is not patched in, vLLM runs unpatched there: %s", name, item["reason"])
     logger.info(
-        "vllm-hwplugin %s on %s %s (%s): in force: %s",
-        __version__,
+        "patched in on %s %s (plugin %s, %s): %s",
         installed.dist,
         installed.version,
+        __version__,
         entry.role,
         ", ".join(entry.live) or "nothing",
     )

@@ -83,7 +83,8 @@ def decision() -> Decision:
         fault = error
         found = Decision(None, f"its choice failed: {type(error).__name__}: {error}", logging.ERROR)
     if found is not _SWITCHED_OFF:
-        logger.log(found.level, "vllm-hwplugin offers %s", found, exc_info=fault)
+        level = logging.DEBUG if journal.repeats_another() else found.level
+        logger.log(level, "platform: %s", found, exc_info=fault)
         journal.note(KEY, str(found))
     return found
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from vllm_hwplugin import journal
+from vllm_hwplugin import journal, log
 from vllm_hwplugin.fallback import refuse_if_required
 from vllm_hwplugin.journal import Journal, Use
 
@@ -78,15 +78,17 @@ def report(part: Any, examine: Callable[[Any, Journal], Findings]) -> None:
     entry = journal.current()
     if entry is None:
         return
+    # A worker of Ray may get here with vLLM's logging not configured.
+    log.give_out()
     journal.check_live()
     try:
         found = examine(part, entry)
     except Exception:
         # Only a report is lost, and the engine serves without it: a vLLM may keep elsewhere what was looked for here.
-        logger.warning("vllm-hwplugin cannot say which features this %s uses", type(part).__name__, exc_info=True)
+        logger.warning("cannot say which features this %s uses", type(part).__name__, exc_info=True)
         return
     settled = journal.settle_uses(found.uses, found.engine)
-    logger.info("vllm-hwplugin: %s %s", found.described, sentence(settled))
+    logger.info("%s %s", found.described, sentence(settled))
     for feature in found.demanded:
         if feature in settled and not settled[feature]["used"]:
             refuse_if_required(feature, settled[feature]["reason"])

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin's log lines: each begins with `vllm-hwplugin:`, and none is lost before vLLM has configured logging.
+
+vLLM up to 0.30 configures logging while it is imported. From 0.31 on it configures logging with the parsed arguments,
+after it has loaded its plugins, so the plugin's first lines have no handler yet: Python drops those below WARNING and
+prints the others bare. :func:`prepare` keeps them, and they go out when vLLM has configured logging, in its format.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+from types import ModuleType
+from typing import Any, Final
+
+_PREFIX: Final = "vllm-hwplugin:"
+
+# vLLM calls it whenever it configures logging, also where that is switched off (VLLM_CONFIGURE_LOGGING=0).
+_CONFIGURE: Final = "_configure_vllm_root_logger"
+# What vLLM has last configured logging by; only versions that configure it after plugins have this.
+_LAST: Final = "_last_configured_logging_config"
+
+_logger = logging.getLogger("vllm.hwplugin")
+
+
+class _Kept(logging.Handler):
+    """Keeps the plugin's lines until vLLM has configured logging."""
+
+    def __init__(self, module: ModuleType) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self._module, self._configure = module, getattr(module, _CONFIGURE)
+        self._level, self._propagate = _logger.level, _logger.propagate
+
+    def begin(self) -> None:
+        # What is below the level that vLLM is going to set goes when the lines are given out.
+        _logger.setLevel(logging.DEBUG)
+        _logger.propagate = False
+        _logger.addHandler(self)
+
+        @functools.wraps(self._configure)
+        def configure(*args: Any, **kwargs: Any) -> Any:
+            result = self._configure(*args, **kwargs)
+            give_out()
+            return result
+
+        setattr(self._module, _CONFIGURE, configure)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def end(self) -> None:
+        setattr(self._module, _CONFIGURE, self._configure)
+        # `dictConfig` takes the handler away where it sets up the loggers of vLLM; what it has set then holds.
+        if self in _logger.handlers:
+            _logger.removeHandler(self)
+            _logger.setLevel(self._level)
+            _logger.propagate = self._propagate
+        for record in self.records:
+            if _logger.isEnabledFor(record.levelno):
+                # Made again, because vLLM's format needs what its record factory adds; with the time of the first.
+                fresh = _logger.makeRecord(
+                    record.name, record.levelno, record.pathname, record.lineno, record.msg, (), record.exc_info
+                )
+                vars(fresh).update(vars(record))
+                _logger.callHandlers(fresh)
+        self.records.clear()
+
+
+_kept: _Kept | None = None
+
+
+def prepare() -> None:
+    """Begin each line of the plugin with its name, and keep lines while vLLM has not configured logging."""
+    global _kept
+    _logger.addFilter(_begin)
+    module = sys.modules.get("vllm.logger")
+    if module is None or _kept is not None or logging.getLogger("vllm").handlers:
+        return
+    if hasattr(module, _CONFIGURE) and getattr(module, _LAST, module) is None:
+        _kept = _Kept(module)
+        _kept.begin()
+
+
+def give_out() -> None:
+    """Give out the lines that were kept, as logging is configured now."""
+    global _kept
+    if _kept is not None:
+        kept, _kept = _kept, None
+        kept.end()
+
+
+def _begin(record: logging.LogRecord) -> bool:
+    if not str(record.msg).startswith(_PREFIX):
+        record.msg = f"{_PREFIX} {record.msg}"
+    return True
+
+
+def _forget() -> None:
+    # The parent has the lines, and gives them out.
+    if _kept is not None:
+        _kept.records.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+# Of a process in which vLLM configured no logging; atexit calls it before logging's own end.
+atexit.register(give_out)
