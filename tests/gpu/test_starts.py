@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from .engines import ATTEMPTS, DISTURBED, PROFILED_ENGINE
 from .mixed_load import SMALL, environment, options
 
 _FEW = [dataclasses.replace(one, at=0, params={**one.params, "max_tokens": 14}) for one in loads.two_alone()]
+#: Of a `VllmConfig`: no pool of graphs that a sleep offloads.
+NO_SLEEP = SimpleNamespace(use_cumem_cudagraph_pool=False)
 _V1, _V2 = "vllm_hwplugin.spec_decode.v1", "vllm_hwplugin.spec_decode.v2"
 
 
@@ -142,7 +145,7 @@ def test_a_capture_that_cuda_has_ended_leaves_nothing_behind() -> None:
         before = reserved_memory()
         said = ""
         try:
-            record_graph(waits, torch.cuda.graph_pool_handle())
+            record_graph(waits, torch.cuda.graph_pool_handle(), NO_SLEEP)
         except RecordingFailed as failure:
             # The failure itself would hold the frames, and these the memory.
             said = str(failure)
@@ -151,6 +154,6 @@ def test_a_capture_that_cuda_has_ended_leaves_nothing_behind() -> None:
         # Both refuse in a capture that torch takes to be under way.
         assert torch.rand(3, device="cuda").sum().item() > 0
         out = torch.zeros_like(ones)
-        graph = record_graph(lambda: out.copy_(ones * 2), torch.cuda.graph_pool_handle())
+        graph = record_graph(lambda: out.copy_(ones * 2), torch.cuda.graph_pool_handle(), NO_SLEEP)
         graph.replay()
         assert out.sum().item() == 2 << 10

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from vllm_hwplugin.spec_decode import graph_recording
 from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
 
 POOL = (0, 7)
+CONFIG = SimpleNamespace(use_cumem_cudagraph_pool=False)
 CACHE = "TRITON_CACHE_DIR"
 
 
@@ -103,8 +105,26 @@ def test_collectives_in_symmetric_memory_find_the_pool_of_the_recording(monkeypa
     """They end its allocations and begin them again: those of another pool would be an error, or lie in it."""
     monkeypatch.setattr(allocator, "_graph_pool_id", "of the target's graphs")
     seen: list[tuple[object, object]] = []
-    record_graph(lambda: seen.append((Graph.under_way, allocator._graph_pool_id)), POOL)
+    record_graph(lambda: seen.append((Graph.under_way, allocator._graph_pool_id)), POOL, CONFIG)
     assert seen[1] == (POOL, POOL)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("profiles", [False, True])
+def test_graphs_are_in_the_pool_that_a_sleep_offloads_wherever_vllms_are(
+    offloads: bool, profiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = pytest.importorskip("vllm.compilation.cudagraph_pool", reason="this vLLM has none")
+    of_sleep = SimpleNamespace(cudagraph_pool=lambda: nullcontext("of sleep"))
+    monkeypatch.setattr(pools, "get_mem_allocator_instance", lambda: of_sleep)
+    seen: list[object] = []
+
+    def run() -> None:
+        seen.extend((Graph.under_way, allocator._graph_pool_id) if Graph.under_way is not None else ())
+
+    with pools.capture_outside_cumem_pool() if profiles else nullcontext():
+        record_graph(run, POOL, SimpleNamespace(use_cumem_cudagraph_pool=offloads))
+    assert seen == ["of sleep" if offloads and not profiles else POOL] * 2
 
 
 def waits_for_the_device() -> None:
@@ -127,7 +147,7 @@ def is_out_of_memory_while_captured() -> None:
 
 
 def records_well() -> None:
-    record_graph(lambda: None, POOL)
+    record_graph(lambda: None, POOL, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +168,7 @@ def test_a_recording_that_fails_leaves_vllm_as_it_is(
         forgotten.append(Graph.under_way is None and all(one() is None for one in made))
 
     forgotten: list[bool] = []
-    recording: list[Any] = [lambda: record_graph(runs, POOL), forgets]
+    recording: list[Any] = [lambda: record_graph(runs, POOL, CONFIG), forgets]
     gc.disable()
     try:
         assert not attempt(V2_TAIL_GRAPH, "stock", *recording)
@@ -178,7 +198,7 @@ def test_a_pool_is_let_go_of_only_by_a_capture_that_broke(
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", is_not_recording)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda _, pool: released.append(pool))
     # The wrapper fails in the run before its capture.
-    record: Any = is_out_of_memory if let_go == 0 else lambda: record_graph(spoils_the_capture, POOL)
+    record: Any = is_out_of_memory if let_go == 0 else lambda: record_graph(spoils_the_capture, POOL, CONFIG)
     assert not attempt(V2_TAIL_GRAPH, "stock", record, lambda: None, pool=POOL)
     assert released == [POOL] * let_go
 
@@ -219,7 +239,7 @@ def _rank(rank: int, folder: str, fails: str, results: Any) -> None:
             raise RuntimeError(f"it fails {place}")
 
     def recorded(label: float) -> Any:
-        return lambda: record_graph(lambda: custom.all_reduce(torch.full((4,), label), registered=True), POOL)
+        return lambda: record_graph(lambda: custom.all_reduce(torch.full((4,), label), registered=True), POOL, CONFIG)
 
     def run() -> None:
         custom.all_reduce(torch.full((4,), 2.0), registered=True)
@@ -229,7 +249,7 @@ def _rank(rank: int, folder: str, fails: str, results: Any) -> None:
     def recording() -> None:
         here("before all")
         for _ in range(2):
-            record_graph(run, POOL)
+            record_graph(run, POOL, CONFIG)
         here("behind all")
 
     recorded(1.0)()  # vLLM's own

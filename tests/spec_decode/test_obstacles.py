@@ -243,6 +243,7 @@ CASES: Final = [
     (proposer, "vllm_config.lora_config", object(), "LoRA", Part.V1_PASSES),
     (proposer, "model", Breakable(), "breakable", Part.V1_PASSES),
     (proposer, "speculative_config.use_dflash", lambda: True, "ExampleConnector may load", Part.V1_PASSES),
+    (proposer, "vllm_config.use_cumem_cudagraph_pool", True, "memory pool", Part.V1_PASSES),
     (proposer, "_share_mtp_indices", True, "top-k indices", Part.V1_PASSES),
     (proposer, "speculative_config.num_speculative_tokens", 1, "no chain", Part.V1_CHAIN),
     (proposer, "parallel_drafting", True, "no chain", Part.V1_CHAIN),

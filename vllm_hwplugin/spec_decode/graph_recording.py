@@ -24,6 +24,16 @@ from vllm.v1.sample.ops import topk_topp_triton
 from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.fallback import FeatureRequired, stays_stock
 
+try:
+    from vllm.compilation.cudagraph_pool import capture_pool
+except ImportError:
+    # Up to 0.31 there is no other pool than the caller's.
+    @contextmanager
+    def capture_pool(pool: Any, vllm_config: Any) -> Iterator[Any]:
+        set_graph_pool_id(pool)
+        yield pool
+
+
 logger = logging.getLogger("vllm.hwplugin")
 
 _TRITON_CACHE: Final = "TRITON_CACHE_DIR"
@@ -139,11 +149,16 @@ def kept_kernels() -> Iterator[None]:
             os.environ[_TRITON_CACHE] = named
 
 
-def record_graph(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+def record_graph(run: Callable[[], None], pool: Any, vllm_config: Any) -> torch.cuda.CUDAGraph:
     """Record `run` on the current stream, which is not the default one.
 
     It is called once before: kernels that compile or tune themselves may not do so meanwhile. `torch.cuda.graph` would
     give the allocator's memory back to the device around each of some hundred recordings.
+
+    Args:
+        run: what the graph holds.
+        pool: memory of the graph, where vLLM has no pool of all graphs that a sleep offloads.
+        vllm_config: says whether vLLM has one.
 
     Raises:
         RecordingFailed: `run` or its capture failed, here or on another rank of tensor parallelism.
@@ -151,30 +166,30 @@ def record_graph(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     _together(run)
     torch.accelerator.synchronize()
     graph = torch.cuda.CUDAGraph()
-    _together(lambda: _capture(graph, run, pool))
+    _together(lambda: _capture(graph, run, pool, vllm_config))
     return graph
 
 
-def _capture(graph: torch.cuda.CUDAGraph, run: Callable[[], None], pool: Any) -> None:
-    # Collectives in symmetric memory leave it for a while.
-    set_graph_pool_id(pool)
+def _capture(graph: torch.cuda.CUDAGraph, run: Callable[[], None], pool: Any, vllm_config: Any) -> None:
     failure: Exception | None = None
-    try:
-        graph.capture_begin(pool=pool)
+    # It also names the pool to collectives in symmetric memory, which leave it for a while.
+    with capture_pool(pool, vllm_config) as pool:
         try:
-            run()
-        except Exception as error:
-            failure = error
-        graph.capture_end()
-    except RuntimeError as error:
-        leave_capture(pool, broken=True)
-        raise failure or error from None
-    else:
-        if failure is not None:
-            raise failure
-    finally:
-        # It holds this frame, and what the failed run had made.
-        del failure
+            graph.capture_begin(pool=pool)
+            try:
+                run()
+            except Exception as error:
+                failure = error
+            graph.capture_end()
+        except RuntimeError as error:
+            leave_capture(pool, broken=True)
+            raise failure or error from None
+        else:
+            if failure is not None:
+                raise failure
+        finally:
+            # It holds this frame, and what the failed run had made.
+            del failure
 
 
 def leave_capture(pool: Any, *, broken: bool | None) -> None:

@@ -346,6 +346,13 @@ OBSTACLES: Final = (
         _PASSES,
         _breakable_in_any_mode,
     ),
+    # From 0.32 on.
+    Obstacle(
+        "sleep_mode_offload_cudagraph puts all graphs into one memory pool, where a draft may overwrite the target's "
+        "output",
+        _PASSES,
+        _has("vllm_config.use_cumem_cudagraph_pool"),
+    ),
     Obstacle(
         "the draft model shares top-k indices between steps by a host-side switch", _PASSES, _has("_share_mtp_indices")
     ),

@@ -60,7 +60,7 @@ def plain_rejection(verified: Any, drawn_from: Any, logits: Any, sampling_metada
     return SamplerOutput(torch.where(torch.arange(WIDTH) <= accepted, best, -1).int(), None)
 
 
-def recorded(run: Callable[[], None], pool: Any) -> Graph:
+def recorded(run: Callable[[], None], *_: Any) -> Graph:
     run()
     return Graph(run, {})
 

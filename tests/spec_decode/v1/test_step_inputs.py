@@ -58,6 +58,7 @@ class Runner:
 
     def __init__(self, asynchronous: bool, derives: bool) -> None:
         self.use_async_spec_decode = asynchronous
+        self.vllm_config = None
         self.derives = derives
         self.prepared, self.committed, self.built = 0, 0, 0
         count = len(COMPUTED)
@@ -133,7 +134,7 @@ class Served:
     def __init__(self, asynchronous: bool, derives: bool = False) -> None:
         self.runner = Runner(asynchronous, derives)
         self.inputs = StepInputs(self.runner)
-        with mock.patch.object(step_inputs, "record_graph", lambda run, _: Graph(run, self.runner)):
+        with mock.patch.object(step_inputs, "record_graph", lambda run, *_: Graph(run, self.runner)):
             self.inputs.capture()
         self.graph: Any = self.inputs._graphs[2].graph if self.inputs._graphs else None
         self.runner.built = 0
@@ -397,7 +398,7 @@ def test_recording_leaves_requests_that_are_under_way_as_they_were() -> None:
     """vLLM captures anew where ranks of data parallelism come or go; how far their requests are is on the device."""
     served = Served(asynchronous=True)
     served.runner.num_computed_tokens.copy_(torch.tensor([50, 20]))
-    with mock.patch.object(step_inputs, "record_graph", lambda run, _: Graph(run, served.runner)):
+    with mock.patch.object(step_inputs, "record_graph", lambda run, *_: Graph(run, served.runner)):
         served.inputs.capture()
     assert set(served.inputs._graphs) == {1, 2}
     assert served.runner.num_computed_tokens.tolist() == [50, 20]

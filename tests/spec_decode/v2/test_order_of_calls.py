@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +18,10 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 from vllm_hwplugin.gates import PLAIN_DECODE
 from vllm_hwplugin.spec_decode import obstacles
+from vllm_hwplugin.spec_decode.step_counts import Reason
 
+from .. import engines
+from ..engines import BLOCK, DRAFTS, VOCAB, config_of
 from ..walks import BEST, MORE, PLAIN, UNPATCHED, Sides, host_of_graphs, walk
 from . import plain_triton
 from .released_modules import ReleasedModules, jit
@@ -44,6 +49,18 @@ class InOnePlace(Side):
             self.executed = self.executed._replace(hidden_states=kept[: len(found)])
             self.runner.execute_model_state = self.executed
         return super().inputs()
+
+
+def wander(sides: Sides, kinds: list[dict[str, Any]], walks: int = 8, steps: int = 20) -> None:
+    """Add requests of these kinds at random, and compare after each step. The same ways in each run."""
+    for number in range(walks):
+        chance = random.Random(number)
+        for _ in range(steps):
+            if chance.random() < 0.3:
+                prompt = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 2 * BLOCK))]
+                sides.add(prompt=prompt, max_tokens=chance.choice((2, 5, 9, 20)), **chance.choice(kinds))
+            sides.step()
+        sides.restart()
 
 
 @contextmanager
@@ -75,6 +92,53 @@ def test_nothing_differs_whatever_happens_to_requests(sides: Sides) -> None:
     assert sampling.keys() >= asked
     assert not (drafting.keys() | inputs.keys()) & asked
     assert drafting["served"] >= inputs["served"]
+
+
+class Alternating(Side):
+    """vLLM samples in each second step in place of a graph, which then drafts.
+
+    Before it does, nobody may rely on what rows of padding hold.
+    """
+
+    def __init__(self, modules: ReleasedModules, **how: Any) -> None:
+        super().__init__(modules, **how)
+        self._steps, self._written = 0, 0
+
+    @torch.inference_mode()
+    def inputs(self) -> dict[str, Any]:
+        tail = getattr(self.runner, "tail_graphs", None)
+        held = None if tail is None else tail.held
+        if held is not None:
+            self._steps += 1
+            by_vllm = self._steps % 2 == 0
+            tail.held = dataclasses.replace(
+                held, sampling=Reason.SAMPLING_PARAMETERS if by_vllm else tail._needed(held.rows)
+            )
+            # What the step before left is copied to the host, as far as it had requests.
+            written, outputs = max(len(held.req_ids), self._written), tail._buffers.outputs
+            for counts in (outputs.num_sampled, outputs.num_rejected) if by_vllm else ():
+                counts[written:].fill_(DRAFTS)
+        self._written = self.executed.input_batch.num_reqs
+        return super().inputs()
+
+
+def test_nor_does_it_whoever_samples_and_whatever_is_left_of_other_batches(
+    vllm_tree: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests of two tokens have a graph of three, which one request of three may have used before."""
+
+    def sizes(*arguments: Any, **choices: Any) -> Any:
+        config = config_of(*arguments, **choices)
+        config.compilation_config.cudagraph_capture_sizes = [6]
+        return config
+
+    monkeypatch.setattr(engines, "config_of", sizes)
+    with both(vllm_tree(VERSION), partial(Alternating, schedule=[[1, 1, 2], [2, 4, 1]])) as sides:
+        wander(sides, PLAIN + BEST)
+        tail = sides.both[1].runner.tail_graphs
+    counts = tail._sampling.outcomes()
+    assert min(counts["served"], counts["sampling_parameters"]) > 30
+    assert {(one.query_len, one.shape.num_reqs) for one in tail._graphs} == {(3, 2), (2, 3)}
 
 
 def test_nor_does_it_where_the_number_of_drafts_goes_by_that_of_requests(vllm_tree: Callable[[str], Any]) -> None:

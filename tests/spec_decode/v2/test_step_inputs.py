@@ -256,6 +256,20 @@ def test_blocks_are_taken_over_when_a_request_has_new_ones(served: tuple[StepInp
     assert inputs._fixed[0].tolist() == [[11, 9]]
 
 
+def test_vllm_clears_the_rows_of_block_tables_that_a_graph_wrote(served: tuple[StepInputs, Tail, Graph]) -> None:
+    """Up to 0.32 it clears none, and has no count of them."""
+    inputs, _, _ = served
+    tables = inputs._runner.block_tables
+    step(inputs, scheduled())
+    assert not hasattr(tables, "_num_dirty_rows")
+    for before, after in ((2, 4), (7, 7)):
+        tables._num_dirty_rows = before
+        step(inputs, scheduled())
+        assert tables._num_dirty_rows == after
+    assert step(inputs, scheduled(num_spec_tokens_to_schedule=1)) is None
+    assert tables._num_dirty_rows == 7
+
+
 def test_vllm_takes_everything_over_in_each_step_where_there_are_no_graphs() -> None:
     inputs = StepInputs(SimpleNamespace(), Tail())  # type: ignore[arg-type]
     assert inputs.changes_sampling(scheduled())

@@ -315,19 +315,23 @@ class PhaseRecorder:
         def draft(kind: Drafting) -> None:
             buffers.drafts[:num_reqs].copy_(self._draft(shape, states, batch, metadata, kind))
 
-        pool = self._passes.graph_pool
+        pool, config = self._passes.graph_pool, self._runner.vllm_config
+
+        def recorded(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+            return record_graph(run, pool, config)
+
         # The largest logits first: what is recorded later finds room in what they leave. Those of drawn drafts last:
         # they need what these are drawn from.
-        sampling = {kind: record_graph(partial(sample, kind), pool) for kind in self.sampling if not kind.of_drawn}
-        drafting = {kind: record_graph(partial(draft, kind), pool) for kind in self.drafting}
-        sampling |= {kind: record_graph(partial(sample, kind), pool) for kind in self.sampling if kind.of_drawn}
+        sampling = {kind: recorded(partial(sample, kind)) for kind in self.sampling if not kind.of_drawn}
+        drafting = {kind: recorded(partial(draft, kind)) for kind in self.drafting}
+        sampling |= {kind: recorded(partial(sample, kind)) for kind in self.sampling if kind.of_drawn}
         return PhaseGraphs(
             shape=shape,
             states=states.addresses(),
             inputs=input_addresses(template),
             sampling=sampling,
             drafting=drafting,
-            counting=record_graph(lambda: self._count(shape, batch), pool),
+            counting=recorded(lambda: self._count(shape, batch)),
             kept=(metadata, batch, shared_scratch()),
         )
 

@@ -187,7 +187,7 @@ class StepInputs:
             if desc is not None:
                 self._make_metadata(num_reqs, desc)
 
-        return _Recorded(record_graph(prepare, pool), metadata=desc is not None)
+        return _Recorded(record_graph(prepare, pool, runner.vllm_config), metadata=desc is not None)
 
     def _graph_of_target(self, num_reqs: int) -> Any:
         """The `BatchDescriptor` of the FULL graph in which the target decodes so many requests; None without one."""

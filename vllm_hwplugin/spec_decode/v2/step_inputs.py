@@ -145,7 +145,8 @@ class StepInputs:
             with buffers.stand_in(), StandIn(self._moving, self._fixed):
                 for shape, batch in batches.items():
                     buffers.clear(shape[0])
-                    self._graphs[shape] = record_graph(self._preparing(batch, buffers, reason is None), pool)
+                    prepare = self._preparing(batch, buffers, reason is None)
+                    self._graphs[shape] = record_graph(prepare, pool, runner.vllm_config)
 
         if not attempt(V2_STEP_INPUTS, _STOCK, record_all, self.forget):
             return
@@ -241,6 +242,10 @@ class StepInputs:
         if held is not self._held:
             self._held, self._template = held, self._tail.held_batch()
         self._graphs[desc.uniform_token_count, desc.num_reqs].replay()
+        tables = runner.block_tables
+        if hasattr(tables, "_num_dirty_rows"):
+            # From 0.33 on vLLM clears rows of a larger batch, and a replay does not tell it how many it wrote.
+            tables._num_dirty_rows = max(tables._num_dirty_rows, desc.num_reqs)
         self._embedded = self._embeds and not scheduled.scheduled_encoder_inputs
         computed = runner.req_states.num_computed_tokens_np[held.rows]
         upper = np.zeros(self._template.num_reqs_after_padding, dtype=np.int32)

@@ -292,11 +292,11 @@ class TailGraphs:
             if self._drawn_by_host and needed.narrows:
                 continue
             with sampling_as(runner.sampler, needed), buffers.stand_in():
-                sampling[needed] = record_graph(lambda: self._sample(batch), pool)
+                sampling[needed] = record_graph(lambda: self._sample(batch), pool, runner.vllm_config)
         if Part.V2_DRAFTING in self._vllms:
             return _Graphs(shape, sampling, Reason.NOT_CAPTURED)
         with metadata_of_steps(runner.speculator) if updated_in_place(runner.speculator) else nullcontext() as metadata:
-            drafting = record_graph(lambda: self._draft(batch, query_len, *prepared.pop()), pool)
+            drafting = record_graph(lambda: self._draft(batch, query_len, *prepared.pop()), pool, runner.vllm_config)
         return _Graphs(shape, sampling, drafting, metadata)
 
     def _recorded_batch(self, shape: GraphShape, query_len: int) -> Any:
@@ -360,15 +360,20 @@ class TailGraphs:
         hidden_states, aux_hidden_states = self._target()
         # From 0.32 on. Before, vLLM always drafts as many as there are at most.
         asked = known_arguments(runner.speculator.propose, num_speculative_tokens=query_len - 1)
-        with recorded_with(buffers.padding(num_reqs, query_len)):
+        padding = buffers.padding(num_reqs, query_len)
+        # Rows of padding hold what a step with other requests left, maybe a graph of longer ones.
+        num_sampled, num_rejected = (
+            counts[:num_reqs] * padding.alive for counts in (kept.num_sampled, kept.num_rejected)
+        )
+        with recorded_with(padding):
             drafts = runner.speculator.propose(
                 batch,
                 metadata,
                 slots,
                 self._draft_hidden_states(hidden_states)[: batch.num_tokens],
                 None if aux_hidden_states is None else [one[: batch.num_tokens] for one in aux_hidden_states],
-                kept.num_sampled[:num_reqs],
-                kept.num_rejected[:num_reqs],
+                num_sampled,
+                num_rejected,
                 runner.req_states.last_sampled_tokens,
                 runner.req_states.next_prefill_tokens,
                 buffers.temperature,
