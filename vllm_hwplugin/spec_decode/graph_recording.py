@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import torch
+from packaging.version import Version
 from vllm import _custom_ops, envs
 from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
 from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
@@ -39,6 +40,11 @@ logger = logging.getLogger("vllm.hwplugin")
 _TRITON_CACHE: Final = "TRITON_CACHE_DIR"
 #: Of the user; vLLM names a folder later, while it compiles.
 _OF_USER: Final = os.environ.get(_TRITON_CACHE)
+
+
+#: Whether a `torch.cuda.CUDAGraph` whose `capture_end` failed releases its pool when it is destroyed. Where it does, a
+#: second release ends the process: the destructor throws.
+_GRAPH_RELEASES_POOL: Final = Version(torch.__version__).release >= (2, 14)
 
 
 class RecordingFailed(HwpluginError, RuntimeError):
@@ -182,7 +188,7 @@ def _capture(graph: torch.cuda.CUDAGraph, run: Callable[[], None], pool: Any, vl
                 failure = error
             graph.capture_end()
         except RuntimeError as error:
-            leave_capture(pool, broken=True)
+            leave_capture(pool, broken=not _GRAPH_RELEASES_POOL)
             raise failure or error from None
         else:
             if failure is not None:
