@@ -50,6 +50,9 @@ class _Kept(logging.Handler):
         setattr(self._module, _CONFIGURE, configure)
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            # As text: the traceback's frames would keep the tensors of a failed capture.
+            record.exc_text, record.exc_info = logging.Formatter().formatException(record.exc_info), None
         self.records.append(record)
 
     def end(self) -> None:
