@@ -7,6 +7,7 @@ when the host goes on.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
@@ -72,8 +73,7 @@ def options(method: str, mode: str, captured: Sequence[int] | None = None) -> di
 def environment(folder: Path, name: str, runner: str, **variables: str) -> dict[str, str]:
     """Of a process of this name, on V1 or V2, whose features are on where variables do not say otherwise.
 
-    Caches are of the processes of one name, of which there is one at a time: vLLM's of what is compiled is not written
-    all at once.
+    vLLM does not write its compile cache atomically: processes that may run at the same time have different caches.
     """
     chosen = {
         **loads.VARIABLES,
@@ -81,7 +81,8 @@ def environment(folder: Path, name: str, runner: str, **variables: str) -> dict[
         **_ALIKE,
         **variables,
     }
-    caches = {"VLLM_CACHE_ROOT": str(Path(tempfile.gettempdir(), "vllm-hwplugin-tests", name))}
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    caches = {"VLLM_CACHE_ROOT": str(Path(tempfile.gettempdir(), "vllm-hwplugin-tests", worker, name))}
     patched = engine_environment("cuda", patched=True, extra={**chosen, **caches})
     return child_environment(patched, provide(folder / f"metadata {name}"))
 

@@ -15,6 +15,9 @@ from ..musa_sim.loads import Load, Process, Run
 from .engines import ATTEMPTS, DISTURBED, PROFILED_ENGINE
 from .mixed_load import SMALL, environment, options
 
+# All of its engines start in one process of the tests.
+pytestmark = pytest.mark.xdist_group("starts")
+
 _FEW = [dataclasses.replace(one, at=0, params={**one.params, "max_tokens": 14}) for one in loads.two_alone()]
 #: Of a `VllmConfig`: no pool of graphs that a sleep offloads.
 NO_SLEEP = SimpleNamespace(use_cumem_cudagraph_pool=False)

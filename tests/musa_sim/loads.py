@@ -478,6 +478,23 @@ def asking_for_more() -> list[Request]:
     ]
 
 
+def crowd(count: int) -> list[Request]:
+    """Return `count` greedy and seeded requests that decode at the same time, one of them with a long prompt.
+
+    Eight requests arrive a step. Each then has tokens left until the last one has begun.
+    """
+    texts = json.loads((SMALL / "prompts.json").read_text())["prompt_ids"]
+    made = []
+    for number in range(count):
+        prompt = texts[number % len(texts)][: 24 + number % 60]
+        params = {"temperature": 0.8, "seed": number} if number % 4 == 3 else {"temperature": 0.0}
+        steps = (count - number) // 8
+        made.append(Request(f"r{number}", prompt, number // 8, {**params, "max_tokens": 24 + 4 * steps + number % 7}))
+    long = [token for text in texts[:18] for token in text]
+    made[0] = replace(made[0], prompt=long)
+    return made
+
+
 def by_temperature() -> list[Request]:
     """Requests with temperatures and seeds, a greedy one, and one that needs more of the sampler."""
     texts = json.loads((SMALL / "prompts.json").read_text())["prompt_ids"]

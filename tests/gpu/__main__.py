@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run what matters most on one GPU, newest runner first, in ten minutes: `python -m tests.gpu [FILE [TEST...]]`.
+
+Token and draft equality of Eagle3, DFlash, MTP and `draft_model` under a load, batches of up to 256 requests, mixed
+graphs, failed captures at a start, the KV cache after rejected drafts, and every kernel. Results, versions, device and
+commit go to FILE as JSON. The exit status is pytest's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from vllm_hwplugin_lab.bench import detect_host
+from vllm_hwplugin_lab.bench.results import provenance
+
+HERE: Final = Path(__file__).parent
+#: Engines come first, and those that take longest before the others.
+TESTS: Final = (
+    "test_starts.py",
+    "test_v2_graphs.py::test_more_graphs_change_nothing[eagle3-FULL_AND_PIECEWISE-True]",
+    "test_v2_graphs.py::test_more_graphs_change_nothing[dflash-FULL_AND_PIECEWISE-False]",
+    "test_v2_graphs.py::test_graphs_serve_256_concurrent_requests",
+    "test_v2_graphs.py::test_nor_do_full_graphs_of_mixed_batches[eagle3]",
+    "test_v2_graphs.py::test_nor_with_drafters_that_vllm_has_no_graph_for[draft_model-0.31.0]",
+    "test_v2_graphs.py::test_nor_with_a_schedule_of_numbers_of_drafts[eagle3]",
+    "test_shapes.py::test_v2[hybrid]",
+    "test_shapes.py::test_v2[MLA]",
+    "test_shapes.py::test_v2[experts, sinks and windows]",
+    "test_v1_graphs.py::test_more_graphs_change_nothing[eagle3-FULL_AND_PIECEWISE-True]",
+    "test_nwor.py::test_nor_with_the_graphs_of_other_features[V2]",
+    "test_mixed_graphs.py",
+    "test_sampled_tokens.py",
+    "test_draft_rows.py",
+    "test_paged_attention.py",
+    "linear/test_kernels.py",
+    "ops",
+)
+#: Cores that an engine's start keeps busy, with the process that waits for it.
+CORES_PER_TEST: Final = 2
+
+
+class Results:
+    """Outcome and seconds of each test, by its name."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, dict[str, Any]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        test = self.tests.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
+        test["seconds"] = round(test["seconds"] + report.duration, 1)
+        if report.outcome != "passed":
+            test["outcome"] = report.outcome if report.when == "call" or report.skipped else "error"
+
+
+def main(file: str | None = None, *tests: str) -> int:
+    results, started = Results(), time.monotonic()
+    workers = max(1, min(8, len(os.sched_getaffinity(0)) // CORES_PER_TEST))
+    options = ["-q", "-n", str(workers), "--dist", "loadgroup", "--durations", "15", "-p", "no:benchmark"]
+    status = pytest.main([*options, *(str(HERE / test) for test in tests or TESTS)], plugins=[results])
+    seconds = time.monotonic() - started
+    print(f"{len(results.tests)} tests in {seconds:.0f} s, {workers} at a time")
+    if file is not None:
+        host = detect_host(device="cuda")
+        facts = {"gpu": host.name, "driver": host.driver, "vllm": host.vllm, "torch": host.torch}
+        record = {**provenance(), **facts, "seconds": round(seconds), "tests": results.tests}
+        Path(file).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
