@@ -30,8 +30,8 @@ SHARED_MEMORY = Path("/dev/shm")
 # As many as Linux follows in one path.
 _LINKS = 40
 
-# Bytes; many times more than any text, metadata, byte code or journal that a process of vLLM reads to its end.
-_LARGEST = 64 << 20
+#: Bytes; many times more than any text, metadata, byte code or journal that is read to its end.
+LARGEST = 64 << 20
 
 _WAY_OUT = "set VLLM_HWPLUGIN_CACHE_DIR to a folder below one of your own"
 _WAY_OUT_OF_CODE = "name another folder in VLLM_HWPLUGIN_PATCHES"
@@ -207,7 +207,7 @@ def read_ordinary(
         judge(found)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "not an ordinary file", str(path))
-        if found.st_size >= _LARGEST:
+        if found.st_size >= LARGEST:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
         with open(descriptor, "rb", closefd=False) as file:
             return file.read()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import hashlib
+import sys
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -16,6 +16,8 @@ import pytest
 from packaging.utils import canonicalize_name
 
 from vllm_hwplugin_workshop.sources import PipConfig
+
+Hiccup = Literal["cut", "short", "zeros", "damaged", "closed"]
 
 # A vLLM that is big enough for its members to lie outside the tail that is read first.
 FILLER = {f"vllm/filler_{number}.bin": bytes([number]) * 700_000 for number in range(4)}
@@ -46,12 +48,22 @@ def _write_wheel(
     return folder / name
 
 
+class _Http(ThreadingHTTPServer):
+    """What a client does that goes before it has the whole answer is its own affair, and no traceback of a test."""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
 class PackageServer:
     """A package index over HTTP.
 
     `ranges` is what it does with a range request: serves it, serves all but ranges counted from the end, or sends the
     whole file. `status` answers every request with that status, `cut` closes the connection after that many bytes.
-    Where it is `silent`, the project page never comes.
+    Where it is `silent`, the project page never comes. `hiccups` has what becomes of single answers, by their number
+    from 0: sent in half, stated shorter than it is, of zeros, with one byte changed at `damage_at` (a share of it), or
+    none at all.
     """
 
     def __init__(self) -> None:
@@ -60,6 +72,8 @@ class PackageServer:
         self.status: int | None = None
         self.retry_after: str | None = None
         self.cut: int | None = None
+        self.hiccups: dict[int, Hiccup] = {}
+        self.damage_at = 0.0
         self.page: bytes | None = None
         self.page_type = "text/html"
         self.wheels: dict[str, bytes] = {}
@@ -78,7 +92,7 @@ class PackageServer:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http = _Http(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         self._thread.start()
 
@@ -100,8 +114,11 @@ class PackageServer:
         self._thread.join()
 
     def _answer(self, handler: BaseHTTPRequestHandler) -> None:
+        hiccup = self.hiccups.get(len(self.requests))
         self.requests.append((handler.command, handler.path, handler.headers.get("Range")))
-        if self.status is not None:
+        if hiccup == "closed":
+            handler.close_connection = True
+        elif self.status is not None:
             self._send(handler, self.status, b"")
         elif handler.path.startswith("/files/") and (name := handler.path.rpartition("/")[2]) in self.wheels:
             self._send_file(handler, self.wheels[name])
@@ -144,6 +161,14 @@ class PackageServer:
         kind: str = "application/octet-stream",
         extra: str | None = None,
     ) -> None:
+        hiccup = self.hiccups.get(len(self.requests) - 1)
+        if hiccup == "short":
+            body = body[: len(body) // 2]
+        elif hiccup == "zeros":
+            body = bytes(len(body))
+        elif hiccup == "damaged" and body:
+            at = min(int(len(body) * self.damage_at), len(body) - 1)
+            body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
         handler.send_response(status)
         handler.send_header("Content-Type", kind)
         handler.send_header("Content-Length", str(len(body)))
@@ -154,9 +179,9 @@ class PackageServer:
         handler.end_headers()
         if handler.command == "GET":
             sent = body if self.cut is None else body[: self.cut]
-            with contextlib.suppress(ConnectionError):  # a test may end its client while it is answered
-                handler.wfile.write(sent)
-                self.bytes_sent += len(sent)
+            sent = sent[: len(body) // 2] if hiccup == "cut" else sent
+            handler.wfile.write(sent)
+            self.bytes_sent += len(sent)
 
 
 @pytest.fixture

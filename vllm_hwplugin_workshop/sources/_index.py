@@ -16,9 +16,9 @@ import re
 import threading
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
@@ -26,9 +26,12 @@ from packaging.version import Version
 from vllm_hwplugin.cachedir import own_folder, write_atomically
 
 from ._pip import PipConfig, host_of, pip_config
-from ._text import IndexUnreachable, SourceError, decode, text_of
+from ._text import IndexUnreachable, SourceError, decode, member_text
 
 _FORMAT = 1
+_DIRECTORY = "members.json"
+
+Out = TypeVar("Out")
 
 
 class Release(NamedTuple):
@@ -131,7 +134,13 @@ class Index:
             IndexUnreachable: no index answers, and no wheel of this version was read before.
         """
         try:
-            return choose(project, version, self._releases(project))
+            listed = self._releases(project)
+            try:
+                return choose(project, version, listed)
+            except SourceError:
+                # A page that was cut lists fewer files; another answer may list them all.
+                self._pages.pop(project, None)
+                return choose(project, version, self._releases(project))
         except IndexUnreachable as error:
             kept = [] if online else map(parse_release, [folder.name for folder in self.cache.glob("*.whl")])
             own = [one for one in kept if one is not None and one.project == canonicalize_name(project)]
@@ -237,7 +246,7 @@ class IndexSource:
             return None
         if path not in self._texts:
             kept = self._kept(path)
-            self._texts[path] = self._fetched(path) if kept is None else kept
+            self._texts[path] = self._of_wheel(lambda wheel: self._fetched(wheel, path)) if kept is None else kept
         return self._texts[path]
 
     def _kept(self, path: str) -> str | None:
@@ -247,12 +256,13 @@ class IndexSource:
             return None
         return decode(data, f"{self.label}: {path}") if (len(data), zlib.crc32(data)) == self._members[path] else None
 
-    def _fetched(self, path: str) -> str:
-        from ._remote import network
-
-        archive = self._open()
-        with network(self.label):
-            text = text_of(archive, path, self.label)
+    def _fetched(self, wheel: zipfile.ZipFile, path: str) -> str:
+        text = member_text(wheel, path, self.label)
+        if (len(data := text.encode()), zlib.crc32(data)) != self._members[path]:
+            # What was kept of the directory is not this wheel's, or came damaged.
+            (self._folder / _DIRECTORY).unlink(missing_ok=True)
+            del self._members
+            raise zipfile.BadZipFile(f"{path} is not what its directory stated")
         self._keep(f"files/{path}", text)
         return text
 
@@ -264,16 +274,17 @@ class IndexSource:
     def _members(self) -> dict[str, tuple[int, int]]:
         """The size and CRC-32 of each Python file, from the wheel's directory."""
         try:
-            kept = json.loads((self._folder / "members.json").read_text(encoding="utf-8"))
+            kept = json.loads((self._folder / _DIRECTORY).read_text(encoding="utf-8"))
             # A wheel of the same name with another digest is another wheel.
             if kept["format"] == _FORMAT and self._release.sha256 in (None, kept["sha256"]):
                 return {name: (size, crc) for name, (size, crc) in kept["members"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass
-        modules = [info for info in self._open().infolist() if info.filename.endswith(".py")]
-        members = {info.filename: (info.file_size, info.CRC) for info in modules}
+        from ._remote import listing
+
+        members = self._of_wheel(listing)
         record = {"format": _FORMAT, "sha256": self._release.sha256, "members": dict(sorted(members.items()))}
-        self._keep("members.json", json.dumps(record))
+        self._keep(_DIRECTORY, json.dumps(record))
         return members
 
     def _keep(self, name: str, text: str) -> None:
@@ -285,13 +296,22 @@ class IndexSource:
         except OSError as error:
             self._index.notes[f"{self._folder}: downloads are not kept ({error.strerror or error})"] = None
 
-    def _open(self) -> zipfile.ZipFile:
-        if self._zip is None:
-            from ._remote import new_session, open_remote
+    def _of_wheel(self, read: Callable[[zipfile.ZipFile], Out]) -> Out:
+        """What `read` finds in the wheel; one that came damaged is opened again, over another connection."""
+        from ._remote import Damaged, network, new_session, open_remote, read_again
 
-            release = self._release
-            if release.url is None:
-                release = self._index.release(release.project, self.version, online=True)
-            session = new_session(self._index.config, self._index.retries)
-            self._zip = open_remote(str(release.url), self.label, session)
-        return self._zip
+        def once() -> Out:
+            if self._zip is None:
+                release = self._release
+                if release.url is None:
+                    release = self._index.release(release.project, self.version, online=True)
+                session = new_session(self._index.config, self._index.retries)
+                self._zip = open_remote(str(release.url), self.label, session)
+            try:
+                with network(self.label):
+                    return read(self._zip)
+            except Damaged:
+                self._zip = None
+                raise
+
+        return read_again(once, self._index.retries)

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from vllm_hwplugin.cachedir import LARGEST
 
 from ._pip import PipConfig, host_of
-from ._text import DAMAGE, IndexUnreachable, SourceError, one_line
+from ._text import DAMAGE, IndexUnreachable, SourceError, one_line, too_large
 
 try:
     import requests
@@ -23,6 +27,7 @@ try:
     from remotezip import RemoteZip, RemoteZipError
     from requests.adapters import HTTPAdapter
     from urllib3.exceptions import HTTPError as TransportError
+    from urllib3.exceptions import ProtocolError
     from urllib3.util.retry import Retry
 except ImportError as error:
     raise IndexUnreachable(
@@ -33,8 +38,58 @@ except ImportError as error:
 # Seconds: connecting, and each pause between bytes, not the whole transfer. The second is pip's own.
 TIMEOUT = (5.0, 15.0)
 
+# Seconds before a damaged answer is asked for again; doubled each time.
+_PAUSE = 0.3
+
 # The directory of a vLLM wheel takes 350 to 650 kB at the end of the file: one request reads it all.
 _TAIL = 768 * 1024
+
+Out = TypeVar("Out")
+
+
+class Damaged(IndexUnreachable):
+    """An answer was cut, or is not what was asked for: the next one may be whole."""
+
+
+def read_again(read: Callable[[], Out], retries: int) -> Out:
+    """Return `read()`; call it again after a growing pause while its answers are damaged.
+
+    Raises:
+        Damaged: the last answer was damaged, too.
+    """
+    for number in range(retries):
+        try:
+            return read()
+        except Damaged:
+            time.sleep(_PAUSE * 2**number)
+    return read()
+
+
+class _Body:
+    """The body of an answer, with an end: a server may send bytes for ever."""
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+        self._left = LARGEST
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._body, name)
+
+    def read(self, size: int | None = None, **options: Any) -> Any:
+        return self._counted(self._body.read(self._left + 1 if size is None else min(size, self._left + 1), **options))
+
+    def stream(self, *arguments: Any, **options: Any) -> Iterator[Any]:
+        return map(self._counted, self._body.stream(*arguments, **options))
+
+    def _counted(self, data: bytes) -> bytes:
+        self._left -= len(data)
+        if self._left < 0:
+            raise SourceError(too_large("an answer of the package index"))
+        return data
+
+
+def _limit(answer: requests.Response, **_: object) -> None:
+    answer.raw = _Body(answer.raw)
 
 
 def new_session(config: PipConfig, retries: int) -> requests.Session:
@@ -51,6 +106,7 @@ def new_session(config: PipConfig, retries: int) -> requests.Session:
         raise_on_status=False,
         respect_retry_after_header=False,
     )
+    session.hooks["response"].append(_limit)
     for scheme in ("https://", "http://"):
         session.mount(scheme, HTTPAdapter(max_retries=again))
     if config.cert is not None:
@@ -62,7 +118,12 @@ def new_session(config: PipConfig, retries: int) -> requests.Session:
 
 @contextmanager
 def network(where: str) -> Iterator[None]:
-    """Turn what the libraries raise into one message, without their own: those show whole addresses, with passwords."""
+    """Turn what the libraries raise into one message, without their own: those show whole addresses, with passwords.
+
+    Raises:
+        Damaged: an answer came, and not as it was sent or asked for.
+        IndexUnreachable: no answer, or a refusal.
+    """
     try:
         yield
     except (
@@ -71,19 +132,33 @@ def network(where: str) -> Iterator[None]:
         RemoteZipError,
         UnsupportedContentTypeError,
         UnsupportedRepoVersionError,
-        ValueError,
+        *DAMAGE,
     ) as error:
-        cause: BaseException = error
-        while (deeper := cause.__cause__ or cause.__context__) is not None:
-            cause = deeper
+        causes: list[BaseException] = [error]
+        while (deeper := causes[-1].__cause__ or causes[-1].__context__) is not None:
+            causes.append(deeper)
+        kind = Damaged if any(map(_is_damage, causes)) else IndexUnreachable
+        cause = causes[-1]
+        if isinstance(error, zipfile.BadZipFile):
+            raise kind(f"{where}: not a readable wheel ({one_line(error)}); try another index") from error
         if isinstance(cause, requests.HTTPError) and cause.response is not None:
             found = f"HTTP {cause.response.status_code} {cause.response.reason}"
         else:
             found = getattr(cause, "strerror", None) or type(cause).__name__
-        raise IndexUnreachable(
+        raise kind(
             f"{where}: no usable answer ({found}); check the network and pip's index setting (pip config list), "
             "or name a wheel file or a folder"
         ) from error
+
+
+def _is_damage(error: BaseException) -> bool:
+    if isinstance(error, requests.HTTPError):
+        # A range that the file does not have: its directory, which stated the range, came damaged.
+        return error.response is not None and error.response.status_code == 416
+    if isinstance(error, (requests.exceptions.ChunkedEncodingError, requests.exceptions.ContentDecodingError)):
+        return True
+    # `requests` makes ValueErrors of malformed addresses, too.
+    return isinstance(error, (ProtocolError, *DAMAGE)) and not isinstance(error, requests.exceptions.InvalidURL)
 
 
 def fetch_page(endpoint: str | None, project: str, config: PipConfig, retries: int) -> list[DistributionPackage]:
@@ -96,34 +171,49 @@ def fetch_page(endpoint: str | None, project: str, config: PipConfig, retries: i
         IndexUnreachable: no answer, or not one of a package index.
     """
     address = endpoint or PYPI_SIMPLE_ENDPOINT
-    with new_session(config, retries) as session, network(str(host_of(address))):
-        try:
-            found: list[DistributionPackage] = (
-                PyPISimple(address, session=session).get_project_page(project, timeout=TIMEOUT).packages
-            )
-        except NoSuchProjectError:
-            return []
-        return found
+
+    def read() -> list[DistributionPackage]:
+        with network(str(host_of(address))):
+            try:
+                found: list[DistributionPackage] = (
+                    PyPISimple(address, session=session).get_project_page(project, timeout=TIMEOUT).packages
+                )
+            except NoSuchProjectError:
+                return []
+            return found
+
+    with new_session(config, retries) as session:
+        return read_again(read, retries)
 
 
 def open_remote(url: str, label: str, session: requests.Session) -> zipfile.ZipFile:
     """Open a wheel on a server that serves byte ranges.
 
+    The directory has no check sum, so it is read by two requests, which must agree.
+
     Args:
         label: what to call it.
 
     Raises:
-        IndexUnreachable: no answer, or an answer that is not the file.
-        SourceError: the file is no zip archive.
+        Damaged: an answer that is not the file, or no zip archive.
+        IndexUnreachable: no answer, or one without ranges.
+        SourceError: the directory is too large to be read.
     """
     options = {"session": session, "timeout": TIMEOUT}
-    try:
-        with network(label):
-            try:
-                archive: zipfile.ZipFile = RemoteZip(url, _TAIL, **options)
-            except RemoteZipError:
-                # Some servers only know ranges that are counted from the start.
-                archive = RemoteZip(url, _TAIL, support_suffix_range=False, **options)
-        return archive
-    except DAMAGE as error:
-        raise SourceError(f"{label}: not a readable wheel ({one_line(error)}); try another index") from error
+    with network(label):
+        try:
+            archive = RemoteZip(url, _TAIL, **options)
+        except RemoteZipError:
+            # Some servers only know ranges that are counted from the start.
+            options["support_suffix_range"] = False
+            archive = RemoteZip(url, _TAIL, **options)
+        with RemoteZip(url, archive.size() - archive.start_dir, **options) as again:
+            if listing(again) != listing(archive):
+                raise zipfile.BadZipFile("its directory came in two texts")
+    opened: zipfile.ZipFile = archive
+    return opened
+
+
+def listing(archive: zipfile.ZipFile) -> dict[str, tuple[int, int]]:
+    """The size and CRC-32 of each Python file in a wheel."""
+    return {info.filename: (info.file_size, info.CRC) for info in archive.infolist() if info.filename.endswith(".py")}

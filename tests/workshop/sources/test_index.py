@@ -146,6 +146,49 @@ def test_connection_that_breaks_off(server: Any, index: Index) -> None:
         source.read("vllm/b.py")
 
 
+@pytest.mark.parametrize("hiccup", ["cut", "short", "zeros", "damaged", "closed"])
+def test_a_hiccup_at_any_request_costs_another_request(
+    server: Any, tmp_path: Path, write_wheel: WriteWheel, monkeypatch: pytest.MonkeyPatch, hiccup: str
+) -> None:
+    """No answer is wrong, and none is missing: each byte of the directory and of the members counts."""
+    monkeypatch.setattr(_remote, "_PAUSE", 0)
+    server.add(write_wheel(tmp_path / "wheels", "0.33.0", FILES))
+
+    def read() -> int:
+        server.requests.clear()
+        source = IndexSource("0.33.0", Index(server.config, tmp_path / f"cache-{hiccup}-{at}-{number}"))
+        assert {path: source.read(path) for path in FILES} == FILES
+        return len(server.requests)
+
+    for at in (0, 13, 47, 72, 91) if hiccup == "damaged" else (0,):
+        server.hiccups, number = {}, -1
+        least = read()
+        for number in range(least):
+            server.hiccups, server.damage_at = {number: hiccup}, at / 100
+            assert read() >= least
+        # Two in a row.
+        server.hiccups = {1: hiccup, 2: hiccup}
+        read()
+
+
+def test_a_directory_that_was_kept_damaged_is_read_again(server: Any, index: Index, wheels: Path) -> None:
+    """What it states of a member is never told as damage of the wheel for ever."""
+    IndexSource("0.33.0", index).checksums()
+    kept = index.cache / NAME / "members.json"
+    kept.write_text(kept.read_text().replace(str(zlib.crc32(FILES["vllm/a.py"].encode())), "1"))
+    again = Index(server.config, index.cache, retries=1)
+    assert IndexSource("0.33.0", again).read("vllm/a.py") == FILES["vllm/a.py"]
+    assert wheels.exists()
+
+
+def test_an_answer_without_an_end_is_not_read(server: Any, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_remote, "LARGEST", 1 << 20)
+    server.page = b"<!DOCTYPE html>" + b" " * (2 << 20)
+    with pytest.raises(SourceError, match="an answer of the package index has"):
+        IndexSource("0.33.0", index)
+    assert server.bytes_sent <= 3 << 20
+
+
 @pytest.mark.usefixtures("wheels")
 def test_unknown_version(index: Index) -> None:
     with pytest.raises(SourceError, match=r"^vllm 9\.9: the package index has no wheel of this version; .* 0\.33\.0$"):

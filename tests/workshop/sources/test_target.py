@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from vllm_hwplugin.cachedir import LARGEST
 from vllm_hwplugin_workshop.sources import (
     Index,
     IndexSource,
@@ -172,3 +175,31 @@ def test_damaged_member(tmp_path: Path) -> None:
     wheel.write_bytes(wheel.read_bytes().replace(b"original text", b"orIginal text"))
     with pytest.raises(SourceError, match=r"vllm/a\.py is damaged \(.*CRC.*\); download the wheel again$"):
         WheelSource(wheel).read("vllm/a.py")
+
+
+@pytest.mark.parametrize("is_stated", [True, False])
+def test_a_member_that_unpacks_to_more_than_a_text_has(tmp_path: Path, is_stated: bool) -> None:
+    """Refused by the size that is stated, and never unpacked beyond it where that is a lie."""
+    wheel = tmp_path / "vllm-0.33.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("vllm/_version.py", MODULE)
+        archive.writestr("vllm/a.py", b"\n" * LARGEST)
+    if not is_stated:
+        wheel.write_bytes(wheel.read_bytes().replace(LARGEST.to_bytes(4, "little"), (7).to_bytes(4, "little")))
+    source = WheelSource(wheel)
+    tracemalloc.start()
+    try:
+        with pytest.raises(SourceError, match="64 MiB" if is_stated else "is damaged"):
+            source.read("vllm/a.py")
+        assert tracemalloc.get_traced_memory()[1] < LARGEST / 8
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_is_no_ordinary_file_of_a_tree_is_not_waited_for(tmp_path: Path) -> None:
+    source = TreeSource(tree(tmp_path, {"vllm/__init__.py": b""}), "0.33.0")
+    os.mkfifo(tmp_path / "vllm/pipe.py")
+    (tmp_path / "vllm/zeros.py").symlink_to("/dev/zero")
+    for name in ("pipe", "zeros"):
+        with pytest.raises(SourceError, match="not an ordinary file"):
+            source.read(f"vllm/{name}.py")
