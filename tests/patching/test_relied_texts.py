@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Callable
 
 import pytest
 
 from vllm_hwplugin.patching import (
-    SUPPORTED,
     Catalogue,
     Source,
     Status,
@@ -20,24 +18,12 @@ from vllm_hwplugin.patching import (
 )
 from vllm_hwplugin.patching._catalogue import TEXTS
 from vllm_hwplugin.patching._model import Relied, Tree, blob_of
+from vllm_hwplugin_workshop.authoring import relied_texts, write_texts
 from vllm_hwplugin_workshop.sources import Index, IndexSource
 
 from .texts import ALPHA, GATE, OTHER, PATH, Memory, feature, file_diff
 
 TABLE = default_folder() / TEXTS
-
-
-def texts_of(paths: set[str], source: Callable[[str], Source]) -> dict[str, dict[str, str | None]]:
-    """Each file's text by the versions in which it is another than in the one before, as git names it."""
-    table: dict[str, dict[str, str | None]] = {path: {} for path in sorted(paths)}
-    for version in SUPPORTED:
-        read = source(version)
-        for path, texts in table.items():
-            text = read.read(path)
-            name = None if text is None else blob_of(text)
-            if name != next(reversed(texts.values()), None):
-                texts[version] = name
-    return table
 
 
 def relied_on() -> set[str]:
@@ -46,7 +32,7 @@ def relied_on() -> set[str]:
 
 def test_every_supported_version_was_read(vllm_tree: Callable[[str], Source]) -> None:
     found = json.loads(TABLE.read_bytes())
-    assert found == texts_of(relied_on(), vllm_tree)
+    assert found == relied_texts(relied_on(), vllm_tree)
     # A file that no version has is a name that is spelt wrong.
     assert all(found.values())
 
@@ -126,6 +112,4 @@ def test_a_fork_has_a_text_of_each_file_that_the_feature_changes() -> None:
 
 if __name__ == "__main__":
     index = Index()
-    table = texts_of(relied_on(), lambda version: IndexSource(version, index))
-    lines = [textwrap.fill(f"{json.dumps(path)}: {json.dumps(texts)}", 120) for path, texts in table.items()]
-    TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    write_texts(default_folder(), relied_texts(relied_on(), lambda version: IndexSource(version, index)))

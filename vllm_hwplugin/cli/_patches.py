@@ -20,6 +20,7 @@ COMMANDS = {
     "import": Command(f"{_WORKSHOP}.patches_import", "import_change", "Make a feature of a diff, for many versions."),
     "edit": Command(f"{_WORKSHOP}.patches_edit", "edit", "Open a work tree of one vLLM with a feature applied."),
     "save": Command(f"{_WORKSHOP}.patches_edit", "save", "Give the feature what was edited in a work tree."),
+    "carry": Command(f"{_WORKSHOP}.patches_carry", "carry", "Carry a catalogue to a new release of vLLM."),
     "check": Command(f"{_WORKSHOP}.patches_check", "check", "Check catalogues of patches, on every version."),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -15,19 +16,22 @@ from typing import Literal
 # Beyond this, what a variable holds is no longer read but scrolled past.
 _LONGEST = 300
 
+# GitHub's runner takes commands from what a step prints: `::name ...::` where a line begins, `##[name ...]` anywhere.
+_COMMAND = re.compile(r"^([^\S\n]*:)(?=:)|#(?=#\[)", re.MULTILINE)
+
 _COLOURS = {"red": 31, "green": 32, "yellow": 33}
 
 
 def printable(text: str, keep: str = "\n") -> str:
-    """The text with its control characters written out, so that it can neither move the cursor nor forge a line.
+    """The text with its control characters written out: it can't move the cursor, forge a line or command a CI runner.
 
     Args:
         text: any.
         keep: control characters to leave as they are.
     """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+    return _COMMAND.sub(lambda found: f"{found[0]}\\", text)
 
 
 def shortened(text: str) -> str:

@@ -10,7 +10,7 @@ from ._apply import Edit, Text, apply_edits, edits_of, locate, split_lines
 from ._catalogue import default_folder, load_catalogue
 from ._diff import file_diff, parse_diff, read_sections
 from ._errors import CatalogueError, DiffError, InstallError, NotPython, PatchingError, UnreadableFile
-from ._evaluate import evaluate, evaluate_as, evaluate_together, told_apart, trouble_in
+from ._evaluate import evaluate, evaluate_as, evaluate_together, last_listed, told_apart, trouble_in
 from ._installed import Installed, NotInstalled, VersionUnknown, find_installed
 from ._model import (
     VLLM,
@@ -26,6 +26,7 @@ from ._model import (
     Plan,
     Source,
     Status,
+    blob_of,
     target_name,
 )
 from ._overlay import FOLDER, has_copy
@@ -60,6 +61,7 @@ __all__ = [
     "UnreadableFile",
     "VersionUnknown",
     "apply_edits",
+    "blob_of",
     "default_folder",
     "edits_of",
     "evaluate",
@@ -71,6 +73,7 @@ __all__ = [
     "has_copy",
     "install",
     "is_supported",
+    "last_listed",
     "load_catalogue",
     "locate",
     "make_plan",

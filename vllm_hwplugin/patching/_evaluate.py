@@ -62,21 +62,32 @@ def evaluate(feature: Feature, source: Source) -> FeatureVerdict:
     return _compiled(fit(feature, texts), texts)
 
 
-def fit(feature: Feature, texts: Texts, *, try_unlisted: bool = False, hints: bool = True) -> Fit:
+def fit(
+    feature: Feature, texts: Texts, *, try_unlisted: bool = False, hints: bool = True, last: str | None = None
+) -> Fit:
     """Like `evaluate`, with the edits.
+
+    A version behind the last one that was read inherits what the last one does not need, whether or not that range has
+    an end: a range says nothing of releases that were to come when it was written.
 
     Args:
         try_unlisted: on a version that is not listed, take the hunks for the nearest that is, if each fits one place.
         hints: look for the nearest place of each hunk that is not found; takes milliseconds each.
+        last: the version that this one comes behind, whatever it calls itself.
     """
     version = texts.source.version
-    covers = feature.versions.covers(version)
+    covers = feature.versions.covers(version) and last is None
     if covers and _is_listed(version, feature) and (files := feature.files_for(version)):
         result = _fit_files(feature, files, texts, hints)
         found = _relied_on(feature, texts) if result.verdict.status is Status.APPLIES else None
         return result if found is None else Fit(result.verdict._replace(status=found[0], reason=found[1]))
-    not_needed = feature.not_needed_for(version)
-    if not_needed is not None:
+    if last is None and feature.distribution == VLLM and _is_behind(version):
+        last = SUPPORTED[-1]
+    if last is not None and (not_needed := feature.not_needed_for(last)):
+        reason = f"{not_needed.reason}; so it is in {last}, and nobody has looked here"
+        return Fit(FeatureVerdict(feature.id, version, Status.NOT_NEEDED, reason=reason))
+    # A checkout that states no version has all that is said of versions to come.
+    if not_needed := feature.not_needed_for(version if last is None or _is_version(version) else "9999"):
         return Fit(FeatureVerdict(feature.id, version, Status.NOT_NEEDED, reason=not_needed.reason))
     if try_unlisted:
         like = version if covers else _nearest(feature, version)
@@ -171,6 +182,33 @@ def trouble_in(path: str, text: str) -> str:
     return ""
 
 
+def _is_behind(version: str) -> bool:
+    """Whether a version is newer than all of `SUPPORTED`."""
+    from packaging.version import Version
+
+    return not is_supported(version) and _is_version(version) and Version(version) > Version(SUPPORTED[-1])
+
+
+def _is_version(text: str) -> bool:
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        Version(text)
+    except InvalidVersion:
+        return False
+    return True
+
+
+def last_listed(catalogue: Catalogue) -> str | None:
+    """The newest of `SUPPORTED` that a range with an end holds; None of a catalogue for another distribution."""
+    ours = [feature for feature in catalogue.features if feature.distribution == VLLM]
+    ranges = [
+        item for feature in ours for item in (feature.versions, *(other.versions for other in feature.not_needed))
+    ]
+    stated = [item for item in ranges if item.has_end]
+    return next((version for version in reversed(SUPPORTED) if any(item.covers(version) for item in stated)), None)
+
+
 def _is_listed(version: str, feature: Feature) -> bool:
     """Whether the author of a feature that covers a version can have meant it.
 
@@ -231,16 +269,17 @@ def _why_lost(hunk: HunkVerdict) -> str:
 
 
 def evaluate_together(
-    catalogue: Catalogue, source: Source, *, hints: bool = True
+    catalogue: Catalogue, source: Source, *, hints: bool = True, last: str | None = None
 ) -> tuple[list[FeatureVerdict], list[Conflict]]:
     """The verdict on each feature by itself, as `evaluate` gives it, and every pair that changes the same lines.
 
     Args:
         catalogue: features of one distribution, which is the source's.
         hints: look for the nearest place of each hunk that is not found.
+        last: see `fit`.
     """
     texts = Texts(source)
-    fits = [fit(feature, texts, hints=hints) for feature in catalogue.features]
+    fits = [fit(feature, texts, hints=hints, last=last) for feature in catalogue.features]
     return [_compiled(item, texts) for item in fits], list(conflicts_between(fits))
 
 

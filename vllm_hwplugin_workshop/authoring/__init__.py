@@ -3,7 +3,8 @@
 
 Text in, text out, besides the folders that are named: `_change` reads a diff, `_carry` makes it to the texts of
 versions, `_hunks` finds which hunks serve which versions, `_folder` writes a feature, and `_worktree` lets people make
-the change where the diff does not fit. docs/your-own-patches.md shows the commands.
+the change where the diff does not fit. `_release` carries a whole catalogue to a new release.
+docs/your-own-patches.md shows the commands.
 """
 
 from ._carry import Carried, Edited, Outcome, Rejected, carry, carry_all
@@ -11,6 +12,7 @@ from ._change import Change, ChangeError, LeftOut, Step, blob_name, read_change
 from ._folder import About, check_catalogue, create, extend, new_folder, read_catalogue, read_feature, slug
 from ._hunks import Written, carry_again, render, written
 from ._line import ranges
+from ._release import ForAPerson, add_texts, carry_catalogue, read_texts, relied_texts, write_texts
 from ._worktree import REJECTED, WorkTree, change_of, open_tree, read_tree, told, where_it_stands
 
 __all__ = [
@@ -20,16 +22,19 @@ __all__ = [
     "Change",
     "ChangeError",
     "Edited",
+    "ForAPerson",
     "LeftOut",
     "Outcome",
     "Rejected",
     "Step",
     "WorkTree",
     "Written",
+    "add_texts",
     "blob_name",
     "carry",
     "carry_again",
     "carry_all",
+    "carry_catalogue",
     "change_of",
     "check_catalogue",
     "create",
@@ -40,10 +45,13 @@ __all__ = [
     "read_catalogue",
     "read_change",
     "read_feature",
+    "read_texts",
     "read_tree",
+    "relied_texts",
     "render",
     "slug",
     "told",
     "where_it_stands",
+    "write_texts",
     "written",
 ]

@@ -69,8 +69,11 @@ def written(carried: Sequence[Carried], feature: Feature | None = None) -> Writt
     among = had | given
     diffs: dict[str, tuple[FileDiff, ...]] = {}
     for (name, path), hunks in held.items():
+        # A range that says what it has to stays as somebody has written it.
         kept = [
-            one.hunk._replace(versions=Versions(text) if (text := line.text(one.intervals, among)) else None)
+            one.hunk
+            if one.intervals == line.of(one.hunk.versions) & among
+            else one.hunk._replace(versions=Versions(text) if (text := line.text(one.intervals, among)) else None)
             for one in hunks
             if one.intervals
         ]

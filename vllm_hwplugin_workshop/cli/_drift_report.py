@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-import sys
+import difflib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from vllm_hwplugin.patching import (
+    SUPPORTED,
     VLLM,
     Catalogue,
     Feature,
@@ -19,13 +20,19 @@ from vllm_hwplugin.patching import (
     HunkVerdict,
     Source,
     Status,
+    Text,
+    blob_of,
     evaluate_as,
     evaluate_together,
+    last_listed,
+    locate,
     target_name,
     told_apart,
 )
 
 from ..authoring import where_it_stands
+from ..sources import SourceError
+from ._lines import inert, note
 
 EXPECTED = (Status.APPLIES, Status.UPSTREAM, Status.NOT_NEEDED)
 
@@ -43,6 +50,26 @@ _WORDS = {
 _MADE_BY = "Made by `vllm-hwplugin drift --all --markdown docs/compatibility.md`; do not edit."
 
 
+class Changed(NamedTuple):
+    """A file that features rely on, whose text is not that of the last version that was read.
+
+    Attributes:
+        diff: from the last version's text, without its heading; None where that text could not be read.
+    """
+
+    path: str
+    features: tuple[str, ...]
+    diff: tuple[str, ...] | None
+
+    @property
+    def lines(self) -> str:
+        """How many lines came and went."""
+        if self.diff is None:
+            return "changed"
+        added, removed = (sum(line.startswith(sign) for line in self.diff) for sign in "+-")
+        return f"+{added} -{removed}"
+
+
 @dataclass(frozen=True, slots=True)
 class TargetReport:
     """One vLLM, or another distribution: the verdict on each feature, or why it could not be checked.
@@ -50,6 +77,8 @@ class TargetReport:
     Attributes:
         ahead: the version was asked for because it is new. That a patch does not list it is expected then, if it fits.
         fitting: features that do not list it, and that would fit.
+        last: the newest version that was read, where this one is ahead of it.
+        changed: what somebody has to read, because no hunk looks there.
     """
 
     target: str
@@ -60,6 +89,8 @@ class TargetReport:
     distribution: str = VLLM
     ahead: bool = False
     fitting: frozenset[str] = frozenset()
+    last: str | None = None
+    changed: tuple[Changed, ...] = ()
 
     def expects(self, verdict: FeatureVerdict) -> bool:
         """Whether there is nothing to mend: a user gets the feature or does not need it; see also `ahead`."""
@@ -67,7 +98,13 @@ class TargetReport:
 
 
 def check(
-    catalogue: Catalogue, target: str, source: Source, chosen: Catalogue | None = None, *, ahead: bool = False
+    catalogue: Catalogue,
+    target: str,
+    source: Source,
+    chosen: Catalogue | None = None,
+    *,
+    ahead: bool = False,
+    released: Callable[[str], Source] | None = None,
 ) -> TargetReport:
     """Judge every feature of the catalogue on one vLLM.
 
@@ -77,9 +114,14 @@ def check(
         catalogue: features of one distribution, which is the source's.
         chosen: those of them to judge; the others only count where they are in conflict with one of these.
         ahead: see :class:`TargetReport`.
+        released: the text of one of `SUPPORTED`. None: only the source is looked at.
     """
     chosen = catalogue if chosen is None else chosen
-    judged, conflicts = evaluate_together(catalogue, source)
+    version = _known(source.version)
+    last = last_listed(chosen) if ahead else None
+    if last is not None and version is not None and version <= Version(last):
+        last = None
+    judged, conflicts = evaluate_together(catalogue, source, last=last)
     clashes: dict[str, list[str]] = {}
     for conflict in conflicts:
         for one, other in (conflict.features, conflict.features[::-1]):
@@ -90,26 +132,44 @@ def check(
     for feature in chosen.features:
         verdict = by_feature[feature.id]
         if verdict.status is Status.UNLISTED:
-            verdict, fits = _tried(feature, source, verdict)
+            verdict, fits = _tried(feature, source, verdict, is_ahead=last is not None)
             if fits:
                 fitting.add(feature.id)
+            elif released is not None and (reason := _in_another_form(feature, source, released)):
+                verdict = verdict._replace(status=Status.UPSTREAM, hunks=(), reason=reason)
         if feature.id in clashes:
             verdict = verdict._replace(status=Status.CONFLICT, reason="; ".join(clashes[feature.id]))
         verdicts.append(verdict)
     return TargetReport(
         target,
         source.label,
-        source.version,
+        None if version is None else source.version,
         tuple(verdicts),
         distribution=chosen.features[0].distribution if chosen.features else VLLM,
         ahead=ahead,
         fitting=frozenset(fitting),
+        last=last,
+        changed=() if last is None else tuple(_changed(chosen, source, last, released)),
     )
 
 
-def _tried(feature: Feature, source: Source, unlisted: FeatureVerdict) -> tuple[FeatureVerdict, bool]:
-    """What the hunks that fit best would do to a version that is not listed: the work that a new vLLM makes."""
-    trials = [(version, evaluate_as(feature, source, version)) for version in told_apart(feature)]
+def _known(version: str) -> Version | None:
+    try:
+        return Version(version)
+    except InvalidVersion:
+        return None
+
+
+def _tried(
+    feature: Feature, source: Source, unlisted: FeatureVerdict, *, is_ahead: bool
+) -> tuple[FeatureVerdict, bool]:
+    """What the hunks that fit best would do to a version that is not listed: the work that a new vLLM makes.
+
+    Args:
+        is_ahead: only the newest hunks count: that others fit says nothing of what vLLM has become.
+    """
+    candidates = told_apart(feature)[: 1 if is_ahead else None]
+    trials = [(version, evaluate_as(feature, source, version)) for version in candidates]
     # By share: one hunk that does not fit at all is less trouble than two of ten.
     version, best = min(trials, key=lambda trial: len(troubled_hunks(trial[1])) / max(1, len(trial[1].hunks)))
     if best.status is Status.UPSTREAM:
@@ -118,6 +178,73 @@ def _tried(feature: Feature, source: Source, unlisted: FeatureVerdict) -> tuple[
         outcome = f"would {'apply' if best.status is Status.APPLIES else 'not apply'}: {summary(best)}"
     reason = f"{unlisted.reason}; what is for {version} {outcome}"
     return unlisted._replace(hunks=best.hunks, reason=reason), best.status in EXPECTED
+
+
+def _in_another_form(feature: Feature, source: Source, released: Callable[[str], Source]) -> str:
+    """Why a build between two releases does not need a feature that the first one takes; empty where it may.
+
+    The second one does not need it, and wherever a hunk does not fit the build has the second one's lines.
+    """
+    version = _known(source.version)
+    if version is None or feature.distribution != VLLM:
+        return ""
+    before = next((item for item in reversed(SUPPORTED) if Version(item) < version), None)
+    after = next((item for item in SUPPORTED if Version(item) > version), None)
+    not_needed = feature.not_needed_for(after) if after is not None else None
+    if before is None or after is None or not_needed is None or not feature.versions.covers(before):
+        return ""
+    try:
+        old, new = released(before), released(after)
+        found = False
+        for diff in feature.files_for(before):
+            texts = [Text(each.read(diff.path) or "") for each in (old, new, source)]
+            for (_, place), (verdict, _), hunk in zip(
+                locate(diff, texts[0], hints=False), locate(diff, texts[2], hints=False), diff.hunks, strict=True
+            ):
+                if verdict.status in ("exact", "moved"):
+                    continue
+                lines = [] if place is None else _became(texts[0], texts[1], place, place + hunk.source_length)
+                if not lines or len(texts[2].places(lines)) != 1:
+                    return ""
+                found = True
+    except SourceError as error:
+        note(f"note: {feature.id}: it could not be seen whether {source.label} has what {after} has: {error}")
+        return ""
+    return f"it has the lines of {after}, on which {not_needed.reason}" if found else ""
+
+
+def _became(old: Text, new: Text, start: int, end: int) -> list[str]:
+    """What took the place of lines `start` to `end` (from 0, end excluded)."""
+    blocks = difflib.SequenceMatcher(None, old.lines, new.lines, autojunk=False).get_matching_blocks()
+    # The last line before them and the first behind them that both texts have.
+    first = max(((block.b + min(block.size, start - block.a)) for block in blocks if block.a <= start), default=0)
+    last = min(block.b + max(0, end - block.a) for block in blocks if block.a + block.size >= end)
+    return new.lines[first:last]
+
+
+def _changed(
+    catalogue: Catalogue, source: Source, last: str, released: Callable[[str], Source] | None
+) -> Iterator[Changed]:
+    users: dict[str, list[str]] = {}
+    known: dict[str, str | None] = {}
+    for feature in catalogue.features:
+        for item in feature.relies if feature.versions.covers(last) else ():
+            users.setdefault(item.path, []).append(feature.id)
+            known[item.path] = item.text_of(last)
+    for path, features in sorted(users.items()):
+        text = source.read(path)
+        if (None if text is None else blob_of(text)) == known[path]:
+            continue
+        try:
+            old = None if released is None else released(last).read(path) or ""
+        except SourceError as error:
+            note(f"note: {path}: its lines could not be counted: {error}")
+            old = None
+        diff = None
+        if old is not None:
+            shown = difflib.unified_diff(Text(old).lines, Text(text or "").lines, n=3)
+            diff = tuple(line.rstrip("\n") for line in shown)[2:]
+        yield Changed(path, tuple(features), diff)
 
 
 def exit_status(reports: Iterable[TargetReport]) -> int:
@@ -144,20 +271,36 @@ def summary(verdict: FeatureVerdict) -> str:
     return _WORDS[verdict.status]
 
 
-def verdict_lines(reports: Sequence[TargetReport]) -> Iterator[str]:
-    """A line a verdict, and under it what does not fit and the nearest place."""
+def verdict_lines(reports: Sequence[TargetReport], *, quiet: bool = False, show: bool = False) -> Iterator[str]:
+    """A line a verdict, and under it what does not fit and the nearest place; then what has to be read.
+
+    Args:
+        quiet: only what is not as expected.
+        show: also the diffs of the files that have to be read.
+    """
     checked = [report for report in reports if report.error is None]
     for name, report in zip(_names(checked), checked, strict=True):
         for verdict in report.verdicts:
+            if quiet and report.expects(verdict):
+                continue
             yield f"{report.distribution} {name}: {verdict.feature}: {summary(verdict)}{_because(verdict)}"
             for hunk in troubled_hunks(verdict):
                 yield from (f"  {line}" for line in where_it_stands(hunk))
+        for item in report.changed:
+            yield f"{report.distribution} {name}: read {_to_read(item, report)}"
+            if show:
+                yield from (f"  {line}" for line in item.diff or ())
+
+
+def _to_read(item: Changed, report: TargetReport) -> str:
+    return f"{item.path}: {item.lines} since {report.last}, relied on by {', '.join(item.features)}"
 
 
 def say_failures(reports: Sequence[TargetReport]) -> None:
     """Why targets could not be checked: each cause once."""
-    for failure, count in Counter(report.error for report in reports if report.error is not None).items():
-        print(f"error: {failure}" + (f" ({count} targets)" if count > 1 else ""), file=sys.stderr)
+    failures = Counter(report.error for report in reports if report.error is not None)
+    for failure, count in failures.items():
+        note(f"error: {failure}" + (f" ({count} targets)" if count > 1 else ""))
 
 
 def _because(verdict: FeatureVerdict) -> str:
@@ -169,7 +312,7 @@ def _because(verdict: FeatureVerdict) -> str:
 def as_json(reports: Iterable[TargetReport], plugin_version: str) -> dict[str, Any]:
     """The report for other programs. `format` changes when a field changes its meaning or goes away."""
     seen = list(reports)
-    named = ("target", "label", "version", "error", "distribution", "ahead")
+    named = ("target", "label", "version", "error", "distribution", "ahead", "last")
     return {
         "format": 1,
         "plugin_version": plugin_version,
@@ -177,6 +320,12 @@ def as_json(reports: Iterable[TargetReport], plugin_version: str) -> dict[str, A
         "targets": [
             {name: getattr(report, name) for name in named}
             | {"features": [_verdict_json(verdict, report.expects(verdict)) for verdict in report.verdicts]}
+            | {
+                "relied_on": [
+                    {"path": item.path, "features": list(item.features), "changed": item.lines}
+                    for item in report.changed
+                ]
+            }
             for report in seen
         ],
     }
@@ -221,9 +370,18 @@ def as_markdown(catalogue: Catalogue, reports: Iterable[TargetReport]) -> str:
         *_table(catalogue, seen, target),
     ]
     for feature in catalogue.features:
-        lines += ["", f"## `{feature.id}`", "", f"{feature.title}. Gate: `{feature.gate}`.", ""]
+        lines += ["", f"## {_code(feature.id)}", "", f"{_text(feature.title)}. Gate: {_code(feature.gate)}.", ""]
         lines += _reasons(feature.id, seen)
-    failures = [f"- {report.target}: {report.error}" for report in seen if report.error is not None]
+    for name, report in zip(_names(seen), seen, strict=True):
+        if report.changed:
+            lines += [
+                "",
+                f"## To be read in {_text(name)}",
+                "",
+                "Features rely on these files, and no hunk looks there:",
+            ]
+            lines += ["", *(f"- {_text(_to_read(item, report))}" for item in report.changed)]
+    failures = [f"- {_text(report.target)}: {_text(report.error)}" for report in seen if report.error is not None]
     if failures:
         lines += ["", "## Could not be checked", "", *failures]
     return "\n".join(lines).rstrip() + "\n"
@@ -236,13 +394,23 @@ def _table(catalogue: Catalogue, reports: list[TargetReport], target: str) -> li
         "the feature is not needed. *would fit*: the patch does not list the version, and fits it. Anything else: the "
         "feature is off on that version. Each feature's section says what is applied where, and why not elsewhere.",
         "",
-        f"| feature | {' | '.join(_names(reports))} |",
+        f"| feature | {' | '.join(map(_text, _names(reports)))} |",
         "|---" * (1 + len(reports)) + "|",
     ]
     for feature in catalogue.features:
         cells = [_in_short(report, feature.id) for report in reports]
-        lines.append(f"| [`{feature.id}`](#{feature.id.replace('/', '')}) | {' | '.join(cells)} |")
+        lines.append(f"| [{_code(feature.id)}](#{feature.id.replace('/', '')}) | {' | '.join(cells)} |")
     return lines
+
+
+def _text(text: str) -> str:
+    """A text of others in a page: no tag, no cell and no second line comes of it."""
+    return inert(text).replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;")
+
+
+def _code(text: str) -> str:
+    """A name of others as a code span."""
+    return f"`{inert(text).replace('`', chr(39)).replace('|', chr(39))}`"
 
 
 def _in_short(report: TargetReport, feature: str) -> str:
@@ -281,10 +449,11 @@ def _reasons(feature: str, reports: list[TargetReport]) -> list[str]:
                 told.setdefault((outcome, verdict.reason, hunks), []).append(name)
     lines = []
     for (outcome, reason, hunks), names in told.items():
+        names = [*map(_text, names)]
         span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} versions)"
-        lines.append(f"- {span}: {outcome}" + (f" ({reason})" if reason else ""))
+        lines.append(f"- {span}: {outcome}" + (f" ({_text(reason)})" if reason else ""))
         if hunks:
-            shown = [f"    {line}" for line in hunks]
+            shown = [f"    {inert(line)}" for line in hunks]
             lines += ["", "<details><summary>what does not fit</summary>", "", *shown, "", "</details>", ""]
     return lines
 

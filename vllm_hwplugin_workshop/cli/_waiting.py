@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.pool import ThreadPool
 from typing import TypeVar
 
+from ._lines import note
+
 Out = TypeVar("Out")
 
 # Few enough that name servers and package indexes of small offices do not mind.
@@ -37,5 +39,5 @@ def read_all(read: Callable[[str], Out], names: Sequence[str]) -> list[Out]:
 
 def say_notes(notes: Iterable[str]) -> None:
     """What a user should know about how the answers came about."""
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+    for text in notes:
+        note(f"note: {text}")

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,10 +12,11 @@ from vllm_hwplugin import __version__
 from vllm_hwplugin.cli.catalogues import Selection, only, say_troubles, select
 from vllm_hwplugin.cli.output import STANDARD_OUTPUT, add_json, writable, write_json, write_text
 from vllm_hwplugin.cli.parser import FAILURE, Parser
-from vllm_hwplugin.patching import SUPPORTED, VLLM, Catalogue, CatalogueError, load_catalogue, target_name
+from vllm_hwplugin.patching import SUPPORTED, VLLM, Catalogue, CatalogueError, Source, load_catalogue, target_name
 
-from ..sources import Index, SourceError, distribution_of, open_installed, open_target
+from ..sources import Index, IndexSource, SourceError, distribution_of, open_installed, open_target
 from ._drift_report import TargetReport, as_json, as_markdown, check, exit_status, in_order, say_failures, verdict_lines
+from ._lines import line, note
 from ._waiting import read_all, say_notes
 
 
@@ -45,7 +48,7 @@ def drift(arguments: Sequence[str]) -> int:
     if not selection.chosen:
         raise CatalogueError("there are no patches to check: the catalogue is empty; reinstall vllm-hwplugin")
     index = Index()
-    jobs = {job.name: job for job in _jobs(selection, options.targets, options.all, options.next, index)}
+    jobs = {job.name: job for job in _jobs(selection, options, index)}
     reports = read_all(lambda name: check_target(jobs[name], index), list(jobs))
     pages = []
     for distribution, catalogue in selection.by_distribution().items():
@@ -53,8 +56,8 @@ def drift(arguments: Sequence[str]) -> int:
         if some:
             # What standard output is to hold as JSON is not printed once more.
             if options.json != STANDARD_OUTPUT:
-                for line in verdict_lines(some):
-                    print(line)
+                for text in verdict_lines(some, quiet=options.quiet, show=options.show):
+                    line(text)
             say_failures(some)
             pages.append(as_markdown(catalogue, some))
     say_troubles(selection)
@@ -63,15 +66,19 @@ def drift(arguments: Sequence[str]) -> int:
         write_json(as_json(in_order(reports), __version__), options.json)
     if options.markdown is not None:
         write_text("\n".join(pages), options.markdown)
-    return exit_status(reports) or (FAILURE if selection.troubles else 0)
+    status = exit_status(reports) or (FAILURE if selection.troubles else 0)
+    if status == FAILURE and len(reports) > 1:
+        unread = sum(report.error is not None for report in reports)
+        note(f"could not tell: {unread} of {len(reports)} targets could not be read, and the others are as expected")
+    return status
 
 
 def _parser() -> Parser:
     parser = Parser(
         "drift",
         "Check which patches fit which versions of vLLM, or of what else they change, without importing it.\n\n"
-        "Exit status: 0 as expected (each patch applies, is upstream or is not needed), 1 drift, 2 could not check.",
-        ["drift 0.33.0", "drift --all --markdown drift.md"],
+        "Exit status: 0 as expected (each patch applies, is upstream or is not needed), 1 drift, 2 could not tell.",
+        ["drift --all --markdown drift.md", "drift --ahead ../vllm --show"],
     )
     targets = parser.add_argument_group("versions")
     targets.add_argument(
@@ -88,10 +95,19 @@ def _parser() -> Parser:
         "all releases that one of the others is for.",
     )
     targets.add_argument(
+        "--ahead",
+        metavar="TARGET",
+        action="append",
+        default=[],
+        help="Also this vLLM, newer than all that the patches list: a checkout of its main (its version need not "
+        "be known) or a nightly wheel. The newest hunks are tried. A patch that fits passes, though none lists the "
+        "version yet. Files that patches rely on and that have changed are listed, to be read.",
+    )
+    targets.add_argument(
         "--next",
         action="store_true",
-        help="Also the newest release on the package index, and the newest pre-release where that is newer. A patch "
-        "that fits passes there, though none lists the version yet.",
+        help="Also, like --ahead, the newest release on the package index, and the newest pre-release where that is "
+        "newer.",
     )
     patches = parser.add_argument_group("patches")
     patches.add_argument(
@@ -103,19 +119,21 @@ def _parser() -> Parser:
         "folder with a catalogue.toml. Repeat for several. Default: all that are found.",
     )
     results = parser.add_argument_group("results")
+    results.add_argument("--quiet", action="store_true", help="Print only what is not as expected.")
+    results.add_argument("--show", action="store_true", help="Print the diffs of the files that have to be read.")
     add_json(results)
     results.add_argument("--markdown", metavar="FILE", type=writable, help="Write the report as Markdown there.")
     return parser
 
 
-def _jobs(selection: Selection, targets: list[str], every: bool, ahead: bool, index: Index) -> list[_Job]:
+def _jobs(selection: Selection, options: Namespace, index: Index) -> list[_Job]:
     chosen = selection.by_distribution()
 
     def job(target: str, distribution: str, new: bool = False) -> _Job:
         return _Job(target, distribution, only(selection.catalogue.features, distribution), chosen[distribution], new)
 
     jobs = []
-    for target in targets:
+    for target, ahead in [*((item, True) for item in options.ahead), *((item, False) for item in options.targets)]:
         if not target.strip():
             raise SourceError(
                 "a target is empty, as of a variable that is not set; name one, or none for what is installed"
@@ -123,12 +141,12 @@ def _jobs(selection: Selection, targets: list[str], every: bool, ahead: bool, in
         distribution = distribution_of(target, chosen.keys() - {VLLM})
         if distribution not in chosen:
             raise SourceError(f"{target}: none of the patches that are checked changes {target_name(distribution)}")
-        jobs.append(job(target, distribution))
+        jobs.append(job(target, distribution, ahead))
     for distribution, catalogue in chosen.items():
         prefix = "" if distribution == VLLM else f"{distribution}=="
-        if every:
+        if options.all:
             jobs += [job(f"{prefix}{version}", distribution) for version in _covered(distribution, catalogue, index)]
-        if ahead:
+        if options.next:
             jobs += [job(f"{prefix}{version}", distribution, True) for version in index.newest(distribution)]
     jobs = jobs or [job("", distribution) for distribution in chosen]
     # The first of a name is the one that was asked for by it.
@@ -150,11 +168,16 @@ def _covered(distribution: str, catalogue: Catalogue, index: Index) -> list[str]
 
 def check_target(job: _Job, index: Index) -> TargetReport:
     """Check one target; a target that cannot be read is an answer too, so that it does not hide the others'."""
+
+    @functools.cache
+    def released(version: str) -> Source:
+        return IndexSource(version, index)
+
     try:
         if job.target:
-            source = open_target(job.target, index, job.distribution)
+            source = open_target(job.target, index, job.distribution, ahead=job.ahead)
         else:
             source = open_installed(job.distribution, job.chosen.features)
-        return check(job.catalogue, job.name, source, job.chosen, ahead=job.ahead)
+        return check(job.catalogue, job.name, source, job.chosen, ahead=job.ahead, released=released)
     except SourceError as error:
         return TargetReport(job.name, job.name, None, error=str(error), distribution=job.distribution, ahead=job.ahead)

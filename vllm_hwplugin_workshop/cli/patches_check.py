@@ -15,8 +15,9 @@ from ..authoring import read_catalogue
 from ..sources import Index
 from ._drift_report import EXPECTED, summary
 from ._drift_report import check as judged
+from ._lines import line
 from ._waiting import say_notes
-from .patches_import import add_versions, line, read_versions, targets_of
+from .patches_import import add_versions, read_versions, targets_of
 
 
 def check(arguments: Sequence[str]) -> int:

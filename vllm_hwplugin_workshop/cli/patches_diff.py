@@ -14,6 +14,7 @@ from vllm_hwplugin.patching import FeatureVerdict, Source, Status, evaluate, ren
 
 from ..sources import Index, open_installed, open_target
 from ._drift_report import TargetReport, exit_status, summary
+from ._lines import inert, note
 from ._waiting import read_all, say_notes
 
 
@@ -49,12 +50,12 @@ def diff(arguments: Sequence[str]) -> int:
     ((source, verdict),) = read_all(read, [vllm or f"the installed {found.target}"])
     if verdict.status is not Status.APPLIES:
         reason = f" ({verdict.reason})" if verdict.reason else ""
-        print(f"{source.label}: {found.id}: {summary(verdict)}{reason}", file=sys.stderr)
+        note(f"{source.label}: {found.id}: {summary(verdict)}{reason}")
         return exit_status([TargetReport(source.label, source.label, source.version, (verdict,))])
     text = render_diff(found, source)
     say_notes(index.notes)
     if sys.stdout.isatty():
-        text = "".join(coloured(line, _colour(line)) + "\n" for line in text.splitlines())
+        text = "".join(coloured(inert(line), _colour(line)) + "\n" for line in text.splitlines())
     print(text, end="")
     return 0
 

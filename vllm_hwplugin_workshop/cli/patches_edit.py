@@ -28,8 +28,9 @@ from ..authoring import (
     written,
 )
 from ..sources import Index, open_installed, open_target
+from ._lines import line
 from ._waiting import say_notes
-from .patches_import import about_of, change_in, line, read_versions, report_outcomes, report_written, targets_of
+from .patches_import import about_of, change_in, read_versions, report_outcomes, report_written, targets_of
 
 
 def edit(arguments: Sequence[str]) -> int:

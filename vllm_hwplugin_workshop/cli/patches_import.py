@@ -13,7 +13,6 @@ from packaging.version import Version
 
 from vllm_hwplugin.cli.output import STANDARD_OUTPUT
 from vllm_hwplugin.cli.parser import Parser
-from vllm_hwplugin.cli.text import printable
 from vllm_hwplugin.patching import SUPPORTED, Source
 from vllm_hwplugin.versions import Versions
 
@@ -35,6 +34,7 @@ from ..authoring import (
     written,
 )
 from ..sources import Index, SourceError, open_target
+from ._lines import line
 from ._waiting import read_all, say_notes
 
 
@@ -215,8 +215,3 @@ def change_in(file: Path) -> Change:
         return read_change(file.read_bytes(), str(file))
     except OSError as error:
         raise ChangeError(f"{file}: can't be read ({error.strerror}); name a diff, or - for standard input") from error
-
-
-def line(text: str) -> None:
-    """Print one line for a reader, of other origin: no control character in it may change the page."""
-    print(printable(text, keep="\t"))

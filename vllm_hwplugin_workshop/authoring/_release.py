@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A catalogue carried to the release behind the last one that it was read for: what needs no judgement is written."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from vllm_hwplugin.patching import SUPPORTED, Catalogue, Feature, Source, Status, blob_of, evaluate_as
+from vllm_hwplugin.versions import Versions
+
+from ._carry import carry
+from ._change import Change, ChangeError, Step
+from ._folder import FEATURE, extend, write
+from ._line import Line
+
+TEXTS: Final = "texts.json"
+_NOT_NEEDED: Final = re.compile(r'^versions = "([^"]*)"$', re.MULTILINE)
+
+Table = dict[str, dict[str, str | None]]
+
+
+class ForAPerson(NamedTuple):
+    """What was not written for a feature, and why."""
+
+    feature: str
+    reason: str
+
+
+def carry_catalogue(
+    catalogue: Catalogue, folder: Path, source: Source, version: str
+) -> tuple[list[str], list[ForAPerson]]:
+    """Give a release the hunks of the release before it, wherever these fit exactly.
+
+    Args:
+        folder: of the catalogue.
+        source: the text of the release.
+        version: one of `SUPPORTED`, not the first.
+
+    Returns:
+        The features that were written, and what is left.
+
+    Raises:
+        ChangeError: a feature cannot be written.
+        SourceError: the release cannot be read.
+    """
+    last = SUPPORTED[SUPPORTED.index(version) - 1]
+    done: list[str] = []
+    left: list[ForAPerson] = []
+    for feature in catalogue.features:
+        home = folder / feature.id.rpartition("/")[2]
+        if feature.versions.covers(version) or feature.not_needed_for(version):
+            continue
+        if not feature.versions.covers(last):
+            if feature.not_needed_for(last):
+                _widen_not_needed(home, feature, last, version)
+                done.append(feature.id)
+            continue
+        verdict = evaluate_as(feature, source, last)
+        if verdict.status is Status.APPLIES:
+            steps = tuple(Step(file) for file in feature.files_for(last))
+            extend(home, [carry(Change(feature.title, feature.origin, feature.what, steps), source)])
+            done.append(feature.id)
+        elif verdict.status is Status.UPSTREAM:
+            left.append(ForAPerson(feature.id, "in this vLLM already: look, and write [[not_needed]] with the reason"))
+        else:
+            left.append(ForAPerson(feature.id, verdict.reason))
+    return done, left
+
+
+def _widen_not_needed(folder: Path, feature: Feature, last: str, version: str) -> None:
+    """Let the range of a `[[not_needed]]` that ends behind `last` end behind `version`."""
+    file = folder / FEATURE
+    text = file.read_text(encoding="utf-8")
+    for found in _NOT_NEEDED.finditer(text):
+        had = Versions(found[1])
+        if had.covers(last) and had != feature.versions:
+            line = Line([had], [version])
+            wide = line.text(line.of(had) | line.about(version))
+            write(file, f"{text[: found.start(1)]}{wide}{text[found.end(1) :]}")
+            return
+    raise ChangeError(f"{file}: has no line 'versions = ...' of [[not_needed]] that could be changed; write it so")
+
+
+def relied_texts(paths: Iterable[str], source: Callable[[str], Source], versions: Iterable[str] = SUPPORTED) -> Table:
+    """Each file's text by the versions in which it is another than in the one before, as git names it."""
+    table: Table = {path: {} for path in sorted(set(paths))}
+    for version in versions:
+        add_texts(table, source(version), version)
+    return table
+
+
+def add_texts(table: Table, source: Source, version: str) -> list[str]:
+    """Add a version's texts to those of the versions before it; return the files whose text is another."""
+    others = []
+    for path, texts in table.items():
+        text = source.read(path)
+        name = None if text is None else blob_of(text)
+        if name != next(reversed(texts.values()), None):
+            texts[version] = name
+            others.append(path)
+    return others
+
+
+def read_texts(folder: Path) -> Table:
+    """The table of a catalogue; empty where it has none."""
+    file = folder / TEXTS
+    table: Table = json.loads(file.read_bytes()) if file.exists() else {}
+    return table
+
+
+def write_texts(folder: Path, table: Mapping[str, Mapping[str, str | None]]) -> None:
+    """Write the table of a catalogue.
+
+    Raises:
+        ChangeError: it cannot be written.
+    """
+    lines = [textwrap.fill(f"{json.dumps(path)}: {json.dumps(texts)}", 120) for path, texts in table.items()]
+    write(folder / TEXTS, "{\n" + ",\n".join(lines) + "\n}\n")

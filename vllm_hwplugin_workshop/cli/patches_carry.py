@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-hwplugin patches carry`: a catalogue carried to a new release, as far as that needs no judgement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_hwplugin.cli.parser import Parser
+from vllm_hwplugin.patching import SUPPORTED, default_folder
+from vllm_hwplugin.versions import supported_as
+
+from ..authoring import add_texts, carry_catalogue, read_catalogue, read_texts, write_texts
+from ..sources import Index, SourceError, open_target
+from ._lines import line
+from ._waiting import say_notes
+
+
+def carry(arguments: Sequence[str]) -> int:
+    """Carry a catalogue to a new release of vLLM."""
+    parser = Parser(
+        "patches carry",
+        "Carry a catalogue to a new release of vLLM. Patches whose hunks fit it exactly, at their lines or moved, get "
+        "it into their `versions`. What the release before does not need is not needed. `texts.json` gets the texts "
+        "that patches rely on. What needs a person is listed."
+        "\n\nExit status: 0 nothing is left, 1 something is, 2 could not tell.",
+        ["patches carry 0.34.0", "patches carry 0.34.0 --from ./vllm-0.34.0.whl"],
+    )
+    parser.add_argument(
+        "version", metavar="VERSION", help="The release: one of SUPPORTED in vllm_hwplugin/versions.py, added before."
+    )
+    parser.add_argument(
+        "--from", dest="source", metavar="TARGET", help="Its text, as `drift` takes it. Default: the package index."
+    )
+    parser.add_argument(
+        "--catalogue", metavar="FOLDER", type=Path, default=default_folder(), help="Default: the plugin's own."
+    )
+    options = parser.read(arguments)
+    version = supported_as(options.version)
+    if version is None or version == SUPPORTED[0]:
+        raise SourceError(
+            f"{options.version}: expected one of {SUPPORTED[1]} to {SUPPORTED[-1]}; add a new release to SUPPORTED in "
+            "vllm_hwplugin/versions.py first"
+        )
+    last = SUPPORTED[SUPPORTED.index(version) - 1]
+    catalogue = read_catalogue(options.catalogue)
+    index = Index()
+    source = open_target(options.source or version, index)
+    done, left = carry_catalogue(catalogue, options.catalogue, source, version)
+    table = read_texts(options.catalogue)
+    others = add_texts(table, source, version)
+    if others:
+        write_texts(options.catalogue, table)
+    for name in done:
+        line(f"{name}: for {version}")
+    for path in others:
+        users = [
+            item.id
+            for item in catalogue.features
+            if item.versions.covers(last) and any(path == relied.path for relied in item.relies)
+        ]
+        line(f"to read: {path}, relied on by {', '.join(users)}")
+    for item in left:
+        line(f"to do: {item.feature}: {item.reason}")
+    say_notes(index.notes)
+    return 1 if others or left else 0
