@@ -270,13 +270,14 @@ def attempt():
         Scenario(INSTALL + "_runtime.make_plan = None", made_up),
         Scenario(INSTALL + "import tempfile; tempfile.tempdir = '/proc/nowhere'", made_up_with(Project.block_cache)),
     ],
-    "a variable of the plugin has a value": [Scenario(INSTALL, made_up, variables={"VLLM_HWPLUGIN_SLP": "perhaps"})],
-    "the gate of a feature of your own": [
+    "a variable of the plugin that is no": [Scenario(INSTALL, made_up, variables={"VLLM_HWPLUGIN_SLP": "perhaps"})],
+    "the switch of a feature": [
+        Scenario(INSTALL, made_up, variables={MADE_UP: "perhaps"}),
         Scenario(
             INSTALL + 'attempt = lambda: states(install(), "acme/fix")',
             made_up_with(_own_catalogue),
             variables={FOLDERS: "acme", ACME: "perhaps"},
-        )
+        ),
     ],
     "must run stock runs patched": [
         Scenario(

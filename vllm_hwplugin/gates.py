@@ -84,6 +84,11 @@ class Gate(NamedTuple):
         return self.kind == "switch" or (self.kind == "choice" and "patches" in self.affects)
 
     @property
+    def of_feature(self) -> bool:
+        """Whether it switches a feature; a bad value costs that feature only."""
+        return self.switches and "patches" in self.affects
+
+    @property
     def good_values(self) -> str:
         """The accepted values, as a reader should see them in an error or in the documentation."""
         if self.kind == "bool":
@@ -305,6 +310,9 @@ GATES: Final[tuple[Gate, ...]] = (
     ),
 )
 
+#: Those that no feature has for itself.
+OF_PROCESS: Final[tuple[Gate, ...]] = tuple(gate for gate in GATES if not gate.of_feature)
+
 BY_NAME: Final[Mapping[str, Gate]] = MappingProxyType({gate.name: gate for gate in GATES})
 
 #: Variables of older builds that neither vLLM nor the plugin reads: by name, what to use in their place.
@@ -398,8 +406,8 @@ def demands(name: str, environ: Mapping[str, str] | None = None) -> bool:
     return (_present(name, os.environ if environ is None else environ) or "").strip().lower() in WORDS_TRUE
 
 
-def read_each(environ: Mapping[str, str] | None = None, gates: Iterable[Gate] = GATES) -> dict[str, GateValue]:
-    """Read every gate of the table, or of those given.
+def read_each(environ: Mapping[str, str] | None = None, gates: Iterable[Gate] = OF_PROCESS) -> dict[str, GateValue]:
+    """Read every variable that no feature has for itself, or the given ones.
 
     Raises:
         GateError: one or more values are bad; the message has one line for each of them.

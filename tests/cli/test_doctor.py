@@ -536,7 +536,7 @@ def test_the_command_exits_with_the_diagnosis_and_prints_json(monkeypatch: pytes
     monkeypatch.setenv("VLLM_PLUGINS", "musa")
     assert program("doctor").exit_code == 1
     monkeypatch.delenv("VLLM_PLUGINS")
-    monkeypatch.setenv(GATE, "perhaps")
+    monkeypatch.setenv("VLLM_HWPLUGIN_SLP", "perhaps")
     result = program("doctor", "--json")
     assert result.exit_code == 1
     assert "perhaps" in json.loads(result.stdout)["problems"][0]

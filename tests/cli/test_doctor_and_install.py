@@ -29,6 +29,9 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
     "switched off": {"VLLM_HWPLUGIN": "0", GATE: "on", "VLLM_HWPLUGIN_STRICT": "1"},
     "bad value": {"VLLM_HWPLUGIN_SLP": "perhaps"},
     "bad value, on": {"VLLM_HWPLUGIN_SLP": "perhaps", GATE: "on"},
+    "bad switch": {GATE: "perhaps"},
+    "bad switch, strict": {GATE: "perhaps", "VLLM_HWPLUGIN_STRICT": "1"},
+    "bad switch, another on": {GATE: "perhaps", OTHER_GATE: "on"},
     "bad strictness": {"VLLM_HWPLUGIN_STRICT": "perhaps"},
 }
 FIX = "VLLM_HWPLUGIN_PATCH_ACME_FIX"

@@ -146,6 +146,7 @@ def server(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> It
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_HWPLUGIN_CACHE_DIR": str(folder / "cache"),
         "VLLM_HWPLUGIN_DFLASH_FULL_GRAPH": "off",
+        "VLLM_HWPLUGIN_LINEAR": "perhaps",
         "VLLM_NWOR_MODE": "stage",
         "VLLM_NWOR_EMIT_METRICS": "1",
     }
@@ -259,10 +260,11 @@ def test_the_server_ends_when_told_and_leaves_no_process(seen: Seen) -> None:
 
 
 def test_its_log_says_once_and_in_vllms_form_what_is_patched_in(seen: Seen) -> None:
-    said = [line for line in seen.log.splitlines() if "vllm-hwplugin: patched in on " in line]
-    assert len(said) == 1, seen.log[:4000]
-    assert re.match(r"(\(\w+ pid=\d+\) )?INFO \d\d-\d\d \d\d:\d\d:\d\d \[_runtime.py:\d+\] vllm-hwplugin: ", said[0])
-    assert "draft-full-graph" in said[0].rpartition(": ")[2].split(", ")
+    form = r"(?:\(\w+ pid=\d+\) )?([A-Z]+) \d\d-\d\d \d\d:\d\d:\d\d \[_runtime.py:\d+\] vllm-hwplugin: (.*)"
+    refused, patched_in = re.findall(form, seen.log)
+    assert (refused[0], refused[1].split(": ")[0]) == ("WARNING", "linear is not patched in, vLLM runs unpatched there")
+    assert (patched_in[0], patched_in[1].split()[:3]) == ("INFO", ["patched", "in", "on"])
+    assert "draft-full-graph" in patched_in[1].rpartition(": ")[2].split(", ")
 
 
 def test_its_worker_says_what_it_uses_and_every_process_what_is_in_force(seen: Seen) -> None:

@@ -373,13 +373,13 @@ def test_a_child_says_that_a_feature_of_a_catalogue_came_or_went_since_the_start
 @pytest.mark.parametrize(
     ("variables", "raises"),
     [
-        ({GATES[0]: "perhaps"}, False),
-        ({GATES[0]: "perhaps", "VLLM_HWPLUGIN_STRICT": "1"}, True),
-        ({GATES[0]: "perhaps", GATES[1]: "on"}, True),
+        ({"VLLM_HWPLUGIN_SLP": "perhaps"}, False),
+        ({"VLLM_HWPLUGIN_SLP": "perhaps", "VLLM_HWPLUGIN_STRICT": "1"}, True),
+        ({"VLLM_HWPLUGIN_SLP": "perhaps", GATES[1]: "on"}, True),
         # Of a catalogue that was not read.
-        ({GATES[0]: "perhaps", "VLLM_HWPLUGIN_PATCH_ACME_FIX": " On"}, True),
+        ({"VLLM_HWPLUGIN_SLP": "perhaps", "VLLM_HWPLUGIN_PATCH_ACME_FIX": " On"}, True),
         # These ask for what the patch engine has no part in.
-        ({GATES[0]: "perhaps", "VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_ATTENTION": "on"}, False),
+        ({"VLLM_HWPLUGIN_SLP": "perhaps", "VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_ATTENTION": "on"}, False),
         ({"VLLM_HWPLUGIN_STRICT": "perhaps"}, True),
         ({"VLLM_HWPLUGIN_CACHE_DIR": "relative"}, False),
     ],

@@ -131,15 +131,16 @@ class _Look:
     problems: list[str] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
 
-    def read(self, of: Iterable[gates.Gate], *, say: bool = True) -> None:
+    def read(self, of: Iterable[gates.Gate]) -> None:
         for gate in of:
             value: gates.GateValue | gates.GateError
             try:
                 value = gates.read(gate, self.environ)
-                self.warnings += [value.conflict] if value.conflict and say else []
+                self.warnings += [value.conflict] if value.conflict else []
             except gates.GateError as error:
                 value = error
-                self.problems += [str(error)] if say else []
+                # One of a feature costs the feature, which is said of it.
+                self.problems += [] if gate.of_feature else [str(error)]
             self.values[gate.name] = value
 
     def good(self, name: str) -> gates.GateValue | None:
@@ -242,8 +243,7 @@ def _find_outside(own: Catalogue | None, look: _Look) -> Found:
     outside = Found()
     if own is not None and look.good(FOLDERS) is not None:
         outside = find_outside(look.environ, own)
-        # One that is bad costs its own features alone, which is said of these.
-        look.read(outside.gates, say=False)
+        look.read(outside.gates)
     look.warnings += gates.unknown(look.environ, (*own.gates, *outside.gates) if own is not None else ())
     look.lines(look.strict and not look.switched_off).extend(
         f"{item.where} is not live, vLLM runs stock there: {item.reason}" for item in outside.troubles
@@ -305,8 +305,7 @@ def _decide(
         return (), "none"
     catalogue = outside.behind(own)
     good = {name: value for name, value in look.values.items() if isinstance(value, gates.GateValue)}
-    more, mistaken = outside.choices(look.environ)
-    choices = {name: value.choice for name, value in good.items() if value.gate.switches} | more
+    choices, mistaken = catalogue.choices(look.environ)
 
     def row(feature: Feature, state: str, reason: str) -> FeatureRow:
         return FeatureRow(feature.id, feature.title, feature.gate, choices.get(feature.gate, ""), state, reason)
@@ -316,7 +315,7 @@ def _decide(
         said += [f"{one.gate}=on, but {one.id} is not patched in: {reason}" for one in rows if one.choice == "on"]
         return rows, "none"
 
-    if any(gate.name not in good for gate in (*gates.GATES, *own.gates)):
+    if any(gate.name not in good for gate in gates.OF_PROCESS):
         reason = "a variable has a bad value, and the plugin does nothing until it is right"
         return all_of("refused", reason, look.problems)
     if look.switched_off:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Final, Literal, NamedTuple, Protocol
 
-from ..gates import BY_NAME, Gate
+from ..gates import BY_NAME, Gate, GateError, read
 from ..versions import SUPPORTED, Versions, final
 
 HunkStatus = Literal["exact", "moved", "upstream", "drifted", "ambiguous", "missing"]
@@ -202,6 +202,20 @@ class Catalogue(NamedTuple):
             for of in users.values()
             if (switch := of[0].switch) is not None
         )
+
+    def choices(self, environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+        """Read the value of each switch, and by feature what is wrong with its switch, for which ``auto`` stands then.
+
+        A mistake in a variable of one feature costs that feature, not the others.
+        """
+        values: dict[str, str] = {}
+        bad: dict[str, str] = {}
+        for name, switch in {feature.gate: feature.switch for feature in self.features if feature.switch}.items():
+            try:
+                values[name] = read(switch, environ).choice
+            except GateError as error:
+                values[name], bad[name] = "auto", str(error)
+        return values, {feature.id: bad[feature.gate] for feature in self.features if feature.gate in bad}
 
     def feature(self, feature_id: str) -> Feature | None:
         return next((item for item in self.features if item.id == feature_id), None)

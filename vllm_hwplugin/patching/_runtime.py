@@ -235,12 +235,9 @@ def _activate(
     entry.vllm_dist, entry.vllm_version, entry.vllm_root = installed.dist, installed.version, str(installed.root)
     overlay = Overlay(environ)
     try_unlisted, strict = values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag, values[gates.STRICT].flag
-    choices = {name: value.choice for name, value in values.items() if value.gate.switches}
     if catalogue is None:
         catalogue = load_catalogue()
     state.gates = catalogue.gates
-    declared = gates.read_each(environ, state.gates)
-    choices |= {name: value.choice for name, value in declared.items()}
     found = outside.find_outside(environ, catalogue)
     state.gates = (*state.gates, *found.gates)
     for trouble in found.troubles:
@@ -249,9 +246,8 @@ def _activate(
         # Among the features, because it may have had some.
         entry.features[trouble.where] = {"state": "refused", "reason": trouble.reason}
     catalogue = found.behind(catalogue)
-    more, mistaken = found.choices(environ)
+    choices, mistaken = catalogue.choices(environ)
     others, missing = outside.find_targets(catalogue.features)
-    choices |= more
     if journal.starts_engines():
         for unknown in gates.unknown(environ, state.gates):
             logger.warning("%s", unknown)
@@ -274,7 +270,7 @@ def _activate(
     entry.modules = {name: "re-applied" if name in swapped else "pending" for name in settled.copies} | {
         name: "served" for name in entry.modules if entry.modules[name] == "served"
     }
-    if not compare_with_first(entry, environ, stop=_must_hold(environ, state.gates)):
+    if not compare_with_first(entry, environ, stop=strict or "on" in choices.values()):
         _report(entry, plan, installed, overlay, try_unlisted)
     journal.begin(entry, overlay.writable_base())
 

@@ -162,21 +162,6 @@ class Found(NamedTuple):
     def gates(self) -> tuple[gates.Gate, ...]:
         return tuple(gate for each in self.catalogues for gate in each.gates)
 
-    def choices(self, environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-        """The value of each gate, and by feature what is wrong with that of its gate, for which ``auto`` stands then.
-
-        A mistake in a variable of one patch costs that patch, not the others and not those of the project.
-        """
-        values: dict[str, str] = {}
-        bad: dict[str, str] = {}
-        for gate in self.gates:
-            try:
-                values[gate.name] = gates.read(gate, environ).choice
-            except gates.GateError as error:
-                values[gate.name], bad[gate.name] = "auto", str(error)
-        features = (feature for each in self.catalogues for feature in each.features)
-        return values, {feature.id: bad[feature.gate] for feature in features if feature.gate in bad}
-
     def behind(self, own: Catalogue) -> Catalogue:
         """One catalogue of the project's own features and these: of two that conflict, the earlier one is live."""
         return Catalogue((*own.features, *(feature for each in self.catalogues for feature in each.features)))
