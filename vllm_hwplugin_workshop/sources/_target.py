@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -17,6 +18,8 @@ from vllm_hwplugin.patching.outside import find_distribution
 
 from ._index import Index, IndexSource
 from ._text import NO_VERSION, SourceError, TreeSource, WheelSource
+
+logger = logging.getLogger("vllm.hwplugin")
 
 
 def distribution_of(target: str, others: Collection[str]) -> str:
@@ -87,6 +90,8 @@ def open_installed(distribution: str = VLLM, features: Iterable[Feature] = ()) -
             f"the vLLM in {found.root} states the version {found.version!r}, which says nothing of its release; "
             f"name the one that it was made from: {found.root}@0.33.0"
         )
+    for trouble in found.troubles:
+        logger.warning("%s", trouble)
     return found
 
 
