@@ -9,11 +9,12 @@ from typing import Any
 
 from vllm_hwplugin_lab.bench import DRAFT_MODEL, SHAPES
 from vllm_hwplugin_lab.bench.plan import TINY
-from vllm_hwplugin_lab.bench.table import NOTHING, SIDE_NAMES, between, idle, profiled, step, worth
+from vllm_hwplugin_lab.bench.table import NOISE, SIDE_NAMES, between, idle, profiled, step, worth
 
 from ._gains import Gain, failures, gains
 from ._read import Found
 from ._readme_tables import starts
+from ._serve_tables import live
 from ._text import escaped, item, paragraph, table
 
 _BOTH = ("stock", "patched")
@@ -61,31 +62,36 @@ VLLM_HWPLUGIN_PLAIN_DECODE=1` says what [graphs without a drafter](model-runner-
 
 Your own target, drafter and prompts, as clients see them (TTFT, TPOT, ITL, end to end, acceptance by position), and
 the kinds of steps that the time goes to; what stands behind `--` is for vLLM's own client, `vllm bench serve`. `--html
-FILE` writes a page with drawings that opens from disk. `--url` measures a server that runs already, alone and without
-kinds of steps: once as it is, and once after you started it with `VLLM_HWPLUGIN=0`.
+FILE` writes a page with drawings that opens from disk. `--url` measures a server that runs already, without kinds of
+steps, and its results hold what was sent and what the server says of itself. `--against FILE` compares with such a run:
+the table of both, the spread of their rounds, a verdict, and exit code 1 where a load is slower. Start the server with
+`VLLM_HWPLUGIN=0` for the first run, and both times with `--no-enable-prefix-caching`.
 
 ```
 vllm-hwplugin bench serve --target MODEL --draft DRAFTER --method eagle3 --prompts mt_bench.jsonl --concurrency 16
 vllm-hwplugin bench serve --target MODEL --draft DRAFTER --method dflash --k 7 --input-len 4096 --output-len 1024
 vllm-hwplugin bench serve --shape 0.6b --method dflash --k 7 --range-ratio 0.5 --request-rate 40
-vllm-hwplugin bench serve --url http://127.0.0.1:8000 --concurrency 1 --concurrency 16 --html report.html
+vllm-hwplugin bench serve --url http://127.0.0.1:8000 --concurrency 1 --concurrency 16 --json before.json
+vllm-hwplugin bench serve --url http://127.0.0.1:8000 --against before.json --html report.html
 ```
 """
 
 
-def page(files: Sequence[Found], soaks: Sequence[Found], started: Sequence[Found]) -> str:
+def page(files: Sequence[Found], soaks: Sequence[Found], started: Sequence[Found], served: Sequence[Found]) -> str:
     """docs/benchmarks.md.
 
     Args:
         files: of ``bench``.
         soaks: of ``bench soak``.
         started: of benchmarks/engine_starts.py.
+        served: of ``bench serve``.
     """
     found = gains(files)
     sides = _SIDES + (_TRAINED if any(one.shape == TINY for one in found) else "")
     parts = [
         [_HEAD, "## What do I gain?", "", paragraph(sides), "", *_gain_table(found), "", _measured(found), ""],
         [*_by_batch(found), "", "![milliseconds a step, by batch size and side](benchmarks.svg)", ""],
+        ["## What do clients see?", "", live(served).replace("(benchmarks/", "(../benchmarks/"), ""],
         ["## Why, and why not", "", *_reasons(found), ""],
         ["## Does it change what is accepted?", "", *_acceptance(found), "", *_soaks(soaks), ""],
         ["## What does a start cost?", "", starts(started), ""],
@@ -117,7 +123,7 @@ def first_screen(files: Sequence[Found]) -> str:
         f"One {' or '.join(devices)}; {' and '.join(drafters)}; vLLM {', '.join(versions)}; every request decodes, in "
         f"batches of {batches[0]} to {batches[-1]}; dummy weights, and as many drafts accepted on all sides."
     )
-    return "\n".join([*table(["target", *(f"{runner}, tokens/s" for runner in _RUNNERS)], lines), "", paragraph(text)])
+    return "\n".join([*table(["target", *(f"{runner}, speedup" for runner in _RUNNERS)], lines), "", paragraph(text)])
 
 
 def _in_readme(one: Gain) -> str:
@@ -126,7 +132,7 @@ def _in_readme(one: Gain) -> str:
 
 
 def _gain_table(found: Sequence[Gain]) -> list[str]:
-    return table(["vLLM", "model runner", "target", "drafter", "tokens/s with the plugin"], _gain_rows(found))
+    return table(["vLLM", "model runner", "target", "drafter", "speedup with the plugin"], _gain_rows(found))
 
 
 def _gain_rows(found: Sequence[Gain]) -> Iterator[list[str]]:
@@ -137,14 +143,14 @@ def _gain_rows(found: Sequence[Gain]) -> Iterator[list[str]]:
                 said.append(_worth(own.values()))
             if runner == "V2" and (over := one.ratios(stock, "patched")):
                 said += [] if own else ["not measured"]
-                said.append(f"stock V2 gives {between(over.values(), '.2f')} times V1's with the plugin")
+                said.append(f"stock V2 by V1 with the plugin: {between(over.values(), '.2f', '–')}×")
             if said:
                 yield [one.vllm, runner, one.target, one.drafter, "; ".join(said)]
     yield ["any other", "either", "any", "any", "not measured"]
 
 
 def _worth(ratios: Collection[float]) -> str:
-    return worth(ratios).replace("a loss", "**a loss**")
+    return worth(ratios).replace("slower", "**slower**")
 
 
 def _measured(found: Sequence[Gain]) -> str:
@@ -259,8 +265,8 @@ def _spread(found: Sequence[Gain]) -> list[str]:
         f"Each figure is the best of {' or '.join(map(str, rounds))} rounds in one engine, started once. The largest "
         "ratio of best to median round, over all sides and cases:"
     )
-    few = f"A gain of {NOTHING - 1:.0%} or less counts as nothing here."
-    if wide := [batch for batch in batches if spreads[batch] > 1 + 2 * (NOTHING - 1)]:
+    few = f"A speedup of {NOISE:.2f}× or less counts as noise here."
+    if wide := [batch for batch in batches if spreads[batch] > 1 + 2 * (NOISE - 1)]:
         where = "any batch size" if wide == batches else f"batch {', '.join(map(str, wide))}"
         few += f" A single figure says little at {where}: look at several of a row."
     names: dict[str, set[str]] = {}

@@ -55,7 +55,7 @@ def pages(root: Path = ROOT) -> dict[str, str]:
             for page, kind in _COSTS.items()
         },
         "docs/platforms.md": _within(root, "docs/platforms.md", versions=_musa_versions.markdown()),
-        "docs/benchmarks.md": _engines.page(engines, soaks, read_all(results, "starts-")),
+        "docs/benchmarks.md": _engines.page(engines, soaks, read_all(results, "starts-"), served),
         "docs/kernel-benchmarks.md": _kernels.page(kernels),
         "benchmarks/results/engines.md": _engine_tables.markdown(engines),
         "benchmarks/results/kernels.md": _kernel_tables.markdown(kernels),

@@ -19,13 +19,14 @@ _HEAD = """# As clients see it
 Made from the files `serve-*.json` by `make docs`; do not edit.
 """
 _HOW = (
-    "What is measured of a file's sides was alive together on the same GPUs and had its rounds in turn. tok/s is the "
-    "best round's, the slowest one's in brackets, and `by stock` compares the best with stock vLLM's on the same model "
-    "runner (MRV2 is Model Runner V2): within what a side's own rounds differ by, it says nothing. `round s` is how "
-    "many seconds the shortest round took: below 5 it is mostly its start and its end. `GPU busy` is the share of the "
-    "rounds' time in which the GPU ran a kernel, as its driver says. Latencies are those of all rounds together: "
-    f"{', '.join(f'{name[:-3].upper()} is the {what}' for name, what in LATENCIES.items())}. Acceptance is tokens a "
-    "step, the target's own included; behind it stand the shares of drafts that were accepted, by position."
+    "The engines of a file's sides were alive together on the same GPUs and had their rounds in turn. Speedup compares "
+    "the best round's tokens/s with those of the baseline, unpatched vLLM (stock) on the same model runner (MRV2 is "
+    "Model Runner V2): a speedup within what the rounds of one side differ by says nothing. A shortest round below 5 "
+    "seconds is mostly its start and its end. `GPU busy` is the share of the rounds' time in which the GPU ran a "
+    "kernel, as its driver says; on several GPUs a kernel that waits for another rank counts as busy. Latencies are "
+    "those of all rounds together: "
+    f"{', '.join(f'{name[:-3].upper()} is the {what}' for name, what in LATENCIES.items())}. "
+    "Acceptance length is tokens a step, the target's own included."
 )
 _BY_CLIENT = (
     "`vllm serve`, asked by vLLM's own client, of whose requests the first third of a round warms it up and does not "
@@ -45,7 +46,7 @@ def over_http(files: Sequence[Found]) -> list[Found]:
 
 
 def live(files: Sequence[Found]) -> str:
-    """README.md's table: what clients of a server see, a row for each case and model runner of files over HTTP.
+    """What clients of a server see, in README.md and docs/benchmarks.md: a row for each case and model runner.
 
     Without what the plugin does only where it is asked to, and without what was measured by one round.
     """
@@ -57,21 +58,20 @@ def live(files: Sequence[Found]) -> str:
         "vLLM",
         "model runner",
         "target and drafts",
-        "requests at once",
+        "concurrency",
         "tokens/s",
-        "TTFT P50",
-        "TPOT P50",
-        "GPU busy, stock",
+        *(f"{name} {percentile}" for name in ("TTFT", "TPOT") for percentile in ("P50", "P99")),
+        "GPU busy, baseline",
     ]
     devices = " or ".join(sorted({file.device for file in files}))
     numbers = " or ".join(_COUNTED[one] for one in sorted({_gpus(file.results["settings"]) for file in files}))
     loads = "; ".join(dict.fromkeys(_prompts(file.results["settings"]) for file in files))
     full = any(_FULL in cell for row in found for cell in row)
-    waits = f" {_FULL}: vLLM's API server had its core full, and requests waited there." if full else ""
+    waits = f" {_FULL}: the API server process was CPU-bound, so requests queued there." if full else ""
     said = (
-        f"With the plugin by stock: more tokens/s, and less time to the first token and per token, are better. On "
-        f"{numbers} {devices}; {loads}.{waits} On a busy host other engines started or ran on another GPU meanwhile. "
-        f"Every figure and its conditions: [serve.md](benchmarks/results/serve.md)."
+        f"Ratios, plugin / unpatched vLLM. Throughput: higher is better. TTFT, TPOT: lower is better. On {numbers} "
+        f"{devices}; {loads}.{waits} Busy host: other engines started or ran on another GPU meanwhile, which may "
+        "slow unpatched vLLM more. Every figure and its conditions: [serve.md](benchmarks/results/serve.md)."
     )
     return "\n".join([*table(names, found), "", paragraph(said)])
 
@@ -85,18 +85,16 @@ def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
             ratios = [
                 [after["tokens_per_second"]["best"] / before["tokens_per_second"]["best"] for before, after in pairs],
                 *(
-                    [after[name]["p50"] / before[name]["p50"] for before, after in pairs]
+                    [after[name][percentile] / before[name][percentile] for before, after in pairs]
                     for name in ("ttft_ms", "tpot_ms")
+                    for percentile in ("p50", "p99")
                 ),
             ]
             asked = [
                 f"{one['request_rate']:g}/s" if one["request_rate"] else str(one["concurrency"]) for one, _ in pairs
             ]
             # A full core of its one process, and somebody has to wait for it.
-            waited = [
-                _FULL if ratio > 1 and after.get("cpu", {}).get("server", 0) >= 1 else ""
-                for (_, after), ratio in zip(pairs, ratios[1], strict=True)
-            ]
+            full = [after.get("cpu", {}).get("server", 0) >= 1 for _, after in pairs]
             busy = [NOT_MEASURED if (share := one.get("gpu_busy")) is None else f"{share:.0%}" for one, _ in pairs]
             yield [
                 file.vllm,
@@ -105,8 +103,14 @@ def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
                 f"{file.conditions}{_extra(settings)}",
                 " / ".join(asked),
                 " / ".join(f"{ratio:.2f}" for ratio in ratios[0]),
-                " / ".join(f"{ratio:.2f}{mark}" for ratio, mark in zip(ratios[1], waited, strict=True)),
-                " / ".join(f"{ratio:.2f}" for ratio in ratios[2]),
+                *(
+                    " / ".join(
+                        f"{ratio:.2f}{_FULL if ratio > 1 and waits else ''}"
+                        for ratio, waits in zip(one, full, strict=True)
+                    )
+                    for one in ratios[1:3]
+                ),
+                *(" / ".join(f"{ratio:.2f}" for ratio in one) for one in ratios[3:]),
                 " / ".join(busy),
             ]
 

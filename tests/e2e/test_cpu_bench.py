@@ -10,8 +10,11 @@ import os
 import pytest
 
 from benchmarks.pages import parts_us
+from tests.program import program
 from vllm_hwplugin_lab import bench
-from vllm_hwplugin_lab.bench import serve
+from vllm_hwplugin_lab.bench import _server, running, serve
+from vllm_hwplugin_lab.bench._entry_points import provide
+from vllm_hwplugin_lab.bench._launch import child_environment
 from vllm_hwplugin_lab.bench.plan import Case
 from vllm_hwplugin_lab.bench.results import PHASES_FORMAT, add_phases, new_results, rounds_entry
 from vllm_hwplugin_lab.bench.turns import ENGINE
@@ -143,6 +146,42 @@ def test_a_load_is_seen_as_clients_see_it(cpu_host, tmp_path):
     assert entry["gpu_busy"] is None
     assert 0 < entry["outside_ms"] < entry["ttft_ms"]["p99"]
     assert all(share > 0 for share in entry["cpu"].values())
+
+
+def test_a_server_that_runs_is_what_it_says_of_itself(cpu_host, tmp_path, monkeypatch):
+    """Two runs of one load on one server: with vLLM's client, and with what the real pages have."""
+    pytest.importorskip("matplotlib")
+    target = bench.find_checkpoints(None).root / "target"
+    settings = dataclasses.replace(SERVED, max_model_len=256)
+    job = serve.serve_job(3, "patched", settings, cpu_host, bench.find_checkpoints(None), tmp_path)
+    variables = {**job.environment, "VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path)}
+    monkeypatch.setattr(os, "environ", {**child_environment(variables, provide(tmp_path / "metadata"))})
+    server = _server.Server(job.options)
+    files, page = [tmp_path / name for name in ("before.json", "after.json")], tmp_path / "both.html"
+    try:
+        server.wait()
+        load = ["--concurrency", "2", "--num-prompts", "4", "--input-len", "20", "--output-len", "9"]
+        result = program("bench", "serve", "--url", server.url, *load, "--json", str(files[0]))
+        assert result.exit_code == 0, result.output
+        against = ["--against", str(files[0]), "--json", str(files[1]), "--html", str(page)]
+        result = program("bench", "serve", "--url", server.url, *against)
+    finally:
+        server.end()
+    # The second run may be quicker or slower, or rounds be too far apart to say.
+    assert "Verdict: " in result.output, result.output
+    for file in files:
+        found = running.read_run(file)
+        (entry,) = (entry for _, entry in running.servers(found))
+        said = entry["said"]
+        assert found["settings"]["checkpoint"] == str(target)
+        assert (said["vllm"], said["prefix_caching"], said["drafted"]) == (cpu_host.vllm, False, 3)
+        # On a CPU there are no graphs, and the plugin says so.
+        assert {outcome for outcomes in said["plugin"].values() for outcome in outcomes} == {"not_captured"}
+        (load,) = entry["loads"].values()
+        assert (load["requests"], load["unanswered"], load["tokens"]) == (8, 0, 8 * 9)
+        assert load["drafts"] > 0
+        assert 0 < load["ttft_ms"]["p50"] <= load["ttft_ms"]["p99"]
+    assert "</html>" in page.read_text()
 
 
 def test_the_hosts_time_by_phase_and_the_trace(cpu_host, tmp_path):

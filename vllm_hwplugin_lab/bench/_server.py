@@ -7,6 +7,8 @@ It waits for commands on its standard input, one line of JSON each, so that seve
     {"do": "warm-up" | "trial" | "load", "load": {"name": NAME, "client": [ARGUMENT, ...], ...}, "requests": NUMBER},
     {"do": "end"}
 
+With the option ``url`` it starts nothing, and says under ``said`` what that server says of itself.
+
 Where a load has ``prompts``, its requests are these instead of the client's own: texts or token ids, with
 ``output_len`` new tokens each, and ``chat`` for texts that go through the target's template.
 """
@@ -22,10 +24,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any
 
+from vllm_hwplugin.spec_decode.step_counts import INTERVAL
+
+from . import _gpu_busy
 from ._child import commands, host_us, read_job
 from ._worker import EXTENSION
 
@@ -33,30 +39,25 @@ _POLL = 0.2
 _END = 30.0
 #: Seconds for what a worker is asked.
 _ANSWER = 60.0
+#: The counter of the plugin's fast paths, as /metrics names it.
+_STEPS = "vllm:hwplugin_steps"
+#: Seconds until a step that was made is in that counter: a worker writes its journal, and the server reads it.
+_COUNTED = 2 * INTERVAL + 1
 #: Of vLLM's metrics: what the engine's core says of a request until its first token, by its own clock.
 _UNTIL_FIRST = ("vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds")
 
 
 class Server:
-    """``vllm serve`` on a free port of this host, with what `BenchWorker` answers.
-
-    Args:
-        options: vLLM's; or ``url`` of a server that runs already, of which no worker can be asked.
-    """
-
-    process: subprocess.Popen[bytes] | None = None
+    """``vllm serve`` on a free port of this host, with what `BenchWorker` answers; ``options`` are vLLM's."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        if "url" in options:
-            self.url = options["url"]
-            return
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         # What `vllm serve` runs, which itself asks for a distribution of the name `vllm`.
         options = {"worker_extension_cls": EXTENSION, **options, "host": "127.0.0.1", "port": port}
-        self.process = subprocess.Popen(
+        self.process: subprocess.Popen[bytes] = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments_of(options)],
             # For /collective_rpc.
             env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"},
@@ -69,7 +70,7 @@ class Server:
             SystemExit: it has ended instead.
         """
         while True:
-            if self.process is not None and (code := self.process.poll()) is not None:
+            if (code := self.process.poll()) is not None:
                 raise SystemExit(f"vllm serve ended with {code}")
             try:
                 urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
@@ -79,54 +80,139 @@ class Server:
 
     def ask(self, method: str, *arguments: float) -> Any:
         """What the first worker answers to a method of `BenchWorker`."""
-        if self.process is None:
-            return {} if method == "hwplugin_facts" else []
         body = json.dumps({"method": method, "args": arguments}).encode()
         asked = urllib.request.Request(f"{self.url}/collective_rpc", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(asked, timeout=_ANSWER) as answer:
             first, *_ = json.load(answer)["results"]
         return first
 
+    def facts(self) -> dict[str, Any]:
+        """What the process and its first worker are."""
+        return {"pid": self.process.pid, **self.ask("hwplugin_facts")}
+
     def totals(self) -> dict[str, Any]:
-        """Counts so far, as far as the server says them.
+        """Counts so far.
 
         Returns:
             ``drafts``; ``accepted`` of them by position; ``ended``, requests; ``until_first``, the seconds in the
             engine until the first token of all of these; and ``cpu``, the seconds of the server's own process, which
-            reads requests and writes answers, if this one started it.
+            reads requests and writes answers.
         """
         import psutil
-        from prometheus_client.parser import text_string_to_metric_families
 
-        found: dict[str, Any] = {"drafts": 0, "accepted": {}, "ended": 0, "until_first": 0.0}
-        if self.process is not None:
-            times = psutil.Process(self.process.pid).cpu_times()
-            found["cpu"] = times.user + times.system
-        try:
-            with urllib.request.urlopen(f"{self.url}/metrics", timeout=_ANSWER) as answer:
-                text = answer.read().decode()
-        except urllib.error.HTTPError:
-            return found
-        for sample in (one for family in text_string_to_metric_families(text) for one in family.samples):
-            if sample.name == "vllm:spec_decode_num_drafts_total":
-                found["drafts"] += int(sample.value)
-            elif sample.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
-                position = int(sample.labels["position"])
-                found["accepted"][position] = found["accepted"].get(position, 0) + int(sample.value)
-            elif sample.name == f"{_UNTIL_FIRST[0]}_count":
-                found["ended"] += int(sample.value)
-            elif sample.name.removesuffix("_sum") in _UNTIL_FIRST:
-                found["until_first"] += sample.value
-        return found
+        times = psutil.Process(self.process.pid).cpu_times()
+        return {**_counts(_metrics(self.url)), "cpu": times.user + times.system}
 
     def end(self) -> None:
-        if self.process is None:
-            return
         self.process.terminate()
         try:
             self.process.wait(_END)
         except subprocess.TimeoutExpired:
             self.process.kill()
+
+
+class RunningServer(Server):
+    """A server that somebody else started: known by what it says over HTTP."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def wait(self) -> None:
+        """Ask once.
+
+        Raises:
+            OSError: it does not answer.
+        """
+        urllib.request.urlopen(f"{self.url}/health", timeout=_ANSWER).close()
+
+    def ask(self, method: str, *arguments: float) -> Any:
+        """How long its GPUs worked, where they are this host's; no worker can be asked."""
+        return _gpu_busy.of_server(self.url, *arguments) if method == "hwplugin_gpu_busy" else []
+
+    def facts(self) -> dict[str, Any]:
+        self._steps = _plugin_steps(_metrics(self.url)) or Counter()
+        return {}
+
+    def totals(self) -> dict[str, Any]:
+        return _counts(_metrics(self.url))
+
+    def said(self) -> dict[str, Any]:
+        """What the server says of itself.
+
+        Returns:
+            ``vllm``, its version; ``prefix_caching``; ``drafted``, tokens a step at most, 0 without speculation; and
+            ``plugin``: path -> outcome -> steps since :meth:`facts`; each None where it says nothing of it.
+        """
+        metrics = _metrics(self.url)
+        if _plugin_steps(metrics) is not None:
+            time.sleep(_COUNTED)
+            metrics = _metrics(self.url)
+        steps = _plugin_steps(metrics)
+        paths: dict[str, dict[str, int]] = {}
+        for (path, outcome), count in sorted((steps or {}).items()):
+            if new := count - self._steps[path, outcome]:
+                paths.setdefault(path, {})[outcome] = new
+        cached = [one.labels.get("enable_prefix_caching") for one in metrics if one.name == "vllm:cache_config_info"]
+        return {
+            "vllm": self._version(),
+            "prefix_caching": cached[0] == "True" if cached else None,
+            "drafted": len(_counts(metrics)["accepted"]) if metrics else None,
+            "plugin": None if steps is None else paths,
+        }
+
+    def _version(self) -> str | None:
+        try:
+            with urllib.request.urlopen(f"{self.url}/version", timeout=_ANSWER) as answer:
+                return str(json.load(answer)["version"])
+        except (urllib.error.HTTPError, ValueError, LookupError):
+            return None
+
+    def end(self) -> None:
+        """Leave it as it is."""
+
+
+def _metrics(url: str) -> list[Any]:
+    """The samples of a server's /metrics; an empty family has one of its name and no value; none if it has no page."""
+    from prometheus_client.parser import text_string_to_metric_families
+    from prometheus_client.samples import Sample
+
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=_ANSWER) as answer:
+            text = answer.read().decode()
+    except urllib.error.HTTPError:
+        return []
+    found: list[Any] = []
+    for family in text_string_to_metric_families(text):
+        found += family.samples or [Sample(family.name, {}, 0.0)]
+    return found
+
+
+def _counts(samples: Sequence[Any]) -> dict[str, Any]:
+    """What vLLM has counted (see :meth:`Server.totals`)."""
+    found: dict[str, Any] = {"drafts": 0, "accepted": {}, "ended": 0, "until_first": 0.0}
+    for sample in samples:
+        if sample.name == "vllm:spec_decode_num_drafts_total":
+            found["drafts"] += int(sample.value)
+        elif sample.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
+            position = int(sample.labels["position"])
+            found["accepted"][position] = found["accepted"].get(position, 0) + int(sample.value)
+        elif sample.name == f"{_UNTIL_FIRST[0]}_count":
+            found["ended"] += int(sample.value)
+        elif sample.name.removesuffix("_sum") in _UNTIL_FIRST:
+            found["until_first"] += sample.value
+    return found
+
+
+def _plugin_steps(samples: Sequence[Any]) -> Counter[tuple[str, str]] | None:
+    """Path and outcome -> steps of all engines; None without the plugin's counter."""
+    own = [one for one in samples if one.name.removesuffix("_total") == _STEPS]
+    if not own:
+        return None
+    found: Counter[tuple[str, str]] = Counter()
+    for one in own:
+        if one.labels:
+            found[f"{one.labels['feature']} {one.labels['part']}", one.labels["outcome"]] += int(one.value)
+    return found
 
 
 def arguments_of(options: Mapping[str, Any]) -> list[str]:
@@ -223,11 +309,12 @@ def measure(server: Server, model: str, load: Mapping[str, Any]) -> dict[str, An
 def main(arguments: Sequence[str]) -> None:
     job, answer = read_job(arguments)
     started, model = time.perf_counter(), str(job.options["model"])
-    server = Server(job.options)
+    url = job.options.get("url")
+    server = Server(job.options) if url is None else RunningServer(url)
     try:
         server.wait()
-        facts = server.ask("hwplugin_facts")
-        answer.say("ready", seconds=time.perf_counter() - started, pid=server.process and server.process.pid, **facts)
+        facts = server.facts()
+        answer.say("ready", seconds=time.perf_counter() - started, **facts)
         for command in commands():
             load = {**command["load"], "requests": command["requests"]}
             if command["do"] == "load":
@@ -235,6 +322,8 @@ def main(arguments: Sequence[str]) -> None:
             else:
                 seconds = run_load(server, model, load)["seconds"]
                 answer.say("warm" if command["do"] == "warm-up" else "tried", workload=load["name"], seconds=seconds)
+        if isinstance(server, RunningServer):
+            answer.say("said", **server.said())
     finally:
         server.end()
     answer.say("done")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+from ._gpu_busy import samples
 from ._inside import package_facts, runner_facts
 from ._profile import Profile, profiled
 from ._step_kinds import StepKinds
@@ -39,21 +40,16 @@ class BenchWorker:
         return self._hwplugin_kinds.taken()
 
     def hwplugin_gpu_busy(self, since: float, until: float) -> list[float]:
-        """Shares of time in which this worker's GPU ran a kernel, between two of ``time.time``; none if unknown.
-
-        NVML has one for every sixth of a second to every second, at no cost, so some seconds have a mean.
-        """
+        """Shares of time in which this worker's GPU ran a kernel, between two of ``time.time``; none if unknown."""
         import torch
         from vllm.third_party import pynvml
 
         try:
             pynvml.nvmlInit()
             uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-            gpu, kind = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"), pynvml.NVML_GPU_UTILIZATION_SAMPLES
-            _, samples = pynvml.nvmlDeviceGetSamples(gpu, kind, int(since * 1e6))
+            return samples(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"), since, until)
         except (pynvml.NVMLError, RuntimeError, AssertionError):  # no GPU, or a container that may not ask
             return []
-        return [one.sampleValue.uiVal / 100 for one in samples if one.timeStamp <= until * 1e6]
 
     def hwplugin_start_profile(self) -> None:
         """Profile until :meth:`hwplugin_stop_profile`."""

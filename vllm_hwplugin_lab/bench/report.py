@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of ``bench serve`` as one HTML file that opens from disk, and the drawings in it.
+"""The results of ``bench serve`` as one HTML page that opens from disk, and the drawings in it.
 
 The extra ``lab`` has matplotlib, which draws them. Nothing else here imports it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
 from io import StringIO
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from rich.console import Console
 
-from .serve import LATENCIES, Measured, groups
-from .table import SIDE_NAMES
+from .plan import TINY
+from .running import in_words, servers
+from .serve import LATENCIES, Measured, groups, tables
+from .table import SIDE_NAMES, Compared, headline, reasons
 
 #: Told apart by those who do not see red and green, too.
 COLOURS = {
@@ -26,12 +29,40 @@ COLOURS = {
     "mrv2-plugin": "#f0e442",
     "mrv2-patched": "#009e73",
     "server": "#0072b2",
+    "before": "#b0b0b0",
+    "after": "#0072b2",
 }
 #: The same results give the same file: no random ids, no date, and text as text, which can be searched too.
 matplotlib.rcParams.update({"svg.hashsalt": "vllm-hwplugin", "svg.fonttype": "none", "font.size": 8})
 #: 900 pixels of 96 to the inch.
 WIDTH = 9.375
 _Load = Mapping[str, Any]
+_LATENCIES_SHOWN = "Latencies in milliseconds by concurrency: P50 as lines, P99 dotted; the table has each figure."
+#: Drawings are dark on white, so they keep a white ground in the dark scheme.
+_STYLE = """
+:root { color-scheme: light dark; --line: #ccc; --ground: #fff; --text: #1a1a1a; --soft: #f4f4f4; }
+@media (prefers-color-scheme: dark) { :root { --line: #555; --ground: #161616; --text: #e6e6e6; --soft: #242424; } }
+body { margin: 0; background: var(--ground); color: var(--text); font: 16px/1.5 system-ui, sans-serif; }
+main { max-width: 72rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere; }
+h1 { font-size: 1.6rem; line-height: 1.25; }
+h2 { font-size: 1.2rem; margin-top: 2rem; }
+p, li, figcaption { max-width: 48rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; margin: .5rem 0 1rem; }
+th, td { padding: .3rem .5rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: bottom; }
+th { background: var(--soft); overflow-wrap: normal; }
+th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; overflow-wrap: normal; }
+figure { margin: 1.5rem 0; }
+figure svg { display: block; width: 100%; max-width: 900px; height: auto; background: #fff; }
+figcaption, .note { font-size: .9rem; margin: .4rem 0 0; }
+@page { size: landscape; }
+@media print {
+  main { max-width: none; padding: 0; }
+  table { font-size: 7.5pt; }
+  figure, tr { break-inside: avoid; }
+  .wide { overflow: visible; }
+}
+"""
 
 
 def svg(figure: Figure, title: str) -> str:
@@ -52,23 +83,22 @@ def panels(rows: int, columns: int, height: float) -> tuple[Figure, Any]:
 
 
 def throughput(results: Mapping[str, Any]) -> str:
-    """Tokens/s by requests at once, a panel for each k and temperature."""
+    """Tokens/s by concurrency, a panel for each case and temperature."""
     found = list(groups(results))
     figure, axes = panels(-(-len(found) // 2), min(len(found), 2), 2.6)
     for panel, (name, loads) in zip(axes.flat, found, strict=False):
         for side, points in _sides(loads):
             speeds = [load["tokens_per_second"] for _, load in points]
-            lowest = [one["best"] - min(one["all"]) for one in speeds]
             places, best = [at for at, _ in points], [one["best"] for one in speeds]
-            style = {"color": COLOURS[side], "marker": "o", "capsize": 3, "label": SIDE_NAMES[side]}
-            panel.errorbar(places, best, [lowest, [0] * len(lowest)], **style)
-        _finish(panel, name, "tokens/s, best to slowest round")
+            panel.plot(places, best, color=COLOURS[side], marker="o", label=SIDE_NAMES[side])
+            panel.fill_between(places, [min(one["all"]) for one in speeds], best, color=COLOURS[side], alpha=0.25)
+        _finish(panel, name, "tokens/s")
         panel.legend(frameon=False)
-    return svg(figure, "Throughput by requests at once")
+    return svg(figure, "Throughput by concurrency")
 
 
 def latencies(results: Mapping[str, Any]) -> str:
-    """P50 and P99 of each latency, a row of panels for each k and temperature."""
+    """P50 and P99 of each latency, a row of panels for each case and temperature."""
     found = list(groups(results))
     figure, axes = panels(len(found), len(LATENCIES), 2.4)
     for row, (name, loads) in zip(axes, found, strict=True):
@@ -81,30 +111,140 @@ def latencies(results: Mapping[str, Any]) -> str:
             _finish(panel, latency[:-3].upper(), "ms")
         row[0].set_ylabel(f"{name}\nms")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    return svg(figure, "Latencies by requests at once")
+    return svg(figure, "Latencies by concurrency")
 
 
-def page(results: Mapping[str, Any], shown: Console) -> str:
-    """The HTML file.
+def page(results: Mapping[str, Any], found: Sequence[Compared]) -> str:
+    """The HTML page.
 
     Args:
         results: of ``bench serve``.
-        shown: a console that has recorded what the command shows: tables and verdicts.
+        found: what was compared in them.
     """
+    title = "; ".join(map(headline, found)) or "No verdict: nothing was compared"
+    device = results.get("host", {}).get("device")
+    lines = "".join(f"<p>{_text(' '.join(why))}</p>\n" for one in found if (why := list(reasons(one, device))))
+    parts = (part for name, loads in groups(results) for part in _group(name, loads))
+    sentences = "".join(f"<li>{_text(sentence)}</li>" for sentence in _settings(results))
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<h1>{escape(title)}</h1>\n{lines}{''.join(parts)}"
+        f"{_figure(throughput(results), _throughput_in_words(results))}{_figure(latencies(results), _LATENCIES_SHOWN)}"
+        f"<h2>What was measured</h2>\n<ul>{sentences}</ul>\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _text(said: str) -> str:
+    """A sentence whose names stand between backquotes."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(said))
+
+
+def _group(name: str, loads: Sequence[Measured]) -> Iterator[str]:
+    """The tables of a case: the figures of its loads, and what explains them."""
+    first, *rest = tables(loads)
+    yield f"<h2>{escape(name)}</h2>\n{_table(*first)}"
+    yield "<h3>Conditions, and where the time goes</h3>\n"
+    yield from (_table(*one) for one in rest)
+
+
+def _table(told: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    heads = "".join(f'<th scope="col">{escape(one)}</th>' for one in columns)
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>\n" for line in lines)
+    return (
+        f'<p class="note">{_text(told)}</p>\n<div class="wide"><table>\n'
+        f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table></div>\n"
+    )
+
+
+def _figure(drawing: str, summary: str) -> str:
+    return f"<figure>{drawing}<figcaption>{escape(summary)}</figcaption></figure>\n"
+
+
+def _throughput_in_words(results: Mapping[str, Any]) -> str:
+    """What the drawing of tokens/s shows, for who cannot see it."""
+    said = [
+        f"{name}: {', '.join(f'{one} at {at}' for at, one in _best(loads).items())}." for name, loads in groups(results)
+    ]
+    return " ".join(["Tokens/s of the best round by concurrency; a band reaches down to the slowest round.", *said])
+
+
+def _best(loads: Iterable[Measured]) -> dict[str, str]:
+    found: dict[str, list[str]] = {}
+    for at, side, load in loads:
+        found.setdefault(at, []).append(f"{SIDE_NAMES[side]} {load['tokens_per_second']['best']:.0f}")
+    return {at: ", ".join(one) for at, one in found.items()}
+
+
+def _settings(results: Mapping[str, Any]) -> Iterator[str]:
+    """What was sent, to what, and by what, as sentences."""
+    settings = results["settings"]
+    yield _prompts(settings)
+    yield (
+        f"Concurrency {_listed(settings['concurrency'], 'unbounded')}; requests a second "
+        f"{_listed(settings['request_rate'], 'unbounded')}; temperature {_listed(settings['temperature'])}; "
+        f"{settings['rounds']} rounds of each load; seed {settings['seed']}."
+    )
+    if settings["client"]:
+        yield f"More arguments of vLLM's client: {' '.join(settings['client'])}."
+    if "host" in results:
+        yield from _engines(results)
+    else:
+        client = results["client"]
+        yield f"The server at {settings['url']} serves {settings['checkpoint']} as {settings['model']}."
+        for side, entry in servers(results):
+            yield f"What it says of itself ({SIDE_NAMES[side]}): {in_words(entry)}. All else of it is not known."
+        yield (
+            f"Measured by vllm-hwplugin {client['vllm-hwplugin']} with the client of vLLM {client['vllm']}, "
+            f"{_dates(results)}."
+        )
+    yield "".join(f"{name[:-3].upper()}: {what}. " for name, what in LATENCIES.items()).strip()
+
+
+def _prompts(settings: Mapping[str, Any]) -> str:
+    answers = f"answers of at most {settings['output_len']} tokens"
+    if settings["prompts"] is not None:
+        chat = " through the chat template" if settings["chat"] else ""
+        return f"Prompts: the file {settings['prompts']}{chat}; {answers}."
+    if settings.get("shape") == TINY:
+        return f"Prompts: those of the tiny checkpoints; {answers}."
+    spread = f", lengths within {settings['range_ratio']:.0%}" if settings["range_ratio"] else ""
+    return f"Prompts: {settings['input_len']} random tokens; {answers}{spread}."
+
+
+def _engines(results: Mapping[str, Any]) -> Iterator[str]:
     host, settings = results["host"], results["settings"]
-    facts = {
-        "device": host["name"] + (f", driver {host['driver']}" if host["driver"] else ""),
-        "software": f"vLLM {host['vllm']}, torch {host['torch']}, vllm-hwplugin {results['plugin']}",
-        "commit, date": f"{results['commit']}, {results['date']}",
-        **{name.replace("_", " "): value for name, value in settings.items() if value not in (None, [], {}, "")},
-    }
-    for name, what in LATENCIES.items():
-        shown.print(f"{name[:-3].upper()} is the {what}.", highlight=False)
-    for name, value in facts.items():
-        shown.print(f"{name}: {value}", markup=False, highlight=False)
-    title = "<title>vllm-hwplugin bench serve</title>"
-    text = shown.export_html(inline_styles=True).replace("<head>", f"<head>{title}", 1)
-    return text.replace("<body>", f"<body>{throughput(results)}{latencies(results)}", 1)
+    driver = f" (driver {host['driver']})" if host["driver"] else ""
+    yield (
+        f"{host['name']}{driver}, vLLM {host['vllm']}, torch {host['torch']}, vllm-hwplugin {results['plugin']}"
+        f"{' at ' + results['commit'] if results['commit'] else ''}; {results['date'][:10]}."
+    )
+    what = settings["target"] if settings["shape"] is None else f"the shape {settings['shape']}"
+    drafter = f" with the drafter {settings['draft']}" if settings["draft"] else ""
+    yield (
+        f"Engines: {what}{drafter}, method {settings['method']}; cudagraph_mode {settings['cudagraph_mode']}; tensor "
+        f"parallel size {settings['tensor_parallel_size']}."
+    )
+    for whose, name in (("All engines", "vllm_environment"), ("Patched engines", "patched_environment")):
+        if settings[name]:
+            yield f"{whose} had {', '.join(f'{key}={value}' for key, value in settings[name].items())}."
+    if settings["vllm_arguments"]:
+        yield f"Engine arguments: {', '.join(f'{key}={value}' for key, value in settings['vllm_arguments'].items())}."
+
+
+def _listed(values: Iterable[float], zero: str = "0") -> str:
+    return ", ".join(f"{one:g}" if one else zero for one in values)
+
+
+def _dates(results: Mapping[str, Any]) -> str:
+    if "dates" not in results:
+        return _minute(results["date"])
+    return " and ".join(f"{_minute(date)} ({name})" for name, date in results["dates"].items())
+
+
+def _minute(date: str) -> str:
+    return f"{date[:16].replace('T', ' ')} UTC"
 
 
 def _sides(loads: Iterable[Measured]) -> Iterator[tuple[str, list[tuple[str, _Load]]]]:
@@ -116,6 +256,6 @@ def _sides(loads: Iterable[Measured]) -> Iterator[tuple[str, list[tuple[str, _Lo
 
 def _finish(panel: Any, title: str, measure: str) -> None:
     panel.set_title(title, fontsize=8)
-    panel.set_xlabel("requests at once")
+    panel.set_xlabel("concurrency")
     panel.set_ylabel(measure)
     panel.set_ylim(0)

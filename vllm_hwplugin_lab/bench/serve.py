@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -40,7 +38,7 @@ from .plan import (
     with_arguments,
 )
 from .results import acceptance, processes_entry
-from .table import NOT_MEASURED, SIDE_NAMES
+from .table import NOT_MEASURED, SIDE_NAMES, case_name, speedup
 from .turns import Measurement
 
 FORMAT = "serve 2"
@@ -72,8 +70,6 @@ _LATENCY_NAMES = tuple(name[:-3].upper() for name in LATENCIES)
 WARM = 1 / 3
 #: Of a row of kinds of steps, what is added up.
 _SUMS = ("steps", "seconds", "host_seconds")
-#: Seconds for a server's answer.
-_ANSWER = 10
 #: Seconds of arrivals in a round.
 _ARRIVALS = 10
 #: Seconds that a round is to take at least.
@@ -89,42 +85,30 @@ _STEADY = 0.1
 Prompt = str | tuple[int, ...]
 #: Of a results file.
 _Load = Mapping[str, Any]
-#: Requests at once in words, a side, and its entry in a results file.
+#: Concurrency and rate in words, a side, and its entry in a results file.
 Measured = tuple[str, str, _Load]
+#: Side -> its baseline in the tables of loads, on the same model runner.
+_BASELINE = {**STOCK_OF, "after": "before"}
 
 
 class PromptsUnreadable(HwpluginError):
     """A prompts file is not there, or holds something else."""
 
 
-class ServerSilent(HwpluginError):
-    """The server that is to be measured does not answer as one."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(Asked):
-    """Of ``bench serve``: what all servers and loads share.
+class LoadSettings:
+    """What clients send.
 
     Attributes:
-        target: a folder or a name; None where ``shape`` says what the target and the drafter are.
-        shape: as ``bench --shape`` names them; None where they are the user's own.
-        k: drafted tokens a step, one after the other.
         prompts: the file; None: the tiny shape's own, or random tokens, ``input_len`` of them.
-        num_prompts: requests of a load; None: at least ``per_slot`` for each that runs at once, or those of some
-            seconds.
+        num_prompts: requests of a load; None: at least ``per_slot`` for each that runs at the same time, or as many as
+            take some seconds.
         range_ratio: lengths of random prompts and their answers are drawn from within this share of them.
-        concurrency: requests at once; 0: no bound.
+        concurrency: concurrent requests; 0: no bound.
         request_rate: requests a second; 0: all at the start.
         client: more arguments of ``vllm bench serve``, which outweigh these.
-        kv_cache_gib: of each engine; None: vLLM measures free memory, so engines start one after the other.
-        url: of a server that runs already, which is the one side then; ``target`` is what it serves.
     """
 
-    target: str | None
-    draft: str | None
-    shape: str | None
-    method: str | None
-    k: tuple[int, ...]
     prompts: str | None
     num_prompts: int | None
     per_slot: int
@@ -138,11 +122,28 @@ class ServeSettings(Asked):
     seed: int
     chat: bool
     ignore_eos: bool
+    client: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(LoadSettings, Asked):
+    """What all engines and loads of ``bench serve`` share.
+
+    Attributes:
+        target: a folder or a name; None where ``shape`` says what the target and the drafter are.
+        shape: as ``bench --shape`` names them; None where they are the user's own.
+        k: drafted tokens a step, one after the other.
+        kv_cache_gib: of each engine; None: vLLM measures free memory, so engines start one after the other.
+    """
+
+    target: str | None
+    draft: str | None
+    shape: str | None
+    method: str | None
+    k: tuple[int, ...]
     max_model_len: int | None
     tensor_parallel_size: int
     kv_cache_gib: float | None
-    client: tuple[str, ...] = ()
-    url: str | None = None
 
     def length(self, k: int) -> int:
         """A model length at whose end no request comes.
@@ -163,17 +164,17 @@ class LoadCase:
 
     @property
     def name(self) -> str:
-        bound = f"{self.concurrency} at once" if self.concurrency else "unbounded"
+        bound = f"{self.concurrency} at once" if self.concurrency else "unbounded"  # as results files have it
         rate = f", {self.request_rate:g} a second" if self.request_rate else ""
         return f"{bound}{rate}, temperature {self.temperature:g}"
 
-    def requests(self, settings: ServeSettings) -> int:
+    def requests(self, settings: LoadSettings) -> int:
         """How many a round has, at least."""
         closed = self.concurrency * settings.per_slot
         return settings.num_prompts or max(closed, math.ceil(self.request_rate * _ARRIVALS)) or settings.per_slot
 
 
-def load_cases(settings: ServeSettings) -> list[LoadCase]:
+def load_cases(settings: LoadSettings) -> list[LoadCase]:
     """Every concurrency with every rate and every temperature."""
     return [
         LoadCase(concurrency, rate, temperature)
@@ -189,15 +190,13 @@ def serve_job(
     """The server of one side.
 
     Args:
-        k: drafted tokens a step; 0 where the server runs already, and without drafts.
+        k: drafted tokens a step; 0 without drafts.
         side: one of `ALL_SIDES` or `PLUGIN_SIDES`.
         settings: of the case.
         host: decides type and graphs.
         checkpoints: of the tiny shape.
         folder: an existing one for the config files of a dummy shape.
     """
-    if settings.url is not None:
-        return Job(settings.url, False, {"url": settings.url, "model": settings.target}, {}, workloads=())
     options = engine_options(
         host.device,
         max_model_len=settings.length(k),
@@ -255,18 +254,23 @@ def _models(
     return options
 
 
-def serve_measurements(settings: ServeSettings, prompts: Sequence[Prompt] | None) -> list[Measurement]:
+def serve_measurements(
+    settings: LoadSettings, prompts: Sequence[Prompt] | None, requests: Mapping[str, int] | None = None
+) -> list[Measurement]:
     """What every side is asked for.
 
     Args:
         settings: of the case.
         prompts: of the requests; None: those that vLLM's client makes.
+        requests: of a round of each load, by name; a trial says how many a load has that is not named.
     """
-    return [_measurement(case, settings, prompts) for case in load_cases(settings)]
+    return [_measurement(case, settings, prompts, (requests or {}).get(case.name)) for case in load_cases(settings)]
 
 
-def _measurement(case: LoadCase, settings: ServeSettings, prompts: Sequence[Prompt] | None) -> Measurement:
-    count = case.requests(settings)
+def _measurement(
+    case: LoadCase, settings: LoadSettings, prompts: Sequence[Prompt] | None, requests: int | None
+) -> Measurement:
+    count = requests or case.requests(settings)
     load: dict[str, Any] = {"name": case.name, "prompts": prompts, "chat": settings.chat}
     load |= {"output_len": settings.output_len, "client": client_arguments(settings, case, prompts)}
 
@@ -277,12 +281,12 @@ def _measurement(case: LoadCase, settings: ServeSettings, prompts: Sequence[Prom
         return {"requests": max(count, math.ceil(_MORE * LEAST_SECONDS * half / seconds))}
 
     # Arrivals at a rate take their time in any case.
-    half, fixed = math.ceil(count / 2), settings.num_prompts is not None or case.request_rate
+    half, fixed = math.ceil(count / 2), requests or settings.num_prompts is not None or case.request_rate
     warm_up, trial = asked("warm-up", min(case.concurrency or count, count)), None if fixed else asked("trial", half)
     return Measurement(case.name, asked("load", count), "loaded", warm_up, trial=trial, sized=sized)
 
 
-def client_arguments(settings: ServeSettings, case: LoadCase, prompts: Sequence[Prompt] | None) -> list[str]:
+def client_arguments(settings: LoadSettings, case: LoadCase, prompts: Sequence[Prompt] | None) -> list[str]:
     """Of ``vllm bench serve``, without the server's and the number of requests."""
     options = {
         "backend": "openai",
@@ -329,30 +333,18 @@ def read_prompts(file: Path) -> list[str]:
     return found
 
 
-def served_by(url: str) -> tuple[str, str]:
-    """Name and checkpoint of the model that a server offers.
-
-    Raises:
-        ServerSilent: nobody answers there as vLLM's server does.
-    """
-    key = os.environ.get("OPENAI_API_KEY")
-    asked = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
-    try:
-        with urllib.request.urlopen(asked, timeout=_ANSWER) as answer:
-            model = json.load(answer)["data"][0]
-        return str(model["id"]), str(model.get("root") or model["id"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ServerSilent(
-            f"{asked.full_url}: expected the models of a running `vllm serve`, found {error!r}; start it, or mend --url"
-        ) from error
+def loads_entry(outcome: Outcome, settings: LoadSettings) -> dict[str, Any]:
+    """Name of each load -> its entry in a results file; None where it was not measured."""
+    loads: dict[str, Any] = {}
+    for case in load_cases(settings):
+        found = load_entry(outcome.of("loaded", case.name))
+        loads[case.name] = None if found is None else {**dataclasses.asdict(case), **found}
+    return loads
 
 
 def side_entry(outcome: Outcome, settings: ServeSettings) -> dict[str, Any]:
     """What a results file has of one side of a case."""
-    ready, loads = outcome.ready(), {}
-    for case in load_cases(settings):
-        found = load_entry(outcome.of("loaded", case.name))
-        loads[case.name] = None if found is None else {**dataclasses.asdict(case), **found}
+    ready = outcome.ready()
     return {
         "error": outcome.error,
         "log_tail": outcome.log_tail,
@@ -360,7 +352,7 @@ def side_entry(outcome: Outcome, settings: ServeSettings) -> dict[str, Any]:
         "graph_modes": ready.get("graph_modes", {}),
         "model_runner": ready.get("model_runner"),
         "environment": outcome.job.environment,
-        "loads": loads,
+        "loads": loads_entry(outcome, settings),
         "processes": processes_entry(outcome.records),
     }
 
@@ -382,6 +374,7 @@ def load_entry(rounds: Sequence[Event]) -> dict[str, Any] | None:
     # One token has no time per token after the first.
     several = [request for request in answered if request["tokens"] > 1]
     speeds = [speed(one) for one in rounds]
+    ends = [[_end_to_end(request) for request in _counted(one) if request["tokens"]] for one in rounds]
     busy = [share for one in rounds for share in one["gpu_busy"]]
     waited = [request["ttft"] for request in everyone if request["tokens"]]
     until_first = sum(one["until_first"] for one in rounds)
@@ -405,7 +398,8 @@ def load_entry(rounds: Sequence[Event]) -> dict[str, Any] | None:
         "ttft_ms": spread([request["ttft"] for request in answered]),
         "tpot_ms": spread([sum(one["gaps"]) / (one["tokens"] - 1) for one in several]),
         "itl_ms": spread([gap for request in answered for gap in request["gaps"]]),
-        "e2e_ms": spread([request["ttft"] + sum(request["gaps"]) for request in answered]),
+        "e2e_ms": spread([_end_to_end(request) for request in answered]),
+        "round_e2e_ms": [1e3 * sum(one) / len(one) for one in ends if one],
         # What the client waits for a first token beyond what the engine's core takes, of all requests.
         "outside_ms": 1e3 * (sum(waited) / len(waited) - until_first / ended) if waited and ended else None,
         # Of one core. Both are single threads for the most part.
@@ -434,23 +428,31 @@ def _shares(load: _Load, name: str) -> dict[str, tuple[str, str]]:
     return told
 
 
-def _load_row(load: _Load, stock: _Load | None) -> Iterator[list[str]]:
-    speeds, busy, length = load["tokens_per_second"], load.get("gpu_busy"), load["acceptance_length"]
-    # The best of more is better by chance alone.
-    ratio = stock and stock["rounds"] == load["rounds"] and speeds["best"] / stock["tokens_per_second"]["best"]
-    positions = " ".join(f"{share:.2f}" for share in load["acceptance_per_position"])
+def _load_row(load: _Load, baseline: _Load | None) -> Iterator[list[str]]:
+    speeds, length, busy = load["tokens_per_second"], load["acceptance_length"], load.get("gpu_busy")
+    ratio = baseline and speedup(load, baseline)
     yield [
-        f"{speeds['best']:.0f} ({min(speeds['all']):.0f})",
-        f"{ratio:.2f}" if ratio else NOT_MEASURED,
-        f"{min(load['seconds']):.1f}",
-        NOT_MEASURED if busy is None else f"{busy:.0%}",
-        " / ".join(f"{share:.0%}" for share in cpu.values()) if (cpu := load.get("cpu")) else NOT_MEASURED,
-        _digits(first) if (first := load.get("outside_ms")) else NOT_MEASURED,
+        f"{speeds['best']:.0f}",
+        f"{min(speeds['all']):.0f}",
+        f"{ratio:.2f}×" if ratio else NOT_MEASURED,
         *(
-            f"{_digits(one['p50'])} / {_digits(one['p99'])}" if (one := load[name]) else NOT_MEASURED
+            _digits(one[percentile]) if (one := load[name]) else NOT_MEASURED
             for name in LATENCIES
+            for percentile in ("p50", "p99")
         ),
-        f"{length:.3f} ({positions})" if length else NOT_MEASURED,
+        f"{length:.3f}" if length else NOT_MEASURED,
+        NOT_MEASURED if busy is None else f"{busy:.0%}",
+    ]
+
+
+def _condition_row(load: _Load, _: _Load | None) -> Iterator[list[str]]:
+    cpu = load.get("cpu") or {}
+    yield [
+        f"{load['requests']} ({load['unanswered']})",
+        f"{min(load['seconds']):.1f}",
+        *(f"{cpu[name]:.0%}" if name in cpu else NOT_MEASURED for name in ("client", "server")),
+        _digits(first) if (first := load.get("outside_ms")) else NOT_MEASURED,
+        " ".join(f"{share:.2f}" for share in load["acceptance_per_position"]) or NOT_MEASURED,
     ]
 
 
@@ -472,13 +474,33 @@ def _path_rows(load: _Load, _: _Load | None) -> Iterator[list[str]]:
         yield [path, served, ", ".join(f"{reason} {shares}" for reason, shares in found.items())]
 
 
-#: What a table of a load says, its columns behind that of the side, and its rows of a side and the one it is held to.
+#: What a table of a load says, its columns after the side's, and its rows of a side and its baseline.
 TABLES: tuple[tuple[str, tuple[str, ...], Callable[[_Load, _Load | None], Iterator[list[str]]]], ...] = (
     (
-        "Latencies are P50 / P99 in milliseconds. CPU is what the client and the server's own process take, of a core "
-        "each. Of the mean TTFT of all requests, `outside` is what passes in these two, and not in the engine's core.",
-        ("tok/s", "by stock", "round s", "GPU busy", "CPU", "outside", *_LATENCY_NAMES, "acceptance"),
+        "Speedup is over the baseline: of the best round's tokens/s, or of its mean E2E where requests come at a rate. "
+        "Acceptance length is tokens a step.",
+        (
+            "tokens/s, best round",
+            "tokens/s, slowest",
+            "speedup",
+            *(f"{name} {percentile}, ms" for name in _LATENCY_NAMES for percentile in ("P50", "P99")),
+            "acceptance length",
+            "GPU busy",
+        ),
         _load_row,
+    ),
+    (
+        "CPU: utilization of one core by client / API server. `outside`: part of the mean TTFT spent in client and API "
+        "server rather than in the engine core.",
+        (
+            "requests (unanswered)",
+            "shortest round, s",
+            "client CPU",
+            "server CPU",
+            "outside, ms",
+            "accepted by position",
+        ),
+        _condition_row,
     ),
     (
         "Shares of the steps / of the time that they took, until the next one began. By what is in a step, with the "
@@ -487,7 +509,7 @@ TABLES: tuple[tuple[str, tuple[str, ...], Callable[[_Load, _Load | None], Iterat
         _kind_row,
     ),
     (
-        "Steps by what the plugin's fast paths made of them, shares as above.",
+        "Steps by the plugin's fast path: served, or left to vLLM and why; shares as above.",
         ("fast path", "served", "left to vLLM, because"),
         _path_rows,
     ),
@@ -495,15 +517,14 @@ TABLES: tuple[tuple[str, tuple[str, ...], Callable[[_Load, _Load | None], Iterat
 
 
 def groups(results: Mapping[str, Any]) -> Iterator[tuple[str, list[Measured]]]:
-    """Name of each k, or server, and temperature -> what was measured; the sides of a load stand beside each other."""
-    url, method = (results["settings"].get(name) for name in ("url", "method"))
+    """Name of each case and temperature -> what was measured; the sides of a load stand next to each other."""
     for case in results["cases"]:
         entries = [(side, load) for side, entry in case["sides"].items() for load in entry["loads"].values() if load]
         for temperature in sorted({load["temperature"] for _, load in entries}):
             some = [(side, load) for side, load in entries if load["temperature"] == temperature]
             some.sort(key=lambda one: (one[1]["concurrency"] or math.inf, one[1]["request_rate"]))
-            name = url or f"{method} k={case['k']}"
-            yield f"{name}, temperature {temperature:g}", [(_where(load), side, load) for side, load in some]
+            name = f"{case_name(results, case)}, temperature {temperature:g}"
+            yield name, [(_where(load), side, load) for side, load in some]
 
 
 def _where(load: _Load) -> str:
@@ -518,9 +539,9 @@ def tables(loads: Sequence[Measured]) -> Iterator[tuple[str, list[str], list[lis
         if lines := [
             [at, SIDE_NAMES[side], *row]
             for at, side, load in loads
-            for row in rows(load, of_load[at].get(STOCK_OF.get(side, "")))
+            for row in rows(load, of_load[at].get(_BASELINE.get(side, "")))
         ]:
-            yield told, ["at once", "side", *columns], lines
+            yield told, ["concurrency", "side", *columns], lines
 
 
 def steady(requests: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
@@ -551,6 +572,10 @@ def speed(one: Event) -> float:
 def _counted(one: Event) -> list[Mapping[str, Any]]:
     part = steady(one["requests"])
     return [request for request in one["requests"] if part is None or request["start"] >= part[0]]
+
+
+def _end_to_end(request: Mapping[str, Any]) -> float:
+    return float(request["ttft"] + sum(request["gaps"]))
 
 
 def _times(request: Mapping[str, Any]) -> list[float]:

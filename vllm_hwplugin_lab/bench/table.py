@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark of engines measured, row by row, the tables at its end, and the verdict: the gain, and why."""
+"""What a benchmark of engines measured, row by row, the tables at its end, and the verdict: the speedup, and why."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 from rich.table import Table
 
@@ -17,8 +17,8 @@ from vllm_hwplugin.spec_decode.step_counts import SERVED
 from .plan import on_v2
 
 NOT_MEASURED = "-"
-#: A gain that is less is within what two runs differ by.
-NOTHING = 1.03
+#: Two runs of one engine differ by so much: a smaller ratio is noise.
+NOISE = 1.03
 #: A GPU that works for so much of the time waits for next to nothing.
 _BUSY = 0.9
 #: Microseconds a step; a phase that takes less is in the results file alone.
@@ -33,14 +33,17 @@ SIDE_NAMES = {
     "mrv2-plugin": "MRV2 plugin",
     "mrv2-patched": "MRV2 patched",
     "server": "server",
+    "before": "before",
+    "after": "after",
 }
-#: What is compared with what: the same runner, and the one that vLLM takes by default.
+#: What is compared with what: the same runner, the one that vLLM takes by default, and two runs of one load.
 COMPARED = (
     ("patched", "stock"),
     ("patched", "plugin"),
     ("patched", "mrv2"),
     ("mrv2-patched", "mrv2"),
     ("mrv2-patched", "mrv2-plugin"),
+    ("after", "before"),
 )
 
 
@@ -208,16 +211,20 @@ def profiled(side: Mapping[str, Any] | None, name: str) -> str:
     return NOT_MEASURED if value is None else f"{value:.2f}" if name == "gpu_busy_ms" else f"{value:g}"
 
 
+#: How two sides differ: over all loads beyond the noise, in both directions, within `NOISE`, or less than rounds do.
+Outcome = Literal["faster", "slower", "mixed", "same", "unknown"]
+
+
 @dataclass(frozen=True)
 class Compared:
-    """A side with the plugin and the one that it is held to, over all loads of a case that both have.
+    """A side and its baseline, over all loads of a case that both have.
 
     Attributes:
         case: its name.
-        sides: the two, that with the plugin first.
-        ratios: tokens/s of the first by the second's, one a load.
+        sides: the two, the baseline last.
+        ratios: the speedup of each load: tokens/s, or end-to-end time where requests come at a rate.
         busy: shares of the time in which the GPU worked, of each side; empty where unknown.
-        apart: how far rounds of one side and load are apart at most, as a ratio.
+        apart: the largest ratio between two rounds of one side and load.
         left: why the first side left steps to vLLM -> their share of all steps.
     """
 
@@ -228,22 +235,35 @@ class Compared:
     apart: float
     left: Mapping[str, float]
 
+    @property
+    def outcome(self) -> Outcome:
+        return outcome(self.ratios, self.apart)
 
-def between(figures: Iterable[float], form: str) -> str:
+
+def between(figures: Iterable[float], form: str, to: str = " to ") -> str:
     """The range of the figures, as one number where both ends read the same."""
     known = sorted(figures)
     ends = [format(known[0], form), format(known[-1], form)]
-    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+    return ends[0] if ends[0] == ends[1] else to.join(ends)
 
 
-def worth(ratios: Collection[float], whose: str = "stock") -> str:
-    """Tokens/s by those of another side, in words."""
-    text = f"{between(ratios, '.2f')} times {whose}'s"
-    if max(ratios) < 1 / NOTHING:
-        return f"a loss: {text}"
-    if min(ratios) < 1 / NOTHING:
-        return f"{text}: a loss at some size"
-    return f"next to nothing: {text}" if max(ratios) <= NOTHING else text
+def outcome(ratios: Collection[float], apart: float = 1.0) -> Outcome:
+    """Return how sides differ whose rounds are up to ``apart`` from each other."""
+    noise = max(apart, NOISE)
+    least, most = min(ratios), max(ratios)
+    if max(most, 1 / least) <= noise:
+        return "same" if apart <= NOISE else "unknown"
+    if least < 1 / noise:
+        return "mixed" if most >= 1 / noise else "slower"
+    return "faster"
+
+
+_IN_WORDS: Mapping[Outcome, str] = {"slower": " (slower)", "mixed": " (slower for some)", "same": " (within noise)"}
+
+
+def worth(ratios: Collection[float]) -> str:
+    """A speedup in words; higher is better."""
+    return f"{between(ratios, '.2f', '–')}×{_IN_WORDS.get(outcome(ratios), '')}"
 
 
 def of_engines(results: Mapping[str, Any]) -> Iterator[Compared]:
@@ -258,39 +278,88 @@ def of_engines(results: Mapping[str, Any]) -> Iterator[Compared]:
                 yield Compared(label, pair, ratios, busy, max(one["median"] / one["best"] for one in times), {})
 
 
-def of_loads(case: Mapping[str, Any]) -> Iterator[Compared]:
-    """As :func:`of_engines`, of the loads of a case of ``bench serve``."""
-    for pair in _pairs([side for side in SIDE_NAMES if side in case["sides"]]):
-        loads = zip(*(case["sides"][side]["loads"].values() for side in pair), strict=True)
-        # The best of more rounds is better by chance alone.
-        if both := [two for two in loads if None not in two and two[0]["rounds"] == two[1]["rounds"]]:
-            sides = list(zip(*both, strict=True))
-            busy = [[one["gpu_busy"] for one in side if one["gpu_busy"] is not None] for side in sides]
-            speeds = [[one["tokens_per_second"] for one in side] for side in sides]
-            ratios = [one["best"] / other["best"] for one, other in zip(*speeds, strict=True)]
-            apart = max(one["best"] / min(one["all"]) for side in speeds for one in side)
-            yield Compared(f"k={case['k']}", pair, ratios, busy, apart, _left(sides[0]))
+def of_loads(results: Mapping[str, Any]) -> Iterator[Compared]:
+    """As :func:`of_engines`, of the loads of ``bench serve``."""
+    for case in results["cases"]:
+        for pair in _pairs([side for side in SIDE_NAMES if side in case["sides"]]):
+            loads = [case["sides"][side]["loads"] for side in pair]
+            both = [(loads[0][name], load) for name, load in loads[1].items() if loads[0].get(name) and load]
+            known = [(ratio, *two) for two in both if (ratio := speedup(*two)) is not None]
+            if known:
+                ratios, *sides = zip(*known, strict=True)
+                busy = [[one["gpu_busy"] for one in side if one["gpu_busy"] is not None] for side in sides]
+                apart = max(max(each) / min(each) for side in sides for one in side if (each := _rounds(one)))
+                # Sides of one run take turns, so they meet the same host; two runs need not.
+                if pair == ("after", "before"):
+                    apart = max(apart, host_ratio(*sides))
+                yield Compared(case_name(results, case), pair, ratios, busy, apart, _left(sides[0]))
 
 
-def verdict(found: Compared, device: str) -> str:
-    """One line of what was compared on a device of this type."""
+def case_name(results: Mapping[str, Any], case: Mapping[str, Any]) -> str:
+    """Of ``bench serve``: the method and k, or the model of a server that was not started here."""
+    method = results["settings"].get("method")
+    return str(results["settings"]["model"]) if method is None else f"{method} k={case['k']}"
+
+
+def speedup(load: Mapping[str, Any], baseline: Mapping[str, Any]) -> float | None:
+    """Return how much faster a load is; None where rounds are missing.
+
+    The best of more rounds is better by chance alone, so both must have as many. Requests that come at a rate decide
+    tokens/s, so there the mean time to the last token counts.
+    """
+    if load["rounds"] != baseline["rounds"]:
+        return None
+    if load.get("request_rate"):
+        one, other = _rounds(load), _rounds(baseline)
+        return min(other) / min(one) if one and other else None
+    return float(load["tokens_per_second"]["best"] / baseline["tokens_per_second"]["best"])
+
+
+def _rounds(load: Mapping[str, Any]) -> list[float]:
+    """The figure of each round by which loads are compared."""
+    found: list[float] = load.get("round_e2e_ms", []) if load.get("request_rate") else load["tokens_per_second"]["all"]
+    return found
+
+
+def host_ratio(*sides: Iterable[Mapping[str, Any]]) -> float:
+    """How much the host's speed differs between sides: median times of one piece of Python next to the rounds."""
+    times = [[us for load in side for us in load.get("host_us", ())] for side in sides]
+    medians = [statistics.median(one) for one in times if one]
+    return max(medians) / min(medians) if medians else 1.0
+
+
+def headline(found: Compared) -> str:
+    """What a comparison found, in one sentence without a full stop."""
     named, other = (SIDE_NAMES[side] for side in found.sides)
-    within = [max(ratio, 1 / ratio) < found.apart for ratio in found.ratios if found.apart > NOTHING]
-    text = worth(found.ratios, other)
-    if within and all(within):
-        text = f"not known: {between(found.ratios, '.2f')} times {other}'s"
-    said = [f"{found.case}, {named}: {text} tokens/s."]
+    times = f"{between(found.ratios, '.2f', '–')}×"
+    said: Mapping[Outcome, str] = {
+        "faster": f"{named} is faster than {other}: {times}",
+        "slower": f"{named} is slower than {other}: {times}",
+        "mixed": f"{named} is slower than {other} for some loads: {times}",
+        "same": f"{named} is as fast as {other}: {times}, within noise",
+        "unknown": f"unknown whether {named} is faster than {other}: {times}",
+    }
+    return f"{found.case}: {said[found.outcome]}"
+
+
+def verdict(found: Compared, device: str | None) -> str:
+    """One line of what was compared; ``device``: vLLM's device type, None where the server was not started here."""
+    return " ".join([f"{headline(found)}.", *reasons(found, device)])
+
+
+def reasons(found: Compared, device: str | None) -> Iterator[str]:
+    """Yield what a verdict rests on, sentence by sentence; ``device`` as of :func:`verdict`."""
+    named, other = (SIDE_NAMES[side] for side in found.sides)
     after, before = found.busy
     if before and after:
-        shares = [between(one, ".0%") for one in (before, after)]
-        said.append(f"The GPU works {shares[0]} of the time with {other}, {shares[1]} with {named}.")
-        if max(found.ratios) <= NOTHING:
-            said.append(_why_not(found))
+        shares = [between(one, ".0%", "–") for one in (before, after)]
+        yield f"GPU busy: {shares[0]} of the time with {other}, {shares[1]} with {named}."
+        if max(found.ratios) <= NOISE:
+            yield _why_not(found)
     elif device == "cpu":
-        said.append("A CPU runs no CUDA graphs, from which most of the gain comes.")
-    if any(within):
-        said.append(f"Rounds of one side are up to {found.apart:.2f} times apart: a smaller ratio says little.")
-    return " ".join(said)
+        yield "A CPU runs no CUDA graphs, from which most of the speedup comes."
+    if found.apart > NOISE and any(max(ratio, 1 / ratio) < found.apart for ratio in found.ratios):
+        yield f"Rounds of one side, or the host, differ by up to {found.apart:.2f}×: a smaller ratio says little."
 
 
 def _why_not(found: Compared) -> str:

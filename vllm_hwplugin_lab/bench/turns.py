@@ -52,14 +52,14 @@ class Measurement:
     sized: Callable[[float], Mapping[str, Any]] = lambda seconds: {}
 
 
-def rest_between_turns(device: str) -> float:
+def rest_between_turns(device: str | None) -> float:
     """Seconds in which no engine is asked for anything before the next one has its turn.
 
     On a CPU vLLM has a worker process, which looks for its next step without a pause for a second after its last one
     (`SpinCondition` of vllm/distributed/device_communicators/shm_broadcast.py), on cores that the next engine needs.
 
     Args:
-        device: vLLM's device type.
+        device: vLLM's device type; None where no engine runs here.
     """
     return _SPIN + 0.1 if device == "cpu" else 0.0
 

@@ -3,25 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
-
-from vllm_hwplugin.cli.output import write_text
 
 from ..bench import METHODS, NO_DRAFTS, SHAPES, Case, Outcome, TimeLimit, detect_host, find_checkpoints, load_prompts
 from ..bench import serve as serving
 from ..bench.plan import TINY, check, check_sides, possible_sides, shapes_folder
 from ..bench.results import new_results, put_case
-from ..bench.table import SIDE_NAMES, of_loads
-from ._options import JsonFile, arguments, console_for, grouped, known, pairs, settings_of, writable_file
+from ._bench_running import compare_runs, measure_running
+from ._options import JsonFile, arguments, console_for, given, grouped, known, pairs, settings_of, writable_file
+from ._serve_report import show
 from ._sides import (
     GRAPHS,
     GraphsOption,
@@ -35,16 +31,12 @@ from ._sides import (
     asked_sides,
     progress,
     show_host,
-    show_verdicts,
 )
 
 #: Prompts of the tiny shape.
 _TINY_PROMPTS = 64
-#: Characters of a table's labels, and of a column of figures.
-_LABELS, _CELLS = 18, 15
-#: So many columns fit on a narrow terminal.
-_FEW = 5
-_SERVED = ("url", "method", "target", "draft", "shape", "model", "acceptance_length", "k")
+_RUNNING = ("url", "against")
+_SERVED = ("method", "target", "draft", "shape", "model", "acceptance_length", "k")
 _ENGINES = (
     *("side", "vllm_arg", "vllm_env", "patched_env", "cudagraph_mode", "max_model_len", "tensor_parallel_size"),
     *("gpu_memory_utilization", "kv_cache_gib"),
@@ -55,10 +47,11 @@ _LOAD = (
 )
 #: The class of the command.
 SERVE = grouped(
-    {"What to serve": _SERVED, "Engines": _ENGINES, "Load": _LOAD},
+    {"A running server": _RUNNING, "What to serve": _SERVED, "Engines": _ENGINES, "Load": _LOAD},
     "vllm-hwplugin bench serve --method eagle3 --target MODEL --draft DRAFTER \\",
     "    --concurrency 1 --concurrency 16 --html report.html",
-    "vllm-hwplugin bench serve --url http://127.0.0.1:8000 --prompts mt_bench.jsonl",
+    "vllm-hwplugin bench serve --url http://127.0.0.1:8000 --json before.json",
+    "vllm-hwplugin bench serve --url http://127.0.0.1:8000 --against before.json",
 )
 
 
@@ -67,8 +60,18 @@ def serve(
     url: Annotated[
         str | None,
         typer.Option(
-            help="Measure the server that runs there, without kinds of steps. Start that one without prefix caching: "
-            "rounds repeat the prompts."
+            help="Measure the server that runs there, without kinds of steps. Start it with "
+            "--no-enable-prefix-caching: rounds repeat the prompts."
+        ),
+    ] = None,
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            metavar="FILE",
+            help="Compare with a run that --url wrote there, by the same load: options that you leave out are that "
+            "run's. Twice, without --url: compare these two, before and after.",
         ),
     ] = None,
     method: Annotated[str | None, typer.Option(help=", ".join(serving.METHODS))] = None,
@@ -135,33 +138,44 @@ def serve(
 ) -> None:
     """Measure your own case on every side: TTFT, TPOT, ITL, end to end, tokens/s, acceptance, and where the time goes.
 
-    Each side is a `vllm serve` of its own, or --url names the only one. vLLM's own client, that of `vllm bench serve`,
-    sends the requests; what you write behind `--` is that client's (`-- --dataset-name sharegpt --dataset-path FILE`,
-    `-- --burstiness 0.5`). The servers of all sides are alive together and take turns. Every concurrency is measured
-    with every rate and every temperature; each k has servers of its own. A shape has dummy weights and synthetic
-    acceptance, or, tiny, trained ones and prompts of its own. Prefix caching is off, because rounds repeat the prompts.
+    Each side is a `vllm serve` of its own, and the servers of all sides are alive together and take turns. With --url
+    it is one server that runs already, of which the results hold what was sent, and what the server says of itself;
+    --against compares two such runs. vLLM's own client, that of `vllm bench serve`, sends the requests; what you write
+    behind `--` is that client's (`-- --dataset-name sharegpt --dataset-path FILE`, `-- --burstiness 0.5`). Every
+    concurrency is measured with every rate and every temperature; each k has servers of its own. A shape has dummy
+    weights and synthetic acceptance, or, tiny, trained ones and prompts of its own. Prefix caching is off, because
+    rounds repeat the prompts.
 
-    A round has as many requests as take the quickest side 5 seconds, or more: a trial says how many. The first third of
-    them only warms it up, and what comes after the last one was sent does not count. Latencies are those of all rounds
-    together, in milliseconds; tokens/s are those of the best round (of the slowest). Steps are parted by what is in
-    them, by how the target ran, and by what the plugin's fast paths made of them, all of all rounds. Exit code 1 when a
-    patched side failed where stock ran on that runner, 2 when another failed, or when Ctrl-C or the time limit left
-    something out: what all sides have measured is in the results then.
+    Each round lasts at least 5 seconds on the fastest side (sized by a trial run). The first third is warm-up;
+    responses after the last request was sent are not counted. Latencies are those of all rounds together, in
+    milliseconds; tokens/s are those of the best round (of the slowest). Steps are parted by what is in them, by how
+    the target ran, and by what the plugin's fast paths made of them, all of all rounds.
+
+    Exit code 1 when a patched side failed where stock ran on that runner, or when --against found a load slower; 2 when
+    another side failed, when Ctrl-C or the time limit left something out (what all sides have measured is in the
+    results then), and when --against refuses another load or cannot tell, because rounds differ more than the two
+    runs.
     """
     limit, console = TimeLimit(time_limit), console_for(json_file)
     if html is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter("needs matplotlib: pip install 'vllm-hwplugin[lab]'", param_hint="--html")
-    client = context.args
-    if url is None:
-        _check_served(method, target, draft, shape, model, acceptance_length, k)
-    else:
-        for name in (*_SERVED[1:], *_ENGINES):
-            if (given := context.get_parameter_source(name)) is not None and given.name == "COMMANDLINE":
+    if url is not None or against:
+        for name in (*_SERVED, *_ENGINES):
+            if given(context, name):
                 option = f"--{name.replace('_', '-')}"
                 raise typer.BadParameter("the server at --url has settled that; leave it out", param_hint=option)
-        url = url.rstrip("/").removesuffix("/v1")
-        target, checkpoint = serving.served_by(url)
-        client = ["--tokenizer", checkpoint, *client]
+        files = against or []
+        if url is not None and len(files) < 2:
+            measure_running(context, url, files, json_file, html, timeout, limit, console)
+        elif url is None and json_file is None and len(files) == 2:
+            compare_runs(files[0], files[1], console, html)
+        else:
+            raise typer.BadParameter(
+                "expected one file with --url, or two without --url and --json", param_hint="--against"
+            )
+        return
+    _check_served(method, target, draft, shape, model, acceptance_length, k)
+    assert method is not None
     wanted = asked_sides(side)
     checkpoints = find_checkpoints(model) if shape == TINY else None
     asked: list[serving.Prompt] = []
@@ -170,17 +184,14 @@ def serve(
     elif checkpoints is not None:
         # Random tokens are not what its drafters were trained for.
         asked += load_prompts(checkpoints, _TINY_PROMPTS)
-    host, drafts = detect_host(), (0,) if url is not None or method == NO_DRAFTS else tuple(dict.fromkeys(k or [3]))
-    sides: tuple[str, ...] = ("server",)
-    if method is not None:
-        sides = wanted or possible_sides([method], host)
-        if shape is not None:
-            check([Case(shape, method, one) for one in drafts], host, sides)
-        check_sides(sides, [method], host)
+    host, drafts = detect_host(), (0,) if method == NO_DRAFTS else tuple(dict.fromkeys(k or [3]))
+    sides = wanted or possible_sides([method], host)
+    if shape is not None:
+        check([Case(shape, method, one) for one in drafts], host, sides)
+    check_sides(sides, [method], host)
     settings = settings_of(
         serving.ServeSettings,
         context,
-        url=url,
         target=target if shape is None else None,
         prompts=None if prompts is None else str(prompts),
         k=drafts,
@@ -192,7 +203,7 @@ def serve(
         vllm_arguments=arguments(vllm_arg or (), "--vllm-arg"),
         vllm_environment=pairs(vllm_env or (), "--vllm-env"),
         patched_environment=pairs(patched_env or (), "--patched-env"),
-        client=tuple(client),
+        client=tuple(context.args),
     )
     show_host(host, console)
     results = new_results(serving.FORMAT, host, settings)
@@ -208,13 +219,13 @@ def serve(
             if not turns.measure(
                 {s: serving.serve_job(one, s, settings, host, checkpoints, folder) for s in sides},
                 measurements,
-                label=url or f"{method} k={one}",
+                label=f"{method} k={one}",
                 total=len(sides) * (1 + rounds * len(measurements)),
                 at_once=host.device != "cpu" and serving.kv_cache_size(one, settings) is not None,
                 add=add,
             ):
                 break
-    turns.end(console, partial(_show, html=html))
+    turns.end(console, partial(show, html=html))
 
 
 def _check_served(
@@ -253,37 +264,3 @@ def _check_served(
     for option, named in (("--target", target), ("--draft", draft)):
         if named is not None and named.startswith(("/", ".")) and not Path(named).exists():
             raise typer.BadParameter(f"{named}: no such folder; name one, or a model's name", param_hint=option)
-
-
-def _show(results: Mapping[str, Any], console: Console, html: Path | None) -> bool:
-    """The tables of what at least one side has measured, and the verdict, also as a page; whether there are any."""
-    groups = list(serving.groups(results))
-    for name, loads in groups:
-        console.print(name, style="bold", highlight=False)
-        for told, columns, lines in serving.tables(loads):
-            console.print(f"\n{told}", highlight=False)
-            for drawn in _fitting(columns, lines, console.width):
-                console.print(drawn)
-        missing = [f"{n} on {SIDE_NAMES[side]} ({at} at once)" for at, side, one in loads if (n := one["unanswered"])]
-        if missing:
-            console.print(f"Requests that got no token, and have no latency: {', '.join(missing)}.")
-    if groups:
-        show_verdicts((one for case in results["cases"] for one in of_loads(case)), results["host"]["device"], console)
-    if groups and html is not None:
-        from ..bench.report import page
-
-        shown = Console(record=True, file=StringIO(), width=160)
-        _show(results, shown, None)
-        write_text(page(results, shown), html)
-    return bool(groups)
-
-
-def _fitting(columns: Sequence[str], lines: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
-    """A row of many figures would be cut: then a load and side is a column, and as many stand side by side as fit."""
-    whole, fit = len(columns) <= _FEW, max((width - _LABELS) // _CELLS, 1)
-    for part in [lines] if whole else [lines[first : first + fit] for first in range(0, len(lines), fit)]:
-        heads, *rows = [columns, *part] if whole else zip(columns, *part, strict=True)
-        drawn = Table(*heads)
-        for row in rows:
-            drawn.add_row(*row)
-        yield drawn

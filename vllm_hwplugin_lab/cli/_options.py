@@ -142,6 +142,12 @@ def arguments(values: Iterable[str], option: str) -> dict[str, Any]:
     return found
 
 
+def given(context: typer.Context, name: str) -> bool:
+    """Whether the command line names an option."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def settings_of(kind: type[_Settings], context: typer.Context, **more: Any) -> _Settings:
     """A dataclass of what a command was asked for: its parameters of the fields' names, each value of a list once.
 

@@ -55,6 +55,8 @@ PatchedEnvOption = Annotated[
 GraphsOption = Annotated[str, typer.Option(help="vLLM's cudagraph_mode (GPU only); this is its own default.")]
 #: Of `GraphsOption`.
 GRAPHS = "FULL_AND_PIECEWISE"
+#: Why there is no verdict.
+NO_BASELINE = "no side with the plugin was measured next to its baseline"
 TimeLimitOption = Annotated[
     float | None,
     typer.Option(min=1, help="Seconds of the whole command, then what has been measured is written; default: none."),
@@ -84,7 +86,7 @@ def advance(bar: Progress, task: Any, label: str) -> Callable[[Event], None]:
     """Move a bar on with each thing that an engine says, its warm-up, its trial and its end apart."""
 
     def on_event(event: Event) -> None:
-        if event["event"] not in ("warm", "tried", "collected", "done"):
+        if event["event"] not in ("warm", "tried", "collected", "said", "done"):
             bar.update(task, advance=1, description=f"{label}: {event.get('workload', 'engines start')}")
 
     return on_event
@@ -121,11 +123,11 @@ def conclude(cases: Sequence[Mapping[str, Any]], console: Console, *, measured: 
         raise typer.Exit(FAILURE)
 
 
-def show_verdicts(found: Iterable[Compared], device: str, console: Console) -> None:
-    """Say what the plugin gained, case by case, and why no more."""
-    lines = [verdict(one, device) for one in found]
-    for line in lines or ["none, because no side with the plugin was measured beside the one that it is held to."]:
-        console.print(f"Verdict: {line}", style="bold", highlight=False, soft_wrap=True)
+def show_verdicts(found: Iterable[Compared], device: str | None, console: Console, why_none: str = NO_BASELINE) -> None:
+    """Say what was gained, case by case, and why no more; ``why_none``: why nothing was compared."""
+    lines = [f"Verdict: {verdict(one, device)}" for one in found]
+    for line in lines or [f"No verdict: {why_none}."]:
+        console.print(line, style="bold", highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ class InTurn:
             at_once=at_once,
             timeout=self.timeout,
             limit=self.limit,
-            rest=rest_between_turns(self.results["host"]["device"]),
+            rest=rest_between_turns(self.results.get("host", {}).get("device")),
             module=self.module,
             on_event=advance(self.bar, task, label),
             keep=keep,

@@ -249,7 +249,7 @@ def _verdict(result: Mapping[str, Any]) -> Iterator[str]:
             continue
         if patched["tokens_per_second"]:
             ratio = patched["tokens_per_second"] / stock["tokens_per_second"]
-            yield f"{patched['name']}: {worth([ratio])} tokens/s."
+            yield f"{patched['name']}: speedup {worth([ratio])}."
         lengths = [row["acceptance_length"] or 0.0 for row in (stock, patched)]
         if abs(lengths[1] - lengths[0]) > _SAME:
             used = {name for one in patched["processes"] for name, use in one.get("uses", {}).items() if use["used"]}

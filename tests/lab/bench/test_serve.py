@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import time
-import urllib.error
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -98,7 +97,7 @@ def test_steps_share_in_all_steps_and_in_all_of_their_time():
         kinds("prompt", "NONE", "prompt", 10, 0.2, 0.16),
         alike,
     ]
-    _, steps, paths = rows_of(entry)
+    _, _, steps, paths = rows_of(entry)
     assert steps == [
         [
             *("60% / 30%, 2.00 (1.00)", "30% / 20%, 2.67 (1.00)", "", "10% / 50%, 20.00 (16.00)"),
@@ -110,16 +109,36 @@ def test_steps_share_in_all_steps_and_in_all_of_their_time():
 
 def test_a_side_without_the_plugin_has_kinds_and_no_paths():
     entry = load_entry([round_of([request()], 1.0, kinds=[kinds("same_requests", "FULL", None, 3, 0.3, 0.1)])])
-    assert [len(rows) for rows in rows_of(entry)] == [1, 1, 0]
+    assert [len(rows) for rows in rows_of(entry)] == [1, 1, 1, 0]
 
 
-def test_a_load_is_held_to_stocks_and_says_how_long_its_shortest_round_took():
+def test_a_load_is_held_to_its_baseline_and_says_how_long_its_shortest_round_took():
     entry = load_entry([round_of([request()], seconds, gpu_busy=[0.5, 0.75]) for seconds in (2.0, 4.0)])
-    stock = load_entry([round_of([request()], seconds) for seconds in (4.0, 8.0)])
-    assert rows_of(entry, stock)[0][0][:6] == ["1 (0)", "2.00", "2.0", "62%", "25% / 50%", "125"]
-    assert rows_of(stock)[0][0][:4] == ["0 (0)", "-", "4.0", "-"]
+    baseline = load_entry([round_of([request()], seconds) for seconds in (4.0, 8.0)])
+    (figures,), (conditions,), *_ = rows_of(entry, baseline)
+    assert (figures[:3], figures[-1], conditions[:5]) == (
+        ["1", "0", "2.00×"],
+        "62%",
+        ["2 (0)", "2.0", "25%", "50%", "125"],
+    )
+    (figures,), (conditions,), *_ = rows_of(baseline)
+    assert (figures[2], figures[-1], conditions[1]) == ("-", "-", "4.0")
     # The best of more rounds is better by chance alone.
-    assert rows_of(entry, load_entry([round_of([request()], 4.0)]))[0][0][1] == "-"
+    assert rows_of(entry, load_entry([round_of([request()], 4.0)]))[0][0][2] == "-"
+
+
+def test_what_passes_outside_the_engine_is_of_those_that_were_answered():
+    """Rounds of different length, in each of which a request got nothing, and others ended in the engine than here."""
+    silent = request(ttft=None, gaps=(), tokens=0)
+    rounds = [
+        round_of([request(ttft=0.25), request(ttft=0.5), silent], 1.0, ended=4, until_first=0.5),
+        round_of([request(ttft=0.75), silent], 2.0, ended=1, until_first=0.5),
+    ]
+    entry = load_entry(rounds)
+    assert (entry["requests"], entry["unanswered"]) == (5, 2)
+    assert entry["outside_ms"] == pytest.approx(1e3 * ((0.25 + 0.5 + 0.75) / 3 - 1.0 / 5))
+    assert entry["cpu"] == pytest.approx({"client": 0.25, "server": 0.5})
+    assert entry["round_e2e_ms"] == pytest.approx([625.0, 1000.0])
 
 
 def test_files_of_known_sets_are_read(tmp_path):
@@ -163,22 +182,6 @@ def test_what_an_engine_has_counted_is_read_from_its_metrics(monkeypatch):
     found = server.totals()
     assert found.pop("cpu") == pytest.approx(sum(os.times()[:2]), abs=0.5)
     assert found == {"drafts": 7, "accepted": {0: 5, 1: 2}, "ended": 4, "until_first": 0.75}
-
-
-def test_a_server_that_runs_already_says_what_it_likes_and_goes_on(monkeypatch):
-    def refused(url, timeout):
-        raise urllib.error.HTTPError(url, 404, "none", {}, None)
-
-    pytest.importorskip("prometheus_client")
-    server = _server.Server({"url": "http://server", "model": "M"})
-    monkeypatch.setattr(_server.urllib.request, "urlopen", refused)
-    assert server.totals() == {"drafts": 0, "accepted": {}, "ended": 0, "until_first": 0.0}
-    assert [server.ask("hwplugin_facts"), server.ask("hwplugin_steps"), server.ask("hwplugin_gpu_busy", 0.0, 1.0)] == [
-        {},
-        [],
-        [],
-    ]
-    server.end()
 
 
 class Parser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_hwplugin_lab.bench import read_results
-from vllm_hwplugin_lab.bench.table import of_engines, of_loads, verdict, worth
+from vllm_hwplugin_lab.bench.table import of_engines, of_loads, outcome, speedup, verdict, worth
 
 pytest.importorskip("numpy")
 
@@ -19,22 +19,56 @@ def load(best, slowest=None, busy=None, rounds=2, kinds=()):
 
 def compared(**sides):
     named = {name.replace("_", "-"): {"loads": dict(enumerate(loads))} for name, loads in sides.items()}
-    return list(of_loads({"k": 3, "sides": named}))
+    return list(of_loads({"settings": {"method": "mtp"}, "cases": [{"k": 3, "sides": named}]}))
 
 
 def test_sides_of_one_runner_are_compared_where_both_have_all_their_rounds():
     some = [load(1), load(2), load(4)]
     (one,) = compared(stock=some, mrv2_patched=some, mrv2=[load(1, busy=0.5), None, load(2, rounds=1)])
-    assert (one.sides, one.ratios, one.busy) == (("mrv2-patched", "mrv2"), [1.0], [[], [0.5]])
+    assert (one.case, one.sides) == ("mtp k=3", ("mrv2-patched", "mrv2"))
+    assert (one.ratios, one.busy) == ((1.0,), [[], [0.5]])
     assert compared(stock=some, mrv2_patched=some) == compared(server=some) == []
 
 
 @pytest.mark.parametrize(
-    ("ratios", "nothing", "loss"),
-    [([0.98, 1.02], True, False), ([1.01, 1.5], False, False), ([0.9, 1.5], False, True), ([0.9, 0.91], False, True)],
+    ("ratios", "apart", "found"),
+    [
+        ([0.98, 1.02], 1.0, "same"),
+        ([1.01, 1.5], 1.0, "faster"),
+        ([0.9, 1.5], 1.0, "mixed"),
+        ([0.9, 1.0], 1.0, "mixed"),
+        ([0.9, 0.91], 1.0, "slower"),
+        # What rounds of one side differ by is no difference of the sides.
+        ([0.9, 1.1], 1.2, "unknown"),
+        ([0.9, 1.5], 1.2, "faster"),
+        ([0.7, 1.1], 1.2, "mixed"),
+    ],
 )
-def test_what_is_nothing_and_what_is_a_loss(ratios, nothing, loss):
-    assert ("nothing" in worth(ratios), "loss" in worth(ratios)) == (nothing, loss)
+def test_how_sides_differ(ratios, apart, found):
+    assert outcome(ratios, apart) == found
+
+
+def test_the_words_of_outcomes_differ():
+    """A loss at some load is not a loss, and noise is neither."""
+    said = {worth(ratios).partition("×")[2] for ratios in ([0.98, 1.02], [1.1, 1.5], [0.9, 1.5], [0.9, 0.91])}
+    assert len(said) == 4
+
+
+def test_requests_at_a_rate_decide_the_tokens_and_not_how_long_one_waits():
+    open_loop = {"request_rate": 4.0}
+    before, after = (load(100) | open_loop | {"round_e2e_ms": [ms, 2 * ms]} for ms in (300.0, 200.0))
+    assert speedup(after, before) == pytest.approx(1.5)
+    assert speedup(load(150) | {"request_rate": 0}, load(100)) == pytest.approx(1.5)
+
+
+def test_two_runs_are_as_far_apart_as_the_speed_of_their_host():
+    runs = {"before": [load(100) | {"host_us": [500.0, 510.0]}], "after": [load(120) | {"host_us": [400.0, 404.0]}]}
+    (one,) = compared(**runs)
+    assert (one.sides, one.outcome) == (("after", "before"), "unknown")
+    assert one.apart == pytest.approx(505 / 402)
+    # Sides of one run take turns on one host.
+    (one,) = compared(stock=runs["before"], patched=runs["after"])
+    assert one.outcome == "faster"
 
 
 def test_the_cause_is_the_gpu_or_the_steps_that_were_left_to_vllm():
@@ -51,7 +85,7 @@ def test_the_cause_is_the_gpu_or_the_steps_that_were_left_to_vllm():
     assert "leaves nothing to win" in cause(0.95, steps)
     assert "left 81% of the steps to vLLM, most of them for `prompt`" in cause(0.6, steps)
     assert "bench --profile" in cause(0.6)
-    for words in ("1.35 times apart", "not known"):
+    for words in ("up to 1.35×", "unknown"):
         assert [words in cause(0.6, slowest=slowest) for slowest in (None, 75)] == [False, True]
     (gain,) = compared(patched=[load(200, busy=0.9)], stock=[load(100, busy=0.5)])
     assert "50% of the time with stock, 90% with patched" in verdict(gain, "cuda")

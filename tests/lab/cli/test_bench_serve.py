@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import threading
-from contextlib import contextmanager
-from html import unescape
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
 
 import pytest
 
+from tests.lab.page import Page
 from tests.program import program
 from vllm_hwplugin_lab.bench import Host, Outcome, find_checkpoints
 from vllm_hwplugin_lab.cli import _bench_serve, _sides
@@ -21,26 +18,8 @@ pytest.importorskip("numpy")
 
 GPU = Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
 ALL = ["stock", "patched", "mrv2", "mrv2-patched"]
+SIDES = ["stock", "patched", "MRV2", "MRV2 patched"]
 CASE = ["--target", "T", "--draft", "D", "--method", "eagle3"]
-
-
-@contextmanager
-def answering(pages):
-    """A server on this host, and its URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200 if self.path in pages else 404)
-            self.end_headers()
-            self.wfile.write(pages.get(self.path, b""))
-
-        def log_message(self, *words):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
 
 
 def options_of(command):
@@ -201,33 +180,30 @@ def test_servers_without_a_drafter(run, what):
     assert all("speculative_config" not in job.options for job in jobs.values())
 
 
-def test_a_server_that_runs_is_the_one_side_and_is_asked_what_it_serves(run, tmp_path):
-    models = b'{"data": [{"id": "chat", "root": "/models/llama"}]}'
-    page = tmp_path / "report.html"
-    with answering({"/v1/models": models}) as url:
-        result, found, ((jobs, (one,), *_),) = run(["--url", f"{url}/v1/", "--html", str(page)])
+def test_the_page_has_the_verdicts_the_figures_and_what_was_measured(run, tmp_path):
+    file = tmp_path / "report.html"
+    loads = ["--concurrency", "1", "--concurrency", "16", "--vllm-arg", "kv_cache_dtype=fp8"]
+    result, *_ = run([*CASE, *loads, "--html", str(file)])
     assert result.exit_code == 0, result.output
-    (job,) = jobs.values()
-    assert job.options == {"url": url, "model": "chat"}
-    client = options_of(one.round)
-    assert (client["tokenizer"], client["max-concurrency"]) == ("/models/llama", "16")
-    assert list(found["cases"][0]["sides"]) == ["server"]
-    assert (found["settings"]["url"], found["settings"]["method"]) == (url, None)
-    assert page.read_text().count("<svg") == 2
-
-
-def test_the_page_is_written_beside_the_tables_and_needs_nothing_else(run, tmp_path):
-    page = tmp_path / "report.html"
-    result, *_ = run([*CASE, "--concurrency", "1", "--concurrency", "16", "--html", str(page)])
-    assert result.exit_code == 0, result.output
-    text = page.read_text()
-    assert not re.search(r'(src|href)="(?!#)', text)
-    assert text.count("<svg") == 2
-    assert "67%" in text
+    page = Page(file.read_text())
     verdicts = [line.removeprefix("Verdict: ") for line in result.output.splitlines() if line.startswith("Verdict: ")]
     assert len(verdicts) == 2
-    shown = " ".join(unescape(re.sub("<[^>]*>", "", text)).split())
-    assert all(" ".join(line.split()) in shown for line in verdicts)
+    told = page.title.split("; ")
+    assert all(line.startswith(f"{one}.") for line, one in zip(verdicts, told, strict=True))
+    assert page.heads == page.title
+    # The figures of each load and side first, with P50 and P99 by name, then conditions, kinds of steps, and paths.
+    columns, *rows = page.tables[0]
+    assert [row[:2] for row in rows] == [[n, side] for n in ("1", "16") for side in SIDES]
+    assert [one for one in columns if one.startswith("TPOT")] == ["TPOT P50, ms", "TPOT P99, ms"]
+    assert rows[1][columns.index("TPOT P99, ms")] == "20.0"
+    assert len(page.tables) == 4
+    assert any("67%" in cell for row in page.tables[2] for cell in row)
+    # Drawings say in words what they show, and the page needs nothing else.
+    assert (page.drawings, page.captions) == (2, 2)
+    assert page.links == []
+    # Neither a terminal's table nor Python's values.
+    assert not re.search(r"[\u2500-\u257f]|None|\['|\{'", page.text)
+    assert "kv_cache_dtype=fp8" in page.text
 
 
 def test_with_a_size_of_the_cache_engines_start_side_by_side(run):
@@ -290,7 +266,6 @@ def test_the_tiny_shapes_checkpoints_may_lie_where_the_error_says_that_they_can_
         ([*CASE[:-1], "none"], "nothing drafts with --method none"),
         (["--url", "http://127.0.0.1:9", *CASE], "settled that"),
         (["--url", "http://127.0.0.1:9", "--side", "stock"], "settled that"),
-        (["--url", "http://127.0.0.1:9"], "http://127.0.0.1:9/v1/models: expected"),
         ([*CASE[:-1], "ngram"], "choose from eagle, eagle3, p-eagle"),
         ([*CASE, "--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),
         ([*CASE[:-1], "p-eagle", "--side", "mrv2"], "Model Runner V2 runs p-eagle in no supported vLLM"),

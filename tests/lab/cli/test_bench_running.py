@@ -1,0 +1,189 @@
+"""``bench serve --url`` and ``--against``, on HTTP servers that say what vLLM's says; vLLM's client is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from tests.lab.page import Page
+from tests.lab.vllm_server import Stand, serving
+from tests.program import program
+from vllm_hwplugin_lab.bench import Outcome, _server, running
+from vllm_hwplugin_lab.bench.serve import LoadSettings, ServeSettings
+from vllm_hwplugin_lab.cli import _sides
+
+pytest.importorskip("numpy")
+pytest.importorskip("prometheus_client")
+
+LOAD = ["--concurrency", "1", "--concurrency", "4", "--num-prompts", "12", "--input-len", "8", "--output-len", "5"]
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run the command: what it did, and how many requests each round of each load had."""
+
+    def call(stand, *arguments):
+        sizes = []
+
+        def run_load(server, model, load):
+            # As many answers as vLLM's client would have, which takes them at the speed of the stand.
+            stand.requests += load["requests"]
+            gaps = [stand.seconds] * 4
+            request = {"prompt_tokens": 8, "tokens": 5, "start": 0.0, "ttft": stand.seconds, "gaps": gaps}
+            return {"began": 0.0, "seconds": 10 * stand.seconds, "requests": [request] * load["requests"]}
+
+        def in_turn(jobs, measurements, *, rounds: int, keep, **_):
+            ((side, job),) = jobs.items()
+            server = _server.RunningServer(job.options["url"])
+            server.wait()
+            events = [{"event": "ready", **server.facts()}]
+            for _ in range(rounds):
+                for one in measurements:
+                    load = {**one.round["load"], "requests": one.round["requests"]}
+                    sizes.append((one.name, load["requests"]))
+                    found = _server.measure(server, job.options["model"], load)
+                    # Rounds are as quick as each other, so what is left is the difference of two runs.
+                    events.append({"event": "loaded", "workload": one.name, **found, "host_us": 500.0})
+            events.append({"event": "said", **server.said()})
+            outcomes = {side: Outcome(job, tuple(events), 1.0)}
+            keep(outcomes)
+            return outcomes
+
+        monkeypatch.setattr(_server, "run_load", run_load)
+        monkeypatch.setattr(_server, "_COUNTED", 0.0)
+        monkeypatch.setattr(_server._gpu_busy, "of_server", lambda *_: [0.25, 0.75])
+        monkeypatch.setattr(_sides, "measure_in_turn", in_turn)
+        monkeypatch.setenv("COLUMNS", "200")
+        with serving(stand):
+            return program("bench", "serve", "--url", f"{stand.url}/v1/", *arguments), sizes
+
+    return call
+
+
+def keys_of(value):
+    if isinstance(value, dict):
+        return set(value) | {key for one in value.values() for key in keys_of(one)}
+    return {key for one in value for key in keys_of(one)} if isinstance(value, list) else set()
+
+
+@pytest.mark.parametrize(
+    ("stand", "said"),
+    [
+        (
+            Stand(plugin={"served": 75, "prompt": 25}),
+            {
+                "vllm": "0.31.0",
+                "prefix_caching": False,
+                "drafted": 3,
+                # Of the run alone, two rounds of two loads of 12: not what the server had counted before.
+                "plugin": {"v2-tail-graph drafting": {"prompt": 25 * 48, "served": 75 * 48}},
+            },
+        ),
+        (Stand(), {"vllm": "0.31.0", "prefix_caching": False, "drafted": 3, "plugin": None}),
+        (
+            Stand(version=None, drafted=None),
+            {"vllm": None, "prefix_caching": False, "drafted": 0, "plugin": None},
+        ),
+    ],
+)
+def test_results_hold_what_was_sent_and_what_the_server_says(run, tmp_path, stand, said):
+    stand.seconds = 0.01
+    file, page = tmp_path / "r.json", tmp_path / "r.html"
+    result, _ = run(stand, *LOAD, "--json", str(file), "--html", str(page))
+    assert result.exit_code == 0, result.output
+    found = json.loads(file.read_text())
+    ((side, entry),) = found["cases"][0]["sides"].items()
+    assert (side, entry["said"], entry["error"]) == ("server", said, None)
+    settings = {"url": stand.url, "model": "chat", "checkpoint": "/models/llama", "concurrency": [1, 4], "rounds": 2}
+    assert found["settings"].items() >= settings.items()
+    # Nothing of an engine, of which the client knows nothing, and nothing of the client's host as the server's.
+    of_engines = {one.name for one in dataclasses.fields(ServeSettings)}
+    of_engines -= {one.name for one in dataclasses.fields(LoadSettings)}
+    of_engines -= {"sides", "acceptance_length"}  # of the file's form, and as it was measured
+    of_engines |= {"host", "device", "torch", "driver", "environment", "graph_modes", "model_runner", "processes"}
+    assert keys_of(found) & of_engines == set()
+    assert found["client"].keys() >= {"vllm", "vllm-hwplugin"}
+    load = entry["loads"]["4 at once, temperature 0"]
+    assert (load["requests"], load["drafts"], load["gpu_busy"]) == (24, 24 if said["drafted"] else 0, 0.5)
+    shown = Page(page.read_text())
+    assert not re.search("torch|None", shown.text)
+    assert ["on, served 75%" in text for text in (result.output, shown.text)] == [said["plugin"] is not None] * 2
+    assert "No verdict" in shown.title
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "outcome", "status"),
+    [(0.02, 0.01, "is faster", 0), (0.01, 0.01, "as fast as", 0), (0.01, 0.02, "is slower", 1)],
+)
+def test_two_runs_of_one_load_are_compared(run, tmp_path, before, after, outcome, status):
+    files, page = [tmp_path / name for name in ("before.json", "after.json")], tmp_path / "both.html"
+    # What runs again is what is compared, whatever it was started by.
+    run(Stand(seconds=before), *LOAD, "--json", str(files[0]))
+    against = ["--against", str(files[0]), "--json", str(files[1]), "--html", str(page)]
+    result, sizes = run(Stand(seconds=after, plugin={"served": 9, "prompt": 1}), *against)
+    assert result.exit_code == status, result.output
+    # Options that are left out are those of the run before, and so is the size of a round.
+    assert sizes == [("1 at once, temperature 0", 12), ("4 at once, temperature 0", 12)] * 2
+    shown = Page(page.read_text())
+    assert [outcome in text for text in (shown.title, result.output)] == [True, True]
+    columns, *rows = shown.tables[0]
+    assert [row[:2] for row in rows] == [[n, side] for n in ("1", "4") for side in ("before", "after")]
+    assert rows[1][columns.index("speedup")] == f"{before / after:.2f}×"
+    assert rows[1][columns.index("GPU busy")] == "50%"
+    assert re.search("no counters.*served 90%", shown.text, re.DOTALL)
+    # The file is one of a run, so that the next one can be compared with it; and two files do without a server.
+    again = program("bench", "serve", "--against", str(files[0]), "--against", str(files[1]))
+    assert (again.exit_code, outcome in again.output) == (status, True)
+
+
+def test_runs_whose_rounds_differ_more_say_nothing(run, tmp_path):
+    files = [tmp_path / name for name in ("before.json", "after.json")]
+    for file, seconds in zip(files, (0.02, 0.021), strict=True):
+        run(Stand(seconds=seconds), *LOAD, "--json", str(file))
+        found = running.read_run(file)
+        for load in found["cases"][0]["sides"]["server"]["loads"].values():
+            load["tokens_per_second"]["all"][0] /= 1.2
+        file.write_text(json.dumps(found))
+    result = program("bench", "serve", *(word for file in files for word in ("--against", str(file))))
+    assert (result.exit_code, "unknown whether" in result.output) == (2, True)
+
+
+def test_another_load_is_refused_by_name_and_sends_nothing(run, tmp_path):
+    file, prompts = tmp_path / "before.json", tmp_path / "p.jsonl"
+    run(Stand(seconds=0.01), *LOAD, "--json", str(file))
+    for other, key in (
+        (["--concurrency", "2"], "concurrency: [1, 4] before, [2] after"),
+        (["--output-len", "6"], "output_len: 5 before, 6 after"),
+        (["--rounds", "3"], "rounds: 2 before, 3 after"),
+        (["--", "--burstiness", "0.5"], "client: [] before, ['--burstiness', '0.5'] after"),
+        (["--prompts", str(prompts)], "prompts_sha256: None before, "),
+    ):
+        prompts.write_text('{"prompt": "p"}\n')
+        result, sizes = run(Stand(seconds=0.01), "--against", str(file), *other)
+        assert (result.exit_code, sizes) == (2, [])
+        assert f"not the same load: {key}" in result.output
+    found = json.loads(file.read_text())
+    found["settings"]["checkpoint"] = "/models/other"
+    file.write_text(json.dumps(found))
+    result, _ = run(Stand(seconds=0.01), "--against", str(file))
+    assert "checkpoint: '/models/other' before, '/models/llama' after" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--url", "http://127.0.0.1:9"], "http://127.0.0.1:9/v1/models: expected"),
+        (["--against", "FILE"], "expected one file with --url, or two"),
+        (["--against", "FILE", "--against", "FILE", "--against", "FILE"], "expected one file with --url, or two"),
+        (["--against", "FILE", "--against", "FILE"], "expected results of `bench serve --url`"),
+        (["--against", "FILE", "--against", "FILE", "--method", "mtp"], "settled that"),
+    ],
+)
+def test_what_is_no_run_is_named(tmp_path, arguments, message):
+    file = tmp_path / "engines.json"
+    file.write_text('{"format": "serve 2"}')
+    result = program("bench", "serve", *(str(file) if word == "FILE" else word for word in arguments))
+    assert (result.exit_code, message in result.output) == (2, True), result.output
