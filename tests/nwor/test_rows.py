@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft rows of caches in every layout, byte by byte: what is put back, what becomes zero, and what is left."""
+"""Draft rows of caches in every layout, byte by byte: what is put back, what becomes zero, and what is left.
+
+By torch, and by the table that the kernels get.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +16,9 @@ pytest.importorskip("vllm")
 
 from vllm_hwplugin.nwor.layout import CacheRows, UnknownLayout, as_rows  # noqa: E402
 from vllm_hwplugin.nwor.reference import ReferenceRows  # noqa: E402
-from vllm_hwplugin.nwor.rows import Rejected  # noqa: E402
+from vllm_hwplugin.nwor.rows import KernelRows, Rejected  # noqa: E402
 
+from .host_kernels import kernels  # noqa: E402
 from .steps import (  # noqa: E402
     BLOCK,
     LAYOUTS,
@@ -38,20 +43,28 @@ def rejected(request: pytest.FixtureRequest) -> Rejected:
     return request.param()
 
 
-def test_the_caches_are_as_if_rejected_drafts_had_never_been_written(layout: Layout, rejected: Rejected) -> None:
-    step = Step(layout, True, ReferenceRows)
+@pytest.fixture(params=[ReferenceRows, KernelRows])
+def make(request: pytest.FixtureRequest) -> Iterator[Any]:
+    with kernels():
+        yield request.param
+
+
+def test_the_caches_are_as_if_rejected_drafts_had_never_been_written(
+    layout: Layout, rejected: Rejected, make: Any
+) -> None:
+    step = Step(layout, True, make)
     assert_restores(step, lambda: step.rows.log(5), lambda: step.rows.restore(rejected))
 
 
-def test_rejected_drafts_become_zeros_and_nothing_else_does(layout: Layout, rejected: Rejected) -> None:
-    step = Step(layout, False, ReferenceRows)
+def test_rejected_drafts_become_zeros_and_nothing_else_does(layout: Layout, rejected: Rejected, make: Any) -> None:
+    step = Step(layout, False, make)
     assert_zeroes(step, lambda: step.rows.restore(rejected))
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["restore", "scrub"])
-def test_what_no_step_has_mapped_is_passed_over(keep: bool) -> None:
+def test_what_no_step_has_mapped_is_passed_over(keep: bool, make: Any) -> None:
     """A dummy batch maps its own tokens alone, and the mapping's memory may hold anything after a sleep."""
-    step = Step(LAYOUTS["token by token"], keep, ReferenceRows)
+    step = Step(LAYOUTS["token by token"], keep, make)
     log = (lambda: step.rows.log(5)) if keep else (lambda: None)
     assert_passes_over_what_is_no_slot(step, log, lambda: step.rows.restore(by_number()))
 

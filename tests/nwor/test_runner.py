@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 from vllm_hwplugin.nwor import runner as nwor  # noqa: E402
 
 from .configs import config  # noqa: E402
+from .host_kernels import kernels  # noqa: E402
 
 BLOCKS, TOKENS, HEADS, SIZE, DRAFTS = 4, 16, 2, 8, 3
 
@@ -39,56 +40,64 @@ class Attention(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """Writes each token of a batch where it is mapped."""
+    """Writes each token of a batch where it is mapped: a layer of each KV cache group."""
 
     def __init__(self, runner: Runner) -> None:
         super().__init__()
-        self.attention = Attention()
-        self._slots = runner.block_tables.slot_mappings[0]
+        self.layers = torch.nn.ModuleList(Attention() for _ in runner.block_tables.slot_mappings)
+        self._slots = runner.block_tables.slot_mappings
+
+    @property
+    def attention(self) -> Any:
+        return self.layers[0]
 
     def forward(self, positions: Any) -> None:
-        slots = self._slots[: len(positions)]
-        for slot in slots[slots >= 0].tolist():
-            self.attention.kv_cache[slot // TOKENS, :, slot % TOKENS] = torch.rand(HEADS, 2 * SIZE)
+        for layer, mapping in zip(self.layers, self._slots, strict=True):
+            slots = mapping[: positions.shape[-1]]
+            for slot in slots[slots >= 0].tolist():
+                layer.kv_cache[slot // TOKENS, :, slot % TOKENS] = torch.rand(HEADS, 2 * SIZE)
 
 
 class Runner:
     """What is read of a `GPUModelRunner` of V2."""
 
-    def __init__(self, **changed: Any) -> None:
+    def __init__(self, groups: int = 1, position_dims: int = 1, **changed: Any) -> None:
         self.device, self.max_num_reqs = torch.device("cpu"), 4
-        self.block_tables = SimpleNamespace(slot_mappings=torch.full((1, 64), -1))
+        self._position_dims = position_dims
+        self.block_tables = SimpleNamespace(slot_mappings=torch.full((groups, 64), -1))
         self.input_buffers = SimpleNamespace(query_start_loc=torch.zeros(5, dtype=torch.int32))
         spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32)
-        group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=spec)
-        self.kv_cache_config = SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=[group])
         self.model = Model(self)
-        self.vllm_config = config(static_forward_context={"layer": self.model.attention}, **changed)
+        layers = {"layer" if not group else f"layer {group}": one for group, one in enumerate(self.model.layers)}
+        made = [SimpleNamespace(layer_names=[name], kv_cache_spec=spec) for name in layers]
+        self.kv_cache_config = SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=made)
+        self.vllm_config = config(static_forward_context=layers, **changed)
 
     def get_model(self) -> Model:
         return self.model
 
-    def cache(self) -> Any:
-        return self.model.attention.kv_cache.clone()
+    def cache(self, group: int = 0) -> Any:
+        return self.model.layers[group].kv_cache.clone()
 
     def run(self, slots: list[list[int]]) -> None:
-        """A batch of requests with these slots."""
+        """A batch of requests with these slots; each further group has them in the opposite order."""
         flat = torch.tensor([slot for request in slots for slot in request])
         ends = torch.tensor([len(request) for request in slots]).cumsum(0)
         self.input_buffers.query_start_loc[1:] = len(flat)
         self.input_buffers.query_start_loc[1 : len(slots) + 1] = ends
         self.block_tables.slot_mappings.fill_(-1)
-        self.block_tables.slot_mappings[0, : len(flat)] = flat
-        self.model(positions=torch.zeros(len(flat)))
+        for group, mapping in enumerate(self.block_tables.slot_mappings):
+            mapping[: len(flat)] = flat.flip(0) if group % 2 else flat
+        self.model(positions=torch.zeros((self._position_dims, len(flat)) if self._position_dims > 1 else len(flat)))
 
 
 def numbers(*rejected: int) -> Any:
     return torch.tensor(rejected, dtype=torch.int32)
 
 
-def taken_out(runner: Runner, before: Any, slots: list[int]) -> Any:
+def taken_out(runner: Runner, before: Any, slots: list[int], group: int = 0) -> Any:
     """What the cache holds now, but for these slots, which hold what they did before."""
-    expected = runner.cache()
+    expected = runner.cache(group)
     for slot in slots:
         expected[slot // TOKENS, :, slot % TOKENS] = before[slot // TOKENS, :, slot % TOKENS]
     return expected
@@ -136,6 +145,82 @@ def test_a_cache_that_is_made_again_is_the_one_that_is_restored(restoring: None)
         nwor.restore(runner, num_rejected=numbers(2), num_draft_tokens=3)
         assert torch.equal(runner.cache(), expected)
     assert len(runner.model._forward_pre_hooks) == 1
+
+
+def test_a_cache_that_is_measured_with_is_not_written_to(restoring: None) -> None:
+    runner = Runner()
+    nwor.attach(runner)
+    runner.run([[16, 17, 18, 19]])
+    nwor.attach(runner, is_profiling=True)
+    written = runner.cache()
+    nwor.restore(runner, num_rejected=numbers(3), num_draft_tokens=3)
+    assert torch.equal(runner.cache(), written)
+
+
+def test_each_group_has_its_own_slots_and_positions_may_have_several_dimensions(restoring: None) -> None:
+    runner = Runner(groups=2, position_dims=3)
+    nwor.attach(runner)
+    before = [runner.cache(group) for group in range(2)]
+    requests = [[16, 17, 18, 19], [24, 25], [33, 34], [40, 41, 42]]
+    runner.run(requests)
+    flat = [slot for request in requests for slot in request]
+    # The last draft of the first request, and both of the fourth.
+    tokens = [3, 9, 10]
+    expected = [
+        taken_out(runner, before[0], [flat[token] for token in tokens], 0),
+        taken_out(runner, before[1], [flat[::-1][token] for token in tokens], 1),
+    ]
+    nwor.restore(runner, num_rejected=numbers(1, 0, 0, 2), num_draft_tokens=7)
+    assert all(torch.equal(runner.cache(group), expected[group]) for group in range(2))
+
+
+def test_a_batch_without_drafts_has_no_count_of_what_was_rejected(restoring: None) -> None:
+    runner = Runner()
+    nwor.attach(runner)
+    runner.run([[16]])
+    nwor.restore(runner, num_rejected=None, num_draft_tokens=0)
+
+
+def test_zeros_are_what_is_checked_where_nothing_is_kept(checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_HWPLUGIN_NWOR_MODE", "scrub")
+    runner = Runner()
+    nwor.attach(runner)
+    runner.run([[16, 17, 18, 19]])
+    nwor.restore(runner, num_rejected=numbers(2), num_draft_tokens=3)
+    assert not runner.cache()[1, :, 2:4].any()
+    runner.run([[16, 17, 18, 19]])
+    with pytest.raises(nwor.NotRestored, match=r"layer does not hold zeros at slot 18"):
+        nwor.replayed(runner, numbers(2))
+
+
+def test_a_capture_waits_for_nothing(checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a graph is captured nothing has happened yet that could be compared."""
+    runner = Runner()
+    nwor.attach(runner)
+    monkeypatch.setattr(nwor, "_is_capturing", lambda device: True)
+    with mock.patch.object(nwor.ReferenceRows, "differing", side_effect=RuntimeError("waits for the device")):
+        runner.run([[16, 17, 18, 19]])
+        nwor.restore(runner, num_rejected=numbers(2), num_draft_tokens=3)
+
+
+@pytest.mark.parametrize("made_of", [{"num_rejected": [2]}, {"sampled": [[7, 8, -1, -1]], "ends": [3]}])
+def test_kernels_get_numbers_of_32_bits(
+    made_of: dict[str, Any], restoring: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches that were sharded and gathered have them in 64."""
+    monkeypatch.setattr(nwor, "kernels_for", lambda device: True)
+    runner = Runner()
+    nwor.attach(runner)
+    before = runner.cache()
+    with kernels():
+        runner.run([[16, 17, 18, 19]])
+        expected = taken_out(runner, before, [18, 19])
+        if "num_rejected" in made_of:
+            nwor.restore(runner, num_rejected=torch.tensor(made_of["num_rejected"]), num_draft_tokens=3)
+        else:
+            output = SimpleNamespace(sampled_token_ids=torch.tensor(made_of["sampled"]))
+            nwor.restore_sampled(runner, SimpleNamespace(cu_num_draft_tokens=torch.tensor(made_of["ends"])), output)
+    assert torch.equal(runner.cache(), expected)
 
 
 def test_a_draft_that_a_graph_has_not_taken_out_ends_the_step(checked: None) -> None:
