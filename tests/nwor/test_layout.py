@@ -91,6 +91,38 @@ def test_blocks_of_an_attention_kernel_may_be_smaller_than_those_that_are_planne
     assert (rows.block_size, rows.num_slots) == (TOKENS // 4, BLOCKS * TOKENS)
 
 
+def test_layers_of_one_group_may_have_specs_of_their_own() -> None:
+    """vLLM's `UniformTypeKVCacheSpecs`; a layer's own spec says how many heads and tokens it has."""
+    layer = Layer(named("FLASH_ATTN"), torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE))
+    both = types.SimpleNamespace(kv_cache_specs={"a": spec()}, block_size=2 * TOKENS)
+    (rows,) = rows_of(config({"a": both}), {"a": layer}, "auto", [layer]).rows
+    assert rows.num_slots == BLOCKS * TOKENS
+
+
+def test_a_shape_is_asked_for_with_the_engines_type_of_cache() -> None:
+    """With scales in the page a token has more bytes."""
+
+    def shape(blocks: int, tokens: int, heads: int, size: int, cache_dtype_str: str = "auto") -> tuple[int, ...]:
+        return (blocks, 2, tokens, heads, size) if cache_dtype_str == "auto" else (blocks, heads, tokens, 2 * size + 4)
+
+    backend = named("FLASH_ATTN", get_kv_cache_shape=staticmethod(shape))
+    layer = Layer(backend, torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE + 4, dtype=torch.int8))
+    (rows,) = rows_of(config({"a": spec()}), {"a": layer}, "int8_per_token_head", [layer]).rows
+    assert rows.num_bytes == HEADS * (2 * SIZE + 4)
+
+
+def test_layers_that_see_parts_of_one_memory_each_have_their_rows() -> None:
+    memory = torch.zeros(BLOCKS, 2 * HEADS, TOKENS, 2 * SIZE)
+    layers = {
+        "all": Layer(named("FLASH_ATTN"), memory),
+        "first heads": Layer(named("FLASH_ATTN"), memory[:, :HEADS]),
+        "last heads": Layer(named("FLASH_ATTN"), memory[:, HEADS:]),
+    }
+    groups = [types.SimpleNamespace(layer_names=list(layers), kv_cache_spec=spec())]
+    found = rows_of(types.SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=groups), layers, "auto", layers.values())
+    assert [rows.layer for rows in found.rows] == list(layers)
+
+
 @pytest.mark.parametrize("tokens", [4 * TOKENS, TOKENS // 4], ids=["several for a token", "one for several tokens"])
 def test_rows_that_are_not_one_for_each_token_are_refused(tokens: int) -> None:
     """A layer may pool the frames of a token, or compress tokens, with the backend of those that do neither."""

@@ -94,6 +94,11 @@ def test_a_layout_that_needs_more_than_two_dimensions_of_runs_is_refused() -> No
 def test_words_divide_whatever_a_row_begins_at(dtype: Any, size: int, word: int) -> None:
     cache = torch.zeros(6, 2, BLOCK, 3, size, dtype=dtype)
     assert CacheRows("a layer", 0, as_rows("a layer", cache, 0, 2)).word == word
-    # Rows as long as before, but 24 bytes further apart.
-    wider = torch.zeros(6, 2, BLOCK, 3, size + 24 // dtype.itemsize, dtype=dtype)[..., :size]
-    assert CacheRows("a layer", 0, as_rows("a layer", wider, 0, 2)).word == min(word, 4)
+    # Runs as long as before, but 24 bytes further apart; with four of them tokens and blocks still begin at whole words.
+    for heads in (3, 4):
+        wider = torch.zeros(6, 2, BLOCK, heads, size + 24 // dtype.itemsize, dtype=dtype)[..., :size]
+        assert CacheRows("a layer", 0, as_rows("a layer", wider, 0, 2)).word == min(word, 4)
+    # Rows that begin 4 bytes behind a whole word of 16.
+    memory = torch.zeros(cache.numel() + 4 // dtype.itemsize, dtype=dtype)
+    later = memory[4 // dtype.itemsize :].view(cache.shape)
+    assert CacheRows("a layer", 0, as_rows("a layer", later, 0, 2)).word == min(word, 4)
