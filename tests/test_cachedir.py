@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pwd
 import tempfile
@@ -69,6 +70,7 @@ def test_a_umask_does_not_shut_this_user_out_of_what_is_made(tmp_path: Path) -> 
     assert [part.stat().st_mode & 0o777 for part in (folder, folder.parent)] == [0o700, 0o700]
 
 
+BITS = [1 << bit for bit in range(10)]
 # What has to hold of the bits of the last part, and of who owns it: this user (root is the user, where tests run as
 # root), or someone else.
 TRUSTED: dict[str, Callable[[int, bool], bool]] = {
@@ -81,6 +83,12 @@ TRUSTED: dict[str, Callable[[int, bool], bool]] = {
     "link to a cache file": lambda mode, own: False,
     "link to a code file": lambda mode, own: False,
 }
+
+
+#: Those that differ by two bits at most from one that is trusted everywhere, or from one with all bits.
+MODES = sorted(
+    {mode ^ one ^ other for mode in (0o700, 0o1777) for one, other in itertools.product([0, *BITS], repeat=2)}
+)
 
 
 @pytest.mark.parametrize("what", TRUSTED)
@@ -104,7 +112,7 @@ def test_who_may_have_changed_it_decides_and_nothing_else(tmp_path: Path, what: 
     if not own:
         give_away(part)
     wrong = []
-    for mode in range(0o2000):
+    for mode in MODES:
         if os.geteuid() and mode & 0o700 != 0o700:
             continue  # what this user cannot open is another matter; root can
         part.chmod(mode)

@@ -114,6 +114,17 @@ def test_the_keys_of_a_window_are_split(version: str, vllm_tree: Tree) -> None:
     assert attention["scheduler_metadata"] is not None
 
 
+@last
+def test_the_keys_of_tokens_that_all_see_each_other_are_split(version: str, vllm_tree: Tree) -> None:
+    calls: list[dict[str, Any]] = []
+    with released(version, vllm_tree(version), mate=mate(calls)) as load:
+        layer = layer_of(load, DECODES)
+        layer.write(slice(None))
+        metadata = layer.builder(speculative_config=DRAFTS).build(0, layer.common_metadata(False))
+        close(layer.run(metadata), layer.right(causal=False))
+    assert [call["causal"] for call in calls] == [False, False]
+
+
 @some_versions
 def test_groups_that_vllm_builds_once_each_refresh_their_own_schedule(version: str, vllm_tree: Tree) -> None:
     """vLLM captures each KV cache group by its own builder, and in a step builds like ones by the first one's."""
@@ -176,6 +187,7 @@ def test_layers_with_other_query_heads_have_schedules_of_their_own(version: str,
         named = {str(layer.heads): SimpleNamespace(impl=layer.impl) for layer in layers}
         builder = layers[0].builder(layers=named, speculative_config=DRAFTS)
         metadata = builder.build(0, layers[0].common_metadata(True))
+        assert metadata.schedules.keys() == {4, 64}
         for layer in layers:
             layer.table = layers[0].table
             layer.write(slice(None))
@@ -232,6 +244,11 @@ def test_as_many_parts_as_fill_the_device_and_no_more_than_the_users_bound(versi
             bounded = SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=most)
             metadata = layer.builder(attention_config=bounded).build(0, layer.common_metadata(True))
             found[requests, most] = [schedule.splits for schedule in metadata.schedules.values()]
+        # mate has kernels to put 128 parts together.
+        schedules = load("vllm_hwplugin.musa._mate_schedule").Schedules
+        sizes = {"head_size": 64, "dtype": torch.bfloat16, "page_size": 16, "window": None}
+        large = schedules(None, heads={1}, kv_heads=1, compute_units=200, most=256, **sizes)
+        assert [large.splits(requests) for requests in (1, 2)] == [128, 100]
     # 56 compute units, 2 KV heads.
     assert [found[requests, 32] for requests in (1, 4, 27, 28)] == [[28], [7], [2], []]
     assert [found[requests, 4] for requests in (1, 4, 27, 28)] == [[4], [4], [2], []]

@@ -94,7 +94,7 @@ def test_a_layout_that_needs_more_than_two_dimensions_of_runs_is_refused() -> No
 def test_words_divide_whatever_a_row_begins_at(dtype: Any, size: int, word: int) -> None:
     cache = torch.zeros(6, 2, BLOCK, 3, size, dtype=dtype)
     assert CacheRows("a layer", 0, as_rows("a layer", cache, 0, 2)).word == word
-    # Runs as long as before, but 24 bytes further apart; with four of them tokens and blocks still begin at whole words.
+    # Runs as long as before, but 24 bytes further apart. With four of them tokens and blocks begin at whole words.
     for heads in (3, 4):
         wider = torch.zeros(6, 2, BLOCK, heads, size + 24 // dtype.itemsize, dtype=dtype)[..., :size]
         assert CacheRows("a layer", 0, as_rows("a layer", wider, 0, 2)).word == min(word, 4)

@@ -261,18 +261,20 @@ def _parts(
     seqused_k: torch.Tensor,
     causal: bool,
     local: bool,
+    left: int,
+    right: int,
     *rest: Any,
 ) -> list[int]:
     """How many parts each request has by a schedule, which must be the batch's: for the mask, or without its window."""
     batch = len(cu_seqlens_q) - 1
     found = metadata[: 4 * batch + MADE_FOR]
-    for mask in ((causal, local), (True, False)):
-        right = torch.empty_like(found)
-        schedule(right, cu_seqlens_q, seqused_k, *mask, *rest)
-        if torch.equal(found, right):
+    for mask in ((causal, local), *([(right == 0, False)] if local else [])):
+        expected = torch.empty_like(found)
+        schedule(expected, cu_seqlens_q, seqused_k, *mask, left, right, *rest)
+        if torch.equal(found, expected):
             parts = dict(zip(found[batch : 2 * batch].tolist(), found[:batch].tolist(), strict=True))
             return [parts[request] for request in range(batch)]
-    raise RuntimeError(f"the schedule is not that of the batch: found {found.tolist()}, expected {right.tolist()}")
+    raise RuntimeError(f"the schedule is not that of the batch: found {found.tolist()}, expected {expected.tolist()}")
 
 
 # Several tests may load the package, each as a module of its own; an operation can be defined once in a process.

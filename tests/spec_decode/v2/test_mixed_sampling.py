@@ -27,9 +27,14 @@ MODULES = (
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils",
 )
 SINCE_24 = SUPPORTED[SUPPORTED.index("0.24.0") :]
+#: Seconds each, for kernels that an interpreter runs: the last one quick.
+VERSIONS = [
+    pytest.param(version, marks=pytest.mark.slow) if version in SUPPORTED[:-1] else version
+    for version in versions(*(f"{name.replace('.', '/')}.py" for name in MODULES), among=SINCE_24)
+]
 
 
-@pytest.mark.parametrize("version", versions(*(f"{name.replace('.', '/')}.py" for name in MODULES), among=SINCE_24))
+@pytest.mark.parametrize("version", VERSIONS)
 def test_a_batch_with_prompts_is_sampled_for_as_by_itself(
     version: str, vllm_tree: Callable[[str], Any], tmp_path: Path
 ) -> None:
