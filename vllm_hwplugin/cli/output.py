@@ -82,7 +82,8 @@ def write_json(results: Mapping[str, Any], json_file: Path) -> None:
     Raises:
         OutputError: the file cannot be written; says why.
     """
-    write_text(json.dumps(results, indent=1) + "\n", json_file)
+    # A CI runner would take `##[...]` in what a step prints for a command.
+    write_text(json.dumps(results, indent=1).replace("##[", "##\\u005b") + "\n", json_file)
 
 
 def write_text(text: str, file: Path) -> None:

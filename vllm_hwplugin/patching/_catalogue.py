@@ -203,6 +203,9 @@ def _diffs(folder: Path, terms: Terms, distribution: str) -> tuple[FileDiff, ...
     names = sorted(name for name in os.listdir(folder) if name.endswith(DIFFS) and not name.startswith("."))
     if not names:
         raise CatalogueError(f"{folder}: has no {DIFFS} file, so it changes nothing; see docs/your-own-patches.md")
+    # Messages name them, one a line.
+    if odd := [name for name in names if not name.isprintable()]:
+        raise CatalogueError(f"{folder}: the name {odd[0]!r} cannot be printed; rename the file")
     return tuple(item for name in names for item in _read_diff(folder, name, terms, distribution))
 
 

@@ -70,6 +70,12 @@ def act(repository: Path, server: PackageServer, **inputs: str) -> tuple[int, di
     temporary.mkdir(exist_ok=True)
     places = {name: str(temporary / name) for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY")}
     done = run(step["run"], repository, server, RUNNER_TEMP=str(temporary), **variables, **places)
+    # Whatever the program prints stands between these two.
+    first, *printed = done.stdout.splitlines()
+    token = first.removeprefix("::stop-commands::")
+    own = printed[printed.index(f"::{token}::") + 1 :]
+    assert len(token) == 32
+    assert [line.partition("::could not tell")[1] for line in own] == ["::could not tell"] * (done.returncode == 2)
     output = dict(line.split("=") for line in Path(places["GITHUB_OUTPUT"]).read_text().splitlines())
     report, summary = Path(output["report"]), Path(places["GITHUB_STEP_SUMMARY"])
     text = summary.read_text() if summary.exists() else done.stderr
