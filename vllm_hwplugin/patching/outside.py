@@ -18,6 +18,7 @@ from .. import cachedir, gates
 from ..errors import HwpluginError
 from ._catalogue import (
     OWN,
+    PATCH,
     Terms,
     distribution_of,
     feature_folders,
@@ -34,6 +35,7 @@ from ._installed import find_distribution, find_targets, importable
 from ._model import VLLM, Catalogue, Feature
 
 __all__ = [
+    "ASIDE",
     "FOLDERS",
     "MANIFEST",
     "OWN",
@@ -59,6 +61,9 @@ GROUP: Final = "vllm_hwplugin.patches"
 
 #: The gate that names folders of catalogues.
 FOLDERS: Final = "VLLM_HWPLUGIN_PATCHES"
+
+#: While `patches save` swaps two folders, the old one is `.NAME.old`.
+ASIDE: Final = ".old"
 
 _KEYS: Final = frozenset({"name", "distribution"})
 _WAY_OUT: Final = "name a folder with a catalogue.toml (docs/your-own-patches.md)"
@@ -120,6 +125,9 @@ def load_outside(folder: Path, *, read: Callable[[Path], bytes] = Path.read_byte
         DiffError: a diff is malformed.
     """
     manifest = read_manifest(folder, read=read)
+    for aside in (file.parent for file in folder.glob(f".*{ASIDE}/{PATCH}")):
+        if not (name := folder / aside.name[1 : -len(ASIDE)]).exists():
+            raise CatalogueError(f"{aside}: a command was stopped while it wrote {name.name}; rename it to {name}")
     terms = Terms(manifest.name, manifest.distribution, read)
     features = [load_feature(item, terms) for item in feature_folders(folder, _WAY_OUT)]
     if not features:

@@ -9,7 +9,7 @@ docs/your-own-patches.md shows the commands.
 
 from ._carry import Carried, Edited, Outcome, Rejected, carry, carry_all
 from ._change import Change, ChangeError, LeftOut, Step, blob_name, read_change
-from ._folder import About, check_catalogue, create, extend, new_folder, read_catalogue, read_feature, slug
+from ._folder import About, check_catalogue, create, extend, new_folder, put_back, read_catalogue, read_feature, slug
 from ._hunks import Written, carry_again, render, written
 from ._line import ranges
 from ._release import ForAPerson, add_texts, carry_catalogue, read_texts, relied_texts, write_texts
@@ -41,6 +41,7 @@ __all__ = [
     "extend",
     "new_folder",
     "open_tree",
+    "put_back",
     "ranges",
     "read_catalogue",
     "read_change",

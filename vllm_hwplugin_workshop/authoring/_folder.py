@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -27,6 +30,8 @@ else:
 
 FEATURE: Final = "patch.toml"
 _LINE: Final = re.compile(r"^versions\b.*$", re.MULTILINE)
+# A feature that is being written.
+_UNFINISHED: Final = re.compile(r"\.[a-z0-9-]+\.[0-9]+\.new")
 _HAS_IT: Final = "this vLLM has the change already"
 
 
@@ -135,7 +140,10 @@ def create(folder: Path, about: About, made: Written, upstream: Iterable[str] = 
     catalogue = folder.parent
     if not catalogue.exists() or not any(catalogue.iterdir()):
         write(catalogue / outside.MANIFEST, f"name = {json.dumps(slug(catalogue.resolve().name))}\n")
-    _put(folder, made, "\n".join(lines) + "\n")
+    with _locked(catalogue):
+        # Another process may have made it, or left it aside.
+        new_folder(catalogue, folder.name)
+        _put(folder, made, "\n".join(lines) + "\n")
 
 
 def extend(folder: Path, carried: Sequence[Carried]) -> Written:
@@ -147,30 +155,67 @@ def extend(folder: Path, carried: Sequence[Carried]) -> Written:
         ChangeError: `patch.toml` is not as it has to be, or something cannot be written; all is as before then.
         CatalogueError: it would not be read as it was written; all is as before then.
     """
-    feature = read_feature(folder)
-    made = written(carried, feature)
-    file = folder / FEATURE
-    text = file.read_text(encoding="utf-8")
-    if Versions(made.versions) != feature.versions:
-        wanted = tomllib.loads(text) | {"versions": made.versions}
-        # Several lines of a text may begin so, too.
-        tried = (
-            text[: at.start()] + f"versions = {_basic(made.versions)}" + text[at.end() :] for at in _LINE.finditer(text)
-        )
-        text = next((one for one in tried if _is(one, wanted)), "")
-        if not text:
-            raise ChangeError(f"{file}: has no line 'versions = ...' that could be changed; write it so")
-    _put(folder, made, text)
+    with _locked(folder.resolve().parent):
+        feature = read_feature(folder)
+        made = written(carried, feature)
+        file = folder / FEATURE
+        text = file.read_text(encoding="utf-8")
+        if Versions(made.versions) != feature.versions:
+            wanted = tomllib.loads(text) | {"versions": made.versions}
+            # Several lines of a text may begin so, too.
+            tried = (
+                text[: at.start()] + f"versions = {_basic(made.versions)}" + text[at.end() :]
+                for at in _LINE.finditer(text)
+            )
+            text = next((one for one in tried if _is(one, wanted)), "")
+            if not text:
+                raise ChangeError(f"{file}: has no line 'versions = ...' that could be changed; write it so")
+        _put(folder, made, text)
     return made
+
+
+def put_back(catalogue: Path) -> list[str]:
+    """Put features back that a command had put aside when it was killed, and return their names.
+
+    Raises:
+        ChangeError: the catalogue cannot be written.
+    """
+    if not (catalogue / outside.MANIFEST).is_file() and not any(catalogue.glob(f"*/{FEATURE}")):
+        return []
+    with _locked(catalogue) as names:
+        return names
+
+
+@contextmanager
+def _locked(catalogue: Path) -> Iterator[list[str]]:
+    """Keep other commands out of a catalogue, and put back what a killed one had put aside."""
+    try:
+        descriptor = os.open(catalogue, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            names = []
+            for aside in [file.parent for file in catalogue.glob(f".*{outside.ASIDE}/{FEATURE}")]:
+                name = aside.name[1 : -len(outside.ASIDE)]
+                if (catalogue / name).exists():
+                    shutil.rmtree(aside)
+                else:
+                    aside.rename(catalogue / name)
+                    names.append(name)
+            for new in [file for file in catalogue.iterdir() if _UNFINISHED.fullmatch(file.name)]:
+                shutil.rmtree(new)
+            yield names
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ChangeError(f"{catalogue}: can't be written ({error}); see that it is a folder of yours") from error
 
 
 def _put(folder: Path, made: Written, text: str) -> None:
     """Write a feature's diffs and its `patch.toml`; where it could not be read then, all is as before."""
     # A folder without its `patch.toml` would put the whole catalogue out of force; with a dot before it, it is none.
     folder = folder.resolve()
-    new, old = (folder.with_name(f".{folder.name}.{end}") for end in ("new", "old"))
-    shutil.rmtree(new, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+    new = folder.with_name(f".{folder.name}.{os.getpid()}.new")
+    old = folder.with_name(f".{folder.name}{outside.ASIDE}")
     is_new = not folder.exists()
     try:
         if not is_new:

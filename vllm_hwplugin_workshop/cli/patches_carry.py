@@ -14,6 +14,7 @@ from ..authoring import add_texts, carry_catalogue, read_catalogue, read_texts, 
 from ..sources import Index, SourceError, open_target
 from ._lines import line
 from ._waiting import say_notes
+from .patches_import import say_put_back
 
 
 def carry(arguments: Sequence[str]) -> int:
@@ -42,6 +43,7 @@ def carry(arguments: Sequence[str]) -> int:
             f"{options.version}: expected one of {SUPPORTED[1]} to {SUPPORTED[-1]}; add a new release to SUPPORTED in "
             "vllm_hwplugin/versions.py first"
         )
+    say_put_back(options.catalogue)
     last = SUPPORTED[SUPPORTED.index(version) - 1]
     catalogue = read_catalogue(options.catalogue)
     index = Index()

@@ -30,7 +30,15 @@ from ..authoring import (
 from ..sources import Index, open_installed, open_target
 from ._lines import line
 from ._waiting import say_notes
-from .patches_import import about_of, change_in, read_versions, report_outcomes, report_written, targets_of
+from .patches_import import (
+    about_of,
+    change_in,
+    read_versions,
+    report_outcomes,
+    report_written,
+    say_put_back,
+    targets_of,
+)
 
 
 def edit(arguments: Sequence[str]) -> int:
@@ -110,6 +118,7 @@ def save(arguments: Sequence[str]) -> int:
     )
     options = parser.read(arguments)
     tree, first = read_tree(options.folder)
+    say_put_back(tree.feature.parent)
     if tree.about is None and not tree.feature.is_dir():
         raise ChangeError(f"{tree.feature}: the feature is gone; open the tree anew, with --change")
     carried = [first]
@@ -131,6 +140,8 @@ def save(arguments: Sequence[str]) -> int:
 def _folder_of(feature: str) -> Path:
     """The folder of a feature that is named by its path, or by its id in a catalogue that is in use."""
     path = Path(feature)
+    if not path.exists():
+        say_put_back(path.parent)
     if path.exists():
         return path
     own = load_catalogue()

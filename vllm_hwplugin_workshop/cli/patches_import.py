@@ -27,6 +27,7 @@ from ..authoring import (
     check_catalogue,
     create,
     new_folder,
+    put_back,
     ranges,
     read_change,
     slug,
@@ -66,6 +67,7 @@ def import_change(arguments: Sequence[str]) -> int:
     change = change_in(options.file)
     folder = None
     if options.into is not None:
+        say_put_back(options.into)
         # Before anything is read from an index: a name that is taken costs nothing then.
         check_catalogue(options.into, gate=options.gate)
         folder = new_folder(options.into, options.id or _name(change))
@@ -152,6 +154,12 @@ def read_versions(targets: Sequence[str], paths: Sequence[str], index: Index) ->
         if Version(one.version).public == Version(other.version).public:
             raise SourceError(f"{one.label} and {other.label} are the same version of vLLM; name one of them")
     return sources
+
+
+def say_put_back(catalogue: Path) -> None:
+    """Put features back that a killed command had put aside, and say so."""
+    for name in put_back(catalogue):
+        line(f"{catalogue / name}: put back; a command was stopped while it wrote it")
 
 
 def about_of(change: Change, name: str, gate: str | None, upstream: Iterable[str] = ()) -> About:

@@ -1,0 +1,110 @@
+"""Several commands that write one catalogue at once, and commands that are killed while they write."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin.patching import CatalogueError, Source, outside
+from vllm_hwplugin_workshop.authoring import (
+    About,
+    Carried,
+    ChangeError,
+    carry,
+    create,
+    extend,
+    put_back,
+    read_change,
+    read_feature,
+    written,
+)
+
+from .made import PATH, Memory, git_diff
+
+TEXT = "".join(f"line {number}\n" for number in range(40))
+ABOUT = About("it", "it", "a test", "never")
+fork = multiprocessing.get_context("fork")
+
+
+def carried(version: str, line: int = 20) -> Carried:
+    """A change of one line, on a version."""
+    source: Source = Memory(version, {PATH: TEXT})
+    changed = TEXT.replace(f"line {line}\n", f"changed in {version}\n")
+    return carry(read_change(git_diff(TEXT, changed), "a.diff"), source)
+
+
+@pytest.fixture
+def feature(tmp_path: Path) -> Path:
+    (tmp_path / "catalogue.toml").write_text('name = "mine"\n')
+    create(tmp_path / "it", ABOUT, written([carried("0.30.0")]))
+    return tmp_path / "it"
+
+
+def _extend(folder: Path, version: str) -> None:
+    extend(folder, [carried(version)])
+
+
+def test_writers_of_one_feature_wait_for_one_another(feature: Path) -> None:
+    """Each has its version in it then, and nobody meets half a feature."""
+    for versions in (["0.31.0", "0.32.0", "0.33.0"], ["0.26.0", "0.27.0", "0.28.0"]):
+        writers = [fork.Process(target=_extend, args=(feature, version)) for version in versions]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join(60)
+        assert [writer.exitcode for writer in writers] == [0] * 3
+        assert all(read_feature(feature).versions.covers(version) for version in versions)
+    assert sorted(os.listdir(feature.parent)) == ["catalogue.toml", "it"]
+
+
+def test_of_two_makers_of_one_feature_the_second_is_refused(feature: Path) -> None:
+    before = read_feature(feature)
+    with pytest.raises(ChangeError, match="is there already"):
+        create(feature, ABOUT, written([carried("0.33.0")]))
+    assert read_feature(feature) == before
+
+
+def _die_at_the_rename(folder: Path, number: int) -> None:
+    rename, done = Path.rename, 0
+
+    def killed(self: Path, target: Path) -> Path:
+        nonlocal done
+        done += 1
+        if done == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(self, target)
+
+    Path.rename = killed  # type: ignore[method-assign]
+    _extend(folder, "0.33.0")
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_killed_writer_loses_nothing_and_hides_nothing(feature: Path, number: int) -> None:
+    before = read_feature(feature)
+    child = fork.Process(target=_die_at_the_rename, args=(feature, number))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    if number == 2:
+        # A starting process runs no catalogue of which it would miss a feature.
+        assert not feature.exists()
+        with pytest.raises(CatalogueError, match="a command was stopped while it wrote it; rename it to"):
+            outside.load_outside(feature.parent)
+        assert put_back(feature.parent) == ["it"]
+    assert put_back(feature.parent) == []
+    assert read_feature(feature) == before
+    assert sorted(os.listdir(feature.parent)) == ["catalogue.toml", "it"]
+    _extend(feature, "0.33.0")
+    assert read_feature(feature).versions.covers("0.33.0")
+
+
+def test_what_was_put_aside_is_not_lost_to_a_new_feature_of_its_name(feature: Path) -> None:
+    before = read_feature(feature)
+    feature.rename(feature.with_name(".it.old"))
+    with pytest.raises(ChangeError, match="is there already"):
+        create(feature, ABOUT, written([carried("0.33.0")]))
+    assert read_feature(feature) == before
