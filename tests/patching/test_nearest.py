@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.cpu_seconds import slowness
-from vllm_hwplugin.patching._nearest import nearest
+from vllm_hwplugin.patching._nearest import LONGEST_COMPARED, nearest
 
 LINES = [f"    value_{number} = compute({number})\n" if number % 3 else "\n" for number in range(6000)]
 
@@ -76,3 +76,19 @@ def test_quick_on_a_large_file() -> None:
     start = time.process_time()
     assert nearest(lines, block, stated=5000) is not None
     assert time.process_time() - start < max(1, slowness())
+
+
+@pytest.mark.parametrize("length", [LONGEST_COMPARED, 4000])
+def test_equal_lines_without_end_take_no_time(length: int) -> None:
+    start = time.process_time()
+    assert nearest(["x\n"] * 60_000, ["x\n"] * length, stated=0) is None
+    assert time.process_time() - start < max(1, slowness())
+
+
+def test_a_hunk_is_compared_up_to_a_length() -> None:
+    lines = [f"line {number}\n" for number in range(7000)]
+    start = time.process_time()
+    for length, is_compared in ((LONGEST_COMPARED, True), (LONGEST_COMPARED + 1, False), (3000, False)):
+        block = [line if number % 3 else "other\n" for number, line in enumerate(lines[100 : 100 + length])]
+        assert (nearest(lines, block, stated=0) is not None) == is_compared
+    assert time.process_time() - start < 2 * max(1, slowness())

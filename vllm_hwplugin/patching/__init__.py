@@ -29,12 +29,14 @@ from ._model import (
     blob_of,
     target_name,
 )
+from ._nearest import LONGEST_COMPARED
 from ._overlay import FOLDER, has_copy
 from ._plan import make_plan, render_diff
 from ._runtime import force, install
 
 __all__ = [
     "FOLDER",
+    "LONGEST_COMPARED",
     "SUPPORTED",
     "VLLM",
     "Catalogue",

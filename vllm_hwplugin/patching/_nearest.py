@@ -9,24 +9,33 @@ from collections.abc import Sequence
 
 from ._model import Nearest
 
+#: Lines; a longer hunk is compared with nothing, since time grows with the square of its length.
+LONGEST_COMPARED = 200
+
 _STARTS_TO_COMPARE = 8
+# A line that is in a file more often says nothing of the place.
+_MOST_PLACES = 1000
 
 
 def nearest(lines: Sequence[str], block: Sequence[str], stated: int) -> Nearest | None:
     """The window of `lines` most like `block`; of equals the one nearest to line `stated` (from 0).
+
+    None where nothing is alike, or `block` is longer than `LONGEST_COMPARED`.
 
     Each line that both have, whatever its indentation, votes for a start of the window, rare lines with more weight.
     Only the windows with the most votes are compared in full, which keeps this quick on files of thousands of lines.
     A window may also end where another of these starts would let it end: upstream may have added or removed lines
     inside it.
     """
+    if len(block) > LONGEST_COMPARED:
+        return None
     places: defaultdict[str, list[int]] = defaultdict(list)
     for number, line in enumerate(lines):
         places[line.strip()].append(number)
     votes: Counter[int] = Counter()
     for offset, line in enumerate(block):
         here = places.get(line.strip(), ()) if line.strip() else ()
-        for place in here:
+        for place in here if len(here) <= _MOST_PLACES else ():
             # Whole numbers, because a Counter's are: large enough that the rarest line still outweighs the rest.
             votes[max(place - offset, 0)] += 1_000_000 // len(here)
     starts = [start for start, _ in votes.most_common(_STARTS_TO_COMPARE)]

@@ -21,6 +21,10 @@ _INDEX: Final = re.compile(r"^diff --git [^\n]*\n(?:(?!@@|diff --git )[^\n]*\n)*
 # "[PATCH] [Bugfix][V1] Say it (#12345)"
 _TAGS: Final = re.compile(r"^(?:\s*\[[^\]]*\])+\s*")
 _PULL_REQUEST: Final = re.compile(r"\s*\(#(\d+)\)\s*$")
+# Letters of a subject that are read.
+_LONGEST_SUBJECT: Final = 1000
+# What `git format-patch` writes below its list of files.
+_COUNTED: Final = re.compile(r"^ (\d{1,6}) files? changed\b", re.MULTILINE)
 _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\(?:[abtnvfr"\\]|[0-7]{3}))*"', re.ASCII)
 _TRAILER: Final = re.compile(r"^[A-Z][A-Za-z-]*-[Bb]y: .*$", re.MULTILINE)
 
@@ -99,26 +103,36 @@ def read_change(data: bytes, name: str) -> Change:
     commit = _COMMIT.match(text)
     if _MAILED.match(text):
         message = email.message_from_bytes(data.partition(b"\n")[2] if commit else data, policy=email.policy.default)
-        subject = " ".join(str(message["Subject"] or "").split())
+        # As it stands there: `email` takes the square of a subject's length to decode it.
+        raw = next((value for name, value in message.raw_items() if name.lower() == "subject"), "")
+        subject = str(message.policy.header_fetch_parse("Subject", str(raw)[:_LONGEST_SUBJECT]))
         body = message.get_payload(decode=True)
         if not isinstance(body, bytes):
             raise ChangeError(
                 f"{name}: a mail with attachments; save the attached patch, or write it with `git format-patch`"
             )
         said, diff = _halves(_SIGNATURE.sub("", _decoded(body, name)))
+        counted = _COUNTED.search(said)
         # Behind the dashes stands what is not for the commit: a list of the files.
         said = f"\n{said}".partition("\n---\n")[0]
     else:
         said, diff = _halves(text)
         # `git show` sets the message four columns in.
         subject, *lines = [line[4:] for line in said.splitlines() if line.startswith("    ")] if commit else [""]
+        counted = None
         said = "\n".join(lines)
     steps, left_out = _files(diff, name)
+    if counted is not None and int(counted[1]) != len(steps) + len(left_out):
+        raise ChangeError(
+            f"{name}: its list has {counted[1]} files and its diff {len(steps) + len(left_out)}, so the mail is cut or "
+            "was edited; write it anew with `git format-patch`"
+        )
     if not steps:
         listed = ", ".join(f"{item.path} ({item.what})" for item in left_out)
         found = f"nothing to carry in {listed}; {EDIT_ONLY}, new code goes into a package of your own"
         none = "no '--- a/... +++ b/...' header found; write it with `git diff` or `git format-patch`"
         raise ChangeError(f"{name}: {found if listed else none}")
+    subject = " ".join(subject[:_LONGEST_SUBJECT].split())
     number = _PULL_REQUEST.search(subject)
     return Change(
         title=_PULL_REQUEST.sub("", _TAGS.sub("", subject)).strip(),

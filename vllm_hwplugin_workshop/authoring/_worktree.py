@@ -13,7 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from vllm_hwplugin.patching import Edit, Feature, Hunk, HunkVerdict, Source, Text, edits_of, told_apart, trouble_in
+from vllm_hwplugin.patching import (
+    LONGEST_COMPARED,
+    Edit,
+    Feature,
+    Hunk,
+    HunkVerdict,
+    Source,
+    Text,
+    edits_of,
+    told_apart,
+    trouble_in,
+)
 
 from ._carry import Carried, Edited, Outcome, Rejected, carry
 from ._change import PACKAGE, Change, ChangeError, Step
@@ -175,6 +186,8 @@ def where_it_stands(verdict: HunkVerdict) -> list[str]:
         why = "this version has no such file"
     elif verdict.status == "ambiguous":
         why = f"fits, or is there already, at lines {', '.join(map(str, verdict.found_at))}; expected one place"
+    elif nearest is None and len(verdict.expected) > LONGEST_COMPARED:
+        why = f"it has {len(verdict.expected)} lines to be found, too many to look for the nearest place"
     elif nearest is None:
         why = "nothing in the file resembles what it expects"
     elif not nearest.diff:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.cpu_seconds import slowness
 from vllm_hwplugin_workshop.authoring import Change, ChangeError, Outcome, carry, read_change
 
 from .made import PATH, Memory, Repository, git_diff
@@ -108,6 +111,34 @@ def test_several_commits_are_to_be_one_diff(repository: Repository) -> None:
 def test_a_subject_is_decoded_as_far_as_it_can_be(subject: bytes, title: str) -> None:
     mail = b"From: a@b\nSubject: [PATCH] %s\n\nIt.\n---\n%s" % (subject, git_diff("a\n", "b\n"))
     assert read_change(mail, "it.patch").title == title
+
+
+@pytest.mark.parametrize(
+    "subject",
+    ["Mend" + " " * 200_000 + "x", "[x] " * 50_000 + "Mend", "Mend " + "(#1" * 60_000, "=?utf-8?q?=4D=20?= " * 20_000],
+    ids=["blanks", "tags", "numbers", "encoded"],
+)
+def test_a_subject_without_an_end_takes_no_time(subject: str) -> None:
+    """Of a mail, and as `git show` writes it, which keeps blanks."""
+    diff = git_diff("a\n", "b\n")
+    mail = f"From: a@b\nSubject: {subject}\n\nIt.\n---\n".encode() + diff
+    shown = f"commit {'1' * 40}\nAuthor: a <a@b>\n\n    {subject}\n\n".encode() + diff
+    start = time.process_time()
+    for data in (mail, shown):
+        assert len(read_change(data, "it.patch").title) <= 1000
+    assert time.process_time() - start < max(1, slowness())
+
+
+@needs_git
+def test_a_mail_that_is_cut_between_two_files_is_refused(repository: Repository) -> None:
+    """What is left reads as a whole diff; only the list of the files knows."""
+    mail = repository.git("format-patch", "--stdout", "HEAD~")
+    begins = [found.start() for found in re.finditer(rb"^diff --git ", mail, re.MULTILINE)]
+    assert len(begins) > 2
+    assert read_change(mail, "it.patch").steps
+    for begin in begins[2:]:
+        with pytest.raises(ChangeError, match=r"its list has \d+ files and its diff \d+, so the mail is cut"):
+            read_change(mail[:begin], "it.patch")
 
 
 @pytest.mark.parametrize(
