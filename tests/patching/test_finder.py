@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import inspect
 import linecache
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -219,6 +221,27 @@ def test_putting_it_first_again_wins_over_a_later_finder(finder: CopyFinder) -> 
     assert sys.meta_path.count(finder) == 1
     finder.remove()
     assert finder not in sys.meta_path
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.EMFILE, errno.EIO])
+@pytest.mark.parametrize("call", ["lstat", "open"])
+def test_a_file_system_that_fails_once_ends_no_import(
+    finder: CopyFinder, monkeypatch: pytest.MonkeyPatch, error: int, call: str
+) -> None:
+    real, failures = getattr(os, call), [True, False]
+
+    def fail(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(finder.copies[ALPHA].path.parent) in str(path) and failures and failures.pop(0):
+            raise OSError(error, os.strerror(error), path)
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, call, fail)
+    assert importlib.import_module(ALPHA).answer() == "patched"
+    del sys.modules[ALPHA]
+    failures[:] = [True] * 9
+    if call == "lstat":
+        with pytest.raises(ImportError, match=os.strerror(error)):
+            importlib.import_module(ALPHA)
 
 
 def test_another_tree_under_the_same_name_ends_the_import(finder: CopyFinder, tmp_path: Path) -> None:

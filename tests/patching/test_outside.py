@@ -328,6 +328,8 @@ def test_names_that_are_taken(acme: Project) -> None:
         ("fix/patch.toml", "requires = []", 'default = "yes"', "default is 'yes', expected auto, on, off"),
         ("fix/patch.toml", "requires = []", "default = [true]", "default is [True], expected a text"),
         ("fix/patch.toml", "<3", "!=3", "has no end"),
+        ("fix/patch.toml", "requires", f"{'a.' * 20_000}a = 1\nrequires", "bytes, expected at most 32768"),
+        ("catalogue.toml", "name", f"{'a.' * 20_000}a = 1\nname", "bytes, expected at most 32768"),
         ("fix/patch.toml", '"acme-lib"', '"vllm_hwplugin"', "other than the plugin"),
         ("fix/patch.toml", '"acme-lib"', '"vllm"', "expected the same 'vllm/....py'"),
         ("fix/edit.diff", "acme_lib/core.py", "vllm/core.py", "expected the same '....py'"),

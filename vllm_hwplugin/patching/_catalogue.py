@@ -41,6 +41,9 @@ TEXTS = "texts.json"
 DIFFS = ".diff"
 #: What the project's own features are called in the requirements of others: `vllm-hwplugin/draft-full-graph`.
 OWN: Final = "vllm-hwplugin"
+#: Bytes of a TOML file. Each start reads it, and the parser's time grows with the square of a dotted key's length:
+#: about a second for one of this size.
+_LARGEST: Final = 32 << 10
 _NAME: Final = re.compile("[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -103,10 +106,13 @@ def read_toml(file: Path, read: Callable[[Path], bytes], missing: str) -> dict[s
     """The values of a TOML file.
 
     Raises:
-        CatalogueError: it cannot be read (`missing` says what it is for), or is no TOML.
+        CatalogueError: it cannot be read (`missing` says what it is for), is too large, or is no TOML.
     """
     try:
-        values: dict[str, Any] = tomllib.loads(read(file).decode("utf-8"))
+        data = read(file)
+        if len(data) > _LARGEST:
+            raise CatalogueError(f"{file}: has {len(data)} bytes, expected at most {_LARGEST}; make it shorter")
+        values: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
     except OSError as error:
         raise CatalogueError(f"{file}: can't be read ({error.strerror}); {missing}") from error
     except ValueError as error:

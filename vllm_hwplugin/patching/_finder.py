@@ -81,7 +81,11 @@ class CopyFinder:
                 name=fullname,
             )
         try:
-            copy.verify()
+            try:
+                copy.verify()
+            except PatchingError:
+                # Once more: a network file system forgets a handle (ESTALE), and a full table of descriptors empties.
+                copy.verify()
         except PatchingError as error:
             # Modules of the same features may run patched already: the stock module would make half a feature.
             raise ImportError(str(error), name=fullname, path=str(copy.path)) from error
