@@ -12,12 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tomllib
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hwplugin import gates
 from vllm_hwplugin.gates import WORDS_FALSE, WORDS_TRUE
-from vllm_hwplugin.patching import load_catalogue
+from vllm_hwplugin.patching import default_folder, load_catalogue
 
 from . import gates_page
 
@@ -178,18 +179,66 @@ def test_vllm_knows_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(table) == BY_NAME.keys() | {alias.name for _, alias in ALIASES}
 
 
-def test_gates_that_change_patches_change_the_compile_key(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [name for gate in BY_NAME.values() for name in gate.variables])
+def test_vllm_knows_every_variable_that_is_set_where_the_plugin_is_off(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """No catalogue is read then, so it is not known which variables features have."""
+    monkeypatch.setenv(name, "0")
+    envs = SimpleNamespace(environment_variables={})
+    gates.register_with_vllm(envs)
+    assert name in envs.environment_variables
+
+
+#: Why what vLLM has compiled may serve with another value. Features that change no compiled code declare it themselves.
+NOT_COMPILED = {
+    gates.STRICT: "it decides whether a process ends",
+    "VLLM_HWPLUGIN_CACHE_DIR": "the same texts lie elsewhere",
+    "VLLM_HWPLUGIN_PATCHES": "the fingerprint has the texts of the patches",
+    "VLLM_HWPLUGIN_PLATFORM": "vLLM's key has the platform",
+    "VLLM_HWPLUGIN_ATTENTION": "vLLM's key has the attention backend",
+    "VLLM_HWPLUGIN_OPS": "another kernel under the same operation",
+    "VLLM_HWPLUGIN_OPS_SKIP": "another kernel under the same operation",
+    "VLLM_HWPLUGIN_SLP": "kernels have a key of their own",
+    "VLLM_HWPLUGIN_LOAD_CLUSTER": "kernels have a key of their own",
+    "VLLM_HWPLUGIN_CAPTURE_SIZES": "vLLM's key has the sizes that it compiles for",
+    "VLLM_HWPLUGIN_TRTLLM_GRAPHS": "graphs are recorded at each start",
+    gates.PLAIN_DECODE: "graphs are recorded at each start",
+    "VLLM_HWPLUGIN_NWOR_MODE": "it works between steps",
+    "VLLM_HWPLUGIN_NWOR_EMIT_METRICS": "it counts",
+    "VLLM_HWPLUGIN_NWOR_DEBUG_SYNC": "it compares after a step",
+}
+
+
+def test_every_variable_changes_the_compile_key_or_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = _key_with(monkeypatch)
-    assert _key_with(monkeypatch, VLLM_HWPLUGIN_DRAFT_FULL_GRAPH="off") != plain
+    other: dict[str, str] = {"bool": "0", "path": "/elsewhere", "paths": "/elsewhere", "list": "rms_norm"}
+    same = set()
+    for name, gate in BY_NAME.items():
+        value = next((one for one in gate.choices if one != gate.default), other.get(gate.kind, ""))
+        values = {name: "1" if gate.default is False else value}
+        if _key_with(monkeypatch, **values) == plain:
+            same.add(name)
+        monkeypatch.delenv(name)
+    folder = default_folder()
+    declared = {
+        item.gate
+        for item in load_catalogue().features
+        if not tomllib.loads((folder / item.id / "patch.toml").read_text()).get("compile_key", True)
+    }
+    assert same == NOT_COMPILED.keys() | declared
+    # An older name and a bad value count, too.
     assert _key_with(monkeypatch, VLLM_MUSA_DRAFT_FULL_WRAP="0") != plain
     assert _key_with(monkeypatch, VLLM_HWPLUGIN_DRAFT_FULL_GRAPH="nonsense") != plain
 
 
-def test_gates_that_cannot_change_code_leave_the_compile_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = _key_with(monkeypatch)
-    assert _key_with(monkeypatch, VLLM_HWPLUGIN_CACHE_DIR="/elsewhere") == plain
-    assert _key_with(monkeypatch, VLLM_HWPLUGIN_STRICT="1") == plain
-    assert _key_with(monkeypatch, VLLM_NWOR_MODE="stage") == plain
+@pytest.mark.parametrize(
+    ("catalogue", "name"), [("vllm", "VLLM_PORT"), ("vllm-port", "VLLM_PORT_FIX"), ("acme", "PATH")]
+)
+def test_a_catalogue_takes_no_variable_of_vllm_or_of_others(catalogue: str, name: str) -> None:
+    assert gates.feature_gate("ACME_FIX", "a fix", catalogue="acme").name == "ACME_FIX"
+    with pytest.raises(gates.GateError, match=f"'{name}' is no name for a gate"):
+        gates.feature_gate(name, "a fix", catalogue=catalogue)
 
 
 def test_gates_of_catalogues_are_known_to_vllm_read_or_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,14 @@ def test_a_supported_version_is_one_however_it_is_spelt_and_whoever_built_it() -
     assert not any(map(is_supported, ("0.9.2", "0.34.0", "0.33.0rc1", "0.33.0.post1", "0.34.0.dev5")))
 
 
+@pytest.mark.parametrize("version", ["0.24.0rc1", "0.30.1.dev7", "0.31.0a2+cu130"])
+def test_builds_before_a_release_are_in_ranges(version: str) -> None:
+    """By packaging's own default some ranges hold no pre-release."""
+    assert Versions(">=0.23,<0.34").covers(version)
+    assert not Versions(">=0.32").covers(version)
+    assert Versions(f"=={version}").covers(version)
+
+
 @pytest.mark.parametrize("text", ["0.20.0", ">=0.20.0,latest", ">=", "=>0.20.0"])
 def test_what_is_no_range_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"(?i)invalid specifier"):

@@ -24,6 +24,24 @@ from vllm_hwplugin.patching._overlay import keep_sealed, read_sealed
 WATCHED = ("write", "fsync", "close", "replace", "rename", "unlink")
 
 
+@pytest.mark.parametrize("planted", ["file", "link"])
+def test_a_temporary_file_is_new_whoever_has_guessed_its_name(
+    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "urandom", lambda length: bytes(length))
+    victim = tmp_path / "victim"
+    victim.write_text("of somebody else")
+    temporary = tmp_path / f".kept.{os.getpid()}.{bytes(4).hex()}.tmp"
+    if planted == "link":
+        temporary.symlink_to(victim)
+    else:
+        temporary.write_text("of somebody else")
+    with pytest.raises(FileExistsError):
+        write_atomically(tmp_path / "kept", b"data")
+    assert (victim.read_text(), temporary.read_text()) == ("of somebody else", "of somebody else")
+    assert not (tmp_path / "kept").exists()
+
+
 class Killed(BaseException):
     """The process ends here."""
 

@@ -350,7 +350,8 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True, mode: int
         OSError: the folder cannot be written to, or the disk is full.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    # O_EXCL also refuses a link.
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         try:
             rest = memoryview(data)

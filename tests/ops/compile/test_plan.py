@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 from packaging.version import Version
 
 from vllm_hwplugin.ops.compile.plan import BuildPlan
+from vllm_hwplugin.ops.compile.port import Port
 from vllm_hwplugin.ops.compile.spec import KernelSpec, KernelUnavailable
 from vllm_hwplugin.ops.compile.toolchain import Toolchain, parse_version
 from vllm_hwplugin.ops.compile.torch_build import TorchBuild
@@ -88,15 +89,70 @@ def test_ccache_comes_before_the_compiler_and_not_into_the_key(plan: MakePlan, n
     assert made.key == plan().key
 
 
-def test_the_key_knows_everything_that_can_change_the_library(
-    plan: MakePlan, kernel: KernelSpec, torch_cuda: TorchBuild, csrc: Path
-) -> None:
-    keys = [
-        plan().key,
-        plan(environ={"TORCH_CUDA_ARCH_LIST": "8.0"}, ahead=True).key,
-        plan(toolchain=Toolchain("nvcc", "/elsewhere/bin/nvcc", Version("13.1.0"))).key,
-        plan(torch=dataclasses.replace(torch_cuda, version=Version("2.13.1+cu130"))).key,
-    ]
+# What of a plan is not in its key, and why two plans that differ in it have one library.
+NOT_IN_THE_KEY = {
+    "kernel.fallback_cost": "it is only said",
+    "kernel.cuda_arch": "`arch` has what comes of it",
+    "kernel.excluded": "there is no plan then",
+    "toolchain.path": "a compiler that moved",
+    "torch.root": "a PyTorch that moved",
+    "torch.musa_root": "a torch_musa that moved",
+    "torch.cuda": "it goes with the compiler, whose version counts",
+    "torch.musa": "it goes with the compiler, whose version counts",
+    "torch.capabilities": "`arch` has what comes of them",
+    "chosen.toolchain": "its flags count",
+    "chosen.versions": "its flags count",
+    "chosen.reason": "its flags count",
+    "chosen.source": "its flags count",
+    "chosen.changes_numerics": "its flags count",
+    "chosen.gate": "its flags count",
+    "chosen.gate_is": "its flags count",
+    "ccache": "it gives what the compiler would",
+    "port.origin": "the rules count",
+    "suffix": "that of the ported copy, and the port counts",
+}
+
+
+def _variants(item: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The item with one field changed, and the field's name, for each field of it and of what it holds."""
+    for part in dataclasses.fields(item):
+        name, value = f"{prefix}{part.name}", getattr(item, part.name)
+        several = isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0])
+        if several or dataclasses.is_dataclass(value):
+            for inner, changed in _variants(value[0] if several else value, f"{name}."):
+                yield inner, dataclasses.replace(item, **{part.name: (changed, *value[1:]) if several else changed})
+        else:
+            yield name, dataclasses.replace(item, **{part.name: _changed(value)})
+
+
+def _changed(value: Any) -> Any:
+    match value:
+        case bool():
+            return not value
+        case "mcc":
+            return "nvcc"
+        case str() | None:
+            return f"{value} changed"
+        case tuple():
+            return (*value, ("more", "of it")) if value and isinstance(value[0], tuple) else (*value, "more")
+        case Version():
+            return Version(f"{value.public}.1")
+        case Path():
+            # Of the sources: a folder without them, for where they lie does not count.
+            return value / "changed"
+        case _:
+            return MappingProxyType({**value, "nvcc": "changed"})
+
+
+def test_the_key_knows_each_field_or_there_is_a_reason(plan: MakePlan, torch_musa: TorchBuild) -> None:
+    compiler = dataclasses.replace(_toolchain("mcc-5.1.0", "/opt/musa"), surroundings=("a variable",))
+    made = plan(toolchain=compiler, torch=torch_musa, port=Port("torch_musa", (("cuda", "musa"),)))
+    same = {name for name, changed in _variants(made) if changed.key == made.key}
+    assert same == NOT_IN_THE_KEY.keys()
+
+
+def test_the_key_knows_every_file_of_the_kernel(plan: MakePlan, kernel: KernelSpec, csrc: Path) -> None:
+    keys = [plan().key]
     (csrc / kernel.name / "sample.cu").write_text("// changed\n")
     keys.append(plan().key)
     (csrc / kernel.name / "new.h").write_text("// included\n")
