@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomllib
@@ -12,6 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from vllm_hwplugin import versions
 from vllm_hwplugin.versions import SUPPORTED, UNKNOWN_FROM, Versions, is_supported
 
 ROOT = Path(__file__).parents[1]
@@ -28,9 +30,18 @@ def test_a_supported_version_is_one_however_it_is_spelt_and_whoever_built_it() -
     assert not any(map(is_supported, ("0.9.2", "0.34.0", "0.33.0rc1", "0.33.0.post1", "0.34.0.dev5")))
 
 
+class Before26(SpecifierSet):
+    """As packaging was: a range without a pre-release in it holds none by default."""
+
+    def contains(self, item: Any, prereleases: bool | None = None, installed: bool | None = None) -> bool:
+        return super().contains(item, bool(prereleases), installed)
+
+
 @pytest.mark.parametrize("version", ["0.24.0rc1", "0.30.1.dev7", "0.31.0a2+cu130"])
-def test_builds_before_a_release_are_in_ranges(version: str) -> None:
-    """By packaging's own default some ranges hold no pre-release."""
+def test_builds_before_a_release_are_in_ranges(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "SpecifierSet", Before26)
+    for cached in (versions._holds, versions._specifier):
+        monkeypatch.setattr(versions, cached.__name__, cached.__wrapped__)
     assert Versions(">=0.23,<0.34").covers(version)
     assert not Versions(">=0.32").covers(version)
     assert Versions(f"=={version}").covers(version)

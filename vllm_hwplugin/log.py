@@ -102,12 +102,13 @@ def _begin(record: logging.LogRecord) -> bool:
     return True
 
 
-def _forget() -> None:
-    # The parent has the lines, and gives them out.
+def _begin_anew() -> None:
+    # The parent gives its lines out; a forked child may end without a call of atexit, so its own are not kept.
     if _kept is not None:
         _kept.records.clear()
+        give_out()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_begin_anew)
 # Of a process in which vLLM configured no logging; atexit calls it before logging's own end.
 atexit.register(give_out)
