@@ -526,7 +526,8 @@ def test_json_has_a_stable_shape(diagnose: Diagnose) -> None:
     assert data["format"] == 2
     assert list(data) == [
         "format", "plugin", "host", "platform", "platform_class", "musa", "vllm", "packages", "toolchains", "kernels",
-        "operations", "cache", "gates", "features", "fingerprint", "engines", "last_engine", "problems", "warnings",
+        "operations", "cache", "gates", "features", "fingerprint", "engines", "last_engine", "planned",
+        "problems", "warnings",
     ]  # fmt: skip
     assert set(data["gates"][0]) == {"name", "kind", "value", "source", "raw", "conflict", "error"}
     assert set(data["features"][0]) == {"id", "title", "gate", "choice", "state", "reason"}

@@ -49,6 +49,7 @@ from . import _host
 from ._engines import Engine, find_engines, fingerprints_differ, warn_of_orphans
 from ._kernels import KernelRow, kernel_rows
 from ._operations import OperationRow, operation_problems, operation_rows
+from ._planned import NotPlanned, Planned, plan
 from .text import printable, shortened
 
 #: Raised when a key of the JSON changes its meaning or goes away; new keys do not raise it.
@@ -102,6 +103,7 @@ class Diagnosis:
     fingerprint: str
     engines: tuple[Engine, ...]
     last_engine: tuple[Journal, ...]
+    planned: Planned | None
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -161,7 +163,12 @@ class _Look:
 
 
 def diagnose(
-    environ: Mapping[str, str] | None = None, *, catalogue: Catalogue | None = None, engine: int | None = None
+    environ: Mapping[str, str] | None = None,
+    *,
+    catalogue: Catalogue | None = None,
+    engine: int | None = None,
+    command: str | None = None,
+    gpu: str | None = None,
 ) -> Diagnosis:
     """Collect everything.
 
@@ -169,9 +176,12 @@ def diagnose(
         environ: where the gates are read; ``os.environ`` by default.
         catalogue: the features to decide about; the project's own by default.
         engine: id of a process whose engine is to be shown; by default the newest engine that runs, else the newest.
+        command: starts a server that is to be foreseen, see :func:`plan`.
+        gpu: the compute capability that `command` is to be foreseen for.
 
     Raises:
         NoSuchEngine: no journal of that process can be read.
+        NotPlanned: `command` cannot be read.
     """
     look = _Look(os.environ if environ is None else environ)
     look.read(gates.GATES)
@@ -191,6 +201,7 @@ def diagnose(
     if not look.problems and not look.switched_off and "refused" in states and "live" not in states:
         look.problems.append("the plugin would do nothing: no feature is live")
     engines, processes = find_engines(_journals(cache, look), engine)
+    planned = None if command is None else _plan(command, gpu, installed, look)
     look.warnings += warn_of_orphans(processes) + fingerprints_differ(processes)
     platform = _host.find_platform()
     tools = _host.find_tools(environ=look.environ)
@@ -217,6 +228,7 @@ def diagnose(
         fingerprint=fingerprint,
         engines=engines,
         last_engine=processes,
+        planned=planned,
         problems=tuple(look.problems),
         warnings=tuple(look.warnings),
     )
@@ -385,6 +397,15 @@ def _platform_class(installed: Installed | None, platform: _host.Platform, look:
             "that are to be loaded in VLLM_PLUGINS"
         )
     return {"class": decision.qualname, "reason": decision.reason}
+
+
+def _plan(command: str, gpu: str | None, installed: Installed | None, look: _Look) -> Planned:
+    if installed is None:
+        raise NotPlanned("vLLM is not installed here, and its configuration answers --for")
+    planned = plan(command, _host.find_platform().kind, gpu, f"{installed.dist} {installed.version}")
+    if planned.refused:
+        look.problems.append(f"this engine would not start: {planned.refused}")
+    return planned
 
 
 def _musa(

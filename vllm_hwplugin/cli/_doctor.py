@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,20 +38,39 @@ def doctor(arguments: Sequence[str]) -> int:
         "Say what is live here, and what the engine that runs, or was the last, makes of it.\n\n"
         "Exit 1 if a process of vLLM would stop, or if the plugin would do nothing in it "
         "though it is switched on.",
-        ["doctor", "doctor -v --engine 4711"],
+        ["doctor", "doctor --for 'vllm serve MODEL --max-num-seqs 8'"],
     )
-    parser.add_argument("--engine", type=int, metavar="PID", help="a process of the engine to show")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--engine", type=int, metavar="PID", help="a process of the engine to show")
+    what.add_argument(
+        "--for",
+        dest="command",
+        metavar="COMMAND",
+        help="a command that starts a server, or a file for its --config: what such an engine would use, and why "
+        "not; nothing is started",
+    )
+    parser.add_argument(
+        "--gpu", type=_capability, metavar="CAPABILITY", help="with --for: assume an NVIDIA GPU, such as 9.0"
+    )
     results = parser.add_argument_group("results")
     results.add_argument("-v", "--verbose", action="store_true", help="show all tables")
     # Without a file: all there is, for another program; docs/architecture.md has the fields.
     add_optional_json(results)
     options = parser.read(arguments)
-    found = diagnose(engine=options.engine)
+    if options.gpu is not None and options.command is None:
+        parser.error("--gpu needs --for")
+    found = diagnose(engine=options.engine, command=options.command, gpu=options.gpu)
     if options.json is not None:
         write_json(found.as_json(), options.json)
     if options.json != STANDARD_OUTPUT:
         show(found, all_tables=options.verbose)
     return found.exit_code
+
+
+def _capability(text: str) -> str:
+    if not re.fullmatch(r"\d+\.\d", text):
+        raise argparse.ArgumentTypeError(f"{text} is no compute capability such as 9.0")
+    return text
 
 
 def show(found: Diagnosis, *, all_tables: bool) -> None:
@@ -105,6 +126,7 @@ def sections(found: Diagnosis) -> tuple[Section, ...]:
             tuple((row.id, row.choice, row.state, row.reason) for row in found.features),
             "the catalogue has no feature",
         ),
+        *_planned_sections(found),
         Section(
             "the engine's processes",
             ("process", "started", "vLLM", "feature", "state", "reason"),
@@ -112,6 +134,15 @@ def sections(found: Diagnosis) -> tuple[Section, ...]:
             "no process of vLLM has left a run record yet",
         ),
     )
+
+
+def _planned_sections(found: Diagnosis) -> Iterable[Section]:
+    planned = found.planned
+    if planned is not None:
+        rows = [(name, "active" if use["used"] else "not used", use["reason"]) for name, use in planned.uses.items()]
+        rows += [(name, "left to vLLM", reason) for name, reason in planned.left.items()]
+        rows += [(", ".join(names), "unless", reason) for reason, names in sorted(planned.unknown.items())]
+        yield Section("the engine that is not started", ("feature", "state", "reason"), tuple(rows))
 
 
 def _musa_sections(found: Diagnosis) -> Iterable[Section]:

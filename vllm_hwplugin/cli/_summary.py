@@ -15,6 +15,7 @@ from ..spec_decode.engine_report import unused_by_cause
 from ..spec_decode.step_counts import SERVED
 from ._diagnosis import Diagnosis
 from ._engines import name_of
+from ._planned import Planned
 from .text import ago, shortened
 
 _LABEL: Final = 14
@@ -37,12 +38,36 @@ def summary(found: Diagnosis) -> Iterator[str]:
     vllm = "no vLLM" if found.vllm is None else f"{found.vllm['dist']} {found.vllm['version']}"
     yield _line("installed", f"vllm-hwplugin {found.plugin['version']}, {vllm}, {found.host.executable}")
     devices = Counter(device.name for device in found.platform.devices)
-    yield _line("device", ", ".join(f"{count} x {name}" for name, count in devices.items()) or found.platform.kind)
+    here = ", ".join(f"{count} x {name}" for name, count in devices.items()) or found.platform.kind
+    yield _line("device", here if found.planned is None else found.planned.device)
     yield _line("features", _features(found))
     changed = [f"{row.name}={shortened(row.value)}" for row in found.gates if row.source != "default"]
     if changed:
         yield _line("settings", ", ".join(changed))
-    yield from _engine(found)
+    yield from _engine(found) if found.planned is None else _planned(found.planned)
+
+
+def _planned(planned: Planned) -> Iterator[str]:
+    yield _line("for", planned.command)
+    if not planned.described:
+        return
+    yield _line("engine", f"not started: {planned.described}")
+    if active := [name for name, use in planned.uses.items() if use["used"]]:
+        yield _line("  active", ", ".join(active))
+    for name, reason in planned.left.items():
+        yield _line("  left", f"{name}: {reason}")
+    for line in unused_by_cause(planned.uses):
+        yield _line("  not used", line)
+    if planned.unserved:
+        yield _line("  eager", f"{UNSERVED}: {planned.unserved}")
+    for line in planned.ignored:
+        yield _line("  ignored", line)
+    if planned.unknown:
+        about = dict.fromkeys(name for names in planned.unknown.values() for name in names)
+        yield _line(
+            "  not known",
+            f"{len(planned.unknown)} conditions that need the device or the loaded model, for {', '.join(about)} (-v)",
+        )
 
 
 def _count(lines: Collection[str], what: str) -> str:

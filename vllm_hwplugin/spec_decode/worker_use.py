@@ -181,7 +181,7 @@ def why_unused(worker: Any, vllm: Version) -> dict[str, tuple[Unused, ...]]:
         features.DFLASH_FULL_GRAPH: (speculates, dflash, *v1_graphs),
         # What else stands against graphs is found when they are captured (`obstacles`).
         features.V1_DRAFT_PHASE: v1_graphs,
-        features.V1_STEP_INPUTS: (*drafts, on_v2("inputs"), graphless),
+        features.V1_STEP_INPUTS: (*drafts, on_v2("step inputs of its own"), graphless),
         features.V2_STEP_INPUTS: (*tail, on_v1, graphless),
         features.V2_TAIL_GRAPH: (*tail, on_v1, graphless),
         features.V2_MIXED_GRAPHS: (*tail, on_v1),

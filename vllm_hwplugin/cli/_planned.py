@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``doctor --for``: what an engine would use that is not started, from vLLM's own configuration for its command.
+
+A child process reads the command with vLLM's own arguments and makes the `VllmConfig`, as `vllm serve` does, with the
+plugin loaded. It stops there: no engine is built, no device is opened and no weights are read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import HwpluginError
+from ..journal import Use
+
+#: The GPU that is assumed where none is here: what vLLM asks of a device to make a configuration.
+ASSUMED_CAPABILITY: Final = "9.0"
+_ASSUMED_MEMORY: Final = 80 << 30
+_EXTENSIONS: Final = ("_C", "_C_stable_libtorch", "_moe_C", "_moe_C_stable_libtorch")
+_SERVERS: Final = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
+
+
+class NotPlanned(HwpluginError):
+    """The command cannot be read, or the child process failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What is known of an engine before it is started; docs/architecture.md describes the fields.
+
+    Attributes:
+        device: what the answer is for.
+        described: the model runner, the drafter and the mode of CUDA graphs.
+        uses: feature -> whether the engine uses it, as far as the configuration says.
+        left: feature and part -> why vLLM runs that part.
+        unknown: reasons that only the device or the loaded model can tell, and the features that they are about.
+        unserved: decode batches without a FULL graph, and the size that serves them; or empty.
+        ignored: settings of `--speculative-config` that the model runner does not read.
+        refused: why vLLM or the plugin would not start this engine; or empty.
+    """
+
+    command: str
+    device: str
+    described: str = ""
+    uses: Mapping[str, Use] = field(default_factory=dict)
+    left: Mapping[str, str] = field(default_factory=dict)
+    unknown: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    unserved: str = ""
+    ignored: Sequence[str] = ()
+    refused: str = ""
+
+
+def plan(command: str, kind: str, gpu: str | None, build: str) -> Planned:
+    """Ask vLLM's configuration about a command.
+
+    Args:
+        command: a command line that starts a server, or a file for `--config`.
+        kind: of this host's platform: `cuda`, `musa` or `cpu`.
+        gpu: the compute capability to assume; None: this host's device, if vLLM's build has one here.
+        build: distribution and version of vLLM.
+
+    Raises:
+        NotPlanned: the command cannot be read.
+    """
+    variables, words = _serve_arguments(command)
+    if gpu is None and kind == "cpu" and "cpu" not in build:
+        gpu = ASSUMED_CAPABILITY
+    device = {"cpu": "this host's CPU"}.get(kind, f"this host's {kind.upper()} device")
+    if gpu is not None:
+        device = f"an NVIDIA GPU of compute capability {gpu} with {_ASSUMED_MEMORY >> 30} GiB (assumed)"
+    with tempfile.TemporaryDirectory(prefix="vllm-hwplugin-") as folder:
+        answer = Path(folder) / "answer.json"
+        job = json.dumps({"words": words, "gpu": gpu, "answer": str(answer)})
+        # A cache of its own: no record of this process shall look like one of an engine.
+        environ = {**os.environ, **variables, "VLLM_HWPLUGIN_CACHE_DIR": folder, "VLLM_NO_USAGE_STATS": "1"}
+        child = f"from {__name__} import answer; answer()"
+        done = subprocess.run([sys.executable, "-c", child, job], env=environ, capture_output=True, text=True)
+        if not answer.exists():
+            last = [line for line in done.stderr.splitlines() if line.strip()][-1:] or ["no output"]
+            raise NotPlanned(f"vLLM cannot read `{command}`: {last[0].strip()}")
+        found = json.loads(answer.read_text(encoding="utf-8"))
+    return Planned(command, device, **found)
+
+
+def _serve_arguments(command: str) -> tuple[dict[str, str], list[str]]:
+    """Return the variables that a command sets, and the arguments of `vllm serve`."""
+    if Path(command).is_file():
+        return {}, ["--config", command]
+    try:
+        words = shlex.split(command, comments=True)
+    except ValueError as error:
+        raise NotPlanned(f"`{command}` is no command line: {error}") from error
+    variables = {}
+    while words and "=" in words[0] and words[0].partition("=")[0].isidentifier():
+        name, _, value = words.pop(0).partition("=")
+        variables[name] = value
+    for at, word in enumerate(words):
+        if Path(word).name == "vllm" or word in _SERVERS or word.endswith("api_server.py"):
+            behind = words[at + 1 :]
+            return variables, behind[1:] if behind[:1] == ["serve"] else behind
+    raise NotPlanned(f"`{command}` is neither a file nor a command such as 'vllm serve MODEL'")
+
+
+# -- in the child process ---------------------------------------------------------------------------------------------
+
+
+def answer() -> None:
+    """Write what is known into the file that the job names; what vLLM prints goes to standard error."""
+    job: dict[str, Any] = json.loads(sys.argv[1])
+    if job["gpu"] is not None:
+        _assume_gpu(job["gpu"])
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    arguments = AsyncEngineArgs.from_cli_args(_parsed(job["words"]))
+    try:
+        found = _foreseen(arguments, job["gpu"] is not None)
+    except OSError:
+        # A model that is not here, or a network: the parent says that nothing is known.
+        raise
+    except (ValueError, AssertionError, NotImplementedError, HwpluginError) as error:
+        found = {"refused": f"{type(error).__name__}: {error}"}
+    Path(job["answer"]).write_text(json.dumps(found), encoding="utf-8")
+
+
+def _parsed(words: Sequence[str]) -> Any:
+    """Read the arguments as `vllm serve` does."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog="vllm")
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    parsed = parser.parse_args(["serve", *words])
+    if getattr(parsed, "model_tag", None) is not None:
+        parsed.model = parsed.model_tag
+    return parsed
+
+
+def _foreseen(arguments: Any, assumed: bool) -> dict[str, Any]:
+    from vllm.config import SpeculativeConfig
+    from vllm.usage.usage_lib import UsageContext
+
+    if assumed:
+        # Triton drives a GPU that is not here, and vLLM chooses the model runner by it.
+        for name in ("vllm.triton_utils", "vllm.config.vllm"):
+            vars(sys.modules[name])["HAS_TRITON"] = True
+    given = arguments.speculative_config if isinstance(arguments.speculative_config, dict) else {}
+    # vLLM adds to this dict.
+    named = [name for name, value in given.items() if value != getattr(SpeculativeConfig, name, None)]
+    config = arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    from .. import journal
+    from ..patching import find_installed
+    from ..spec_decode import ignored_settings, planned_engine
+    from ..spec_decode.capture_sizes import UNSERVED
+
+    entry, spec, v2 = journal.current(), config.speculative_config, planned_engine.uses_v2(config)
+    drafts = "no speculation" if spec is None else f"{spec.method} k={spec.num_speculative_tokens}"
+    runner = f"Model Runner {'V2' if v2 else 'V1'}"
+    described = f"{runner}, {drafts}, cudagraph_mode {config.compilation_config.cudagraph_mode.name}"
+    if entry is None or entry.off:
+        return {"described": f"{described}; the plugin is off"}
+    foreseen = planned_engine.foresee(config, entry)
+    root = find_installed().root
+
+    def read(path: str) -> str | None:
+        file = root / path
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+
+    unknown: dict[str, list[str]] = {}
+    for name, one in foreseen.items():
+        for reason in one.unknown:
+            unknown.setdefault(reason, []).append(name)
+    return {
+        "described": described,
+        "uses": {name: one.use for name, one in foreseen.items()},
+        "left": {f"{name} {part}": reason for name, one in foreseen.items() for part, reason in one.left.items()},
+        "unknown": unknown,
+        "unserved": entry.decisions.get(UNSERVED, ""),
+        "ignored": [
+            f"{field}: {runner} does not read it" for field in ignored_settings.ignored(named, v2=v2, read=read)
+        ],
+    }
+
+
+def _assume_gpu(capability: str) -> None:
+    """Have vLLM find an NVIDIA GPU: only what it asks of one to make a configuration."""
+    import types
+
+    # They need a driver, and nothing of them runs.
+    for name in _EXTENSIONS:
+        sys.modules[f"vllm.{name}"] = types.ModuleType(f"vllm.{name}")
+    import vllm.platforms as platforms
+
+    builtin = platforms.builtin_platform_plugins
+    builtin.update({name: lambda: None for name in builtin} | {"cuda": lambda: "vllm.platforms.cuda.CudaPlatform"})
+    from vllm.platforms.interface import DeviceCapability
+
+    found = DeviceCapability(*map(int, capability.split(".")))
+    answers = {
+        "get_device_capability": found,
+        "get_device_total_memory": _ASSUMED_MEMORY,
+        "get_device_name": "NVIDIA GPU",
+        "device_count": 8,
+    }
+    for name, value in answers.items():
+        setattr(type(platforms.current_platform), name, classmethod(lambda cls, *_, value=value, **__: value))

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Foresee which features an engine will use, from its `VllmConfig` alone, before anything of it is built.
+
+The answers come from the tables that a worker asks when it is built (`worker_use`, `obstacles`). What these tables ask
+of a runner or of a drafter that does not exist yet is not known, and is said so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
+
+from packaging.version import Version
+
+from vllm_hwplugin import features
+from vllm_hwplugin.errors import HwpluginError
+from vllm_hwplugin.journal import Journal, Use
+from vllm_hwplugin.spec_decode.engine_report import Unused, use_of
+from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, Part
+from vllm_hwplugin.spec_decode.worker_use import why_unused
+
+#: What each feature records, part by part. A feature without any of its parts is not used.
+_PARTS: Final[Mapping[str, Mapping[str, Part]]] = {
+    features.DRAFT_FULL_GRAPH: {"passes": Part.V1_PASSES},
+    features.DFLASH_FULL_GRAPH: {"passes": Part.V1_PASSES},
+    features.DRAFT_LOOP_GRAPH: {"steps": Part.V1_PASSES | Part.V1_CHAIN},
+    features.V1_DRAFT_PHASE: {"sampling": Part.V1_SAMPLING, "drafting": Part.V1_DRAFTING},
+    features.V1_STEP_INPUTS: {"inputs": Part.V1_INPUTS},
+    features.V2_TAIL_GRAPH: {"sampling": Part.V2_SAMPLING, "drafting": Part.V2_DRAFTING},
+    features.V2_STEP_INPUTS: {"inputs": Part.V2_INPUTS},
+    features.V2_FUSED_DRAFTS: {"steps": Part.V2_STEPS},
+    features.V2_MIXED_GRAPHS: {"mixed batches": Part.V2_MIXED},
+}
+#: The table asks the drafter about these parts, and the runner about the others.
+_OF_DRAFTER: Final = Part.V1_PASSES | Part.V1_CHAIN | Part.V2_STEPS
+#: What an engine without a drafter can have of these.
+_WITHOUT_DRAFTER: Final = (Part.V2_SAMPLING, Part.V2_INPUTS, Part.V2_MIXED)
+#: What a `GPUModelRunner` of either runner takes from its configuration under the same name.
+_CONFIGS: Final = (
+    *("model_config", "cache_config", "lora_config", "parallel_config", "scheduler_config"),
+    *("speculative_config", "compilation_config"),
+)
+
+
+class NotBuilt(HwpluginError):
+    """A part of the engine is asked for that is only there when the engine is built."""
+
+
+class Foreseen(NamedTuple):
+    """What is known about a feature before the engine is built.
+
+    Attributes:
+        use: whether the engine will use it, as far as that is known.
+        left: part of the feature -> why that part stays vLLM's, where the feature is used without it.
+        unknown: reasons not to use it, or a part of it, of which it is not known whether they hold.
+    """
+
+    use: Use
+    left: Mapping[str, str]
+    unknown: tuple[str, ...]
+
+
+class _NameNotKnown(type):
+    """Of a class whose name would be taken for vLLM's choice of a drafter."""
+
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]
+        raise NotBuilt("__name__")
+
+
+class _Planned(metaclass=_NameNotKnown):
+    """A runner or a drafter that has its configuration and nothing else."""
+
+    def __init__(self, **known: Any) -> None:
+        vars(self).update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        # Not an AttributeError: `hasattr` and `getattr` with a default would take that for an answer.
+        raise NotBuilt(name)
+
+
+def uses_v2(config: Any) -> bool:
+    """Whether vLLM chooses Model Runner V2 for a `VllmConfig`."""
+    chosen = getattr(config, "use_v2_model_runner", None)
+    if chosen is None:
+        from vllm import envs
+
+        chosen = envs.VLLM_USE_V2_MODEL_RUNNER
+    return bool(chosen)
+
+
+def foresee(config: Any, entry: Journal) -> dict[str, Foreseen]:
+    """Return what is known of each feature that is patched in and works in a worker.
+
+    Args:
+        config: a `VllmConfig`.
+        entry: this process's run record, made by vLLM's loading of the plugin.
+    """
+    v2 = uses_v2(config)
+    spec = config.speculative_config
+    configs = {name: getattr(config, name) for name in _CONFIGS} | {"vllm_config": config}
+    drafter = None if spec is None else _Planned(**configs)
+    runner = _Planned(
+        **configs, **{"speculator" if v2 else "drafter": drafter}, max_num_reqs=config.scheduler_config.max_num_seqs
+    )
+    worker = SimpleNamespace(vllm_config=config, model_runner=runner, use_v2_model_runner=v2)
+    table = why_unused(worker, Version(entry.vllm_version or "0"))
+    found = {}
+    for name, reasons in table.items():
+        if name in entry.live:
+            found[name] = _foresee(reasons, _PARTS.get(name, {}), runner, drafter)
+    return found
+
+
+def _foresee(reasons: Iterable[Unused], parts: Mapping[str, Part], runner: Any, drafter: Any) -> Foreseen:
+    unknown: dict[str, None] = {}
+    for reason in reasons:
+        try:
+            use = use_of([reason])
+        except NotBuilt:
+            # The table of obstacles has more to say of those that come from there.
+            unknown |= {} if reason.text == "{}" else {reason.text: None}
+        else:
+            if not use["used"]:
+                return Foreseen(use, {}, ())
+    if drafter is None:
+        parts = {name: part for name, part in parts.items() if part in _WITHOUT_DRAFTER}
+    left = {}
+    for name, part in parts.items():
+        holding, open_ = _obstacles(part, drafter if part & _OF_DRAFTER else runner)
+        unknown |= dict.fromkeys(open_)
+        if holding:
+            left[name] = "; ".join(holding)
+    if parts and len(left) == len(parts):
+        return Foreseen(Use(used=False, reason="; ".join(dict.fromkeys(left.values()))), {}, ())
+    return Foreseen(Use(used=True, reason=""), left, tuple(unknown))
+
+
+def _obstacles(part: Part, owner: Any) -> tuple[list[str], list[str]]:
+    """Return the reasons that hold against recording a part, and those that may."""
+    holding, open_ = [], []
+    for row in OBSTACLES:
+        if row.hinders & part:
+            try:
+                what = row.found(owner)
+            except NotBuilt:
+                open_.append(row.reason.format("..."))
+            else:
+                holding += [row.reason.format(what)] if what else []
+    return holding, open_
