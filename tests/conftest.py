@@ -20,7 +20,9 @@ from typing import Any, NoReturn
 import platformdirs
 import pytest
 
+from tests import releases
 from tests.cpu_seconds import Budget, Clock
+from vllm_hwplugin.patching import find_installed, load_catalogue
 from vllm_hwplugin.versions import SUPPORTED
 from vllm_hwplugin_lab.bench import Host, detect_host
 from vllm_hwplugin_workshop.sources import Index, IndexSource, IndexUnreachable, PipConfig, SourceError
@@ -35,10 +37,14 @@ def cannot_run(reason: str) -> NoReturn:
 
 # A host that runs tests/gpu alone need not have it.
 if importlib.util.find_spec("hypothesis") is not None:
-    from hypothesis import settings
+    from hypothesis import Phase, settings
 
-    # The same examples in every run, and no time limit for one: the host is at times busy with other work.
-    settings.register_profile("fixed", derandomize=True, database=None, deadline=None, max_examples=50)
+    # The same examples in every run, and no time limit for one: the host is at times busy with other work. A walk that
+    # fails is said as it is: shrinking takes minutes, `--hypothesis-profile shrink` does it.
+    settings.register_profile("shrink", derandomize=True, database=None, deadline=None, max_examples=50)
+    unshrunk = set(Phase) - {Phase.shrink, Phase.explain}
+    settings.register_profile("fixed", settings.get_profile("shrink"), phases=unshrunk)
+    settings.register_profile("few", settings.get_profile("fixed"), max_examples=6)
     settings.load_profile("fixed")
 
 
@@ -46,10 +52,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-versions", action="store_true", help="test every vLLM whose texts differ (default: three of them)"
     )
+    parser.addoption("--vllm", metavar="VERSION", help="import this released vLLM's Python, not the installed vLLM")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     in_a_worker = hasattr(config, "workerinput")
+    if version := config.getoption("--vllm"):
+        try:
+            releases.put_in_front(version)
+        except ImportError as error:
+            pytest.exit(f"vLLM {version} does not import here: {error!r}", releases.DOES_NOT_IMPORT)
+        except IndexUnreachable as error:
+            pytest.exit(f"vLLM {version} cannot be had: {error}")
     config.pluginmanager.register(Clock())
     if not in_a_worker:
         config.pluginmanager.register(Budget(config))
@@ -119,6 +133,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             first.add(item.path)
             if item.get_closest_marker("smoke") is None:
                 item.add_marker(pytest.mark.slow)
+        # `test_releases.py` runs it with the newest release, which can be another than the installed one.
+        if item.get_closest_marker("each_vllm") is not None:
+            item.add_marker(pytest.mark.slow)
     # The quick ones fill the end, when there are fewer engines left than cores.
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (item.path not in first, places.get(item.path.name, len(LONGEST))))
@@ -134,6 +151,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("each_vllm")
+    if marker is not None:
+        (name,) = marker.args
+        feature, version = load_catalogue().feature(name), find_installed().version
+        assert feature is not None
+        if not feature.versions.covers(version):
+            pytest.skip(f"{name} is not for vLLM {version}")
     if item.get_closest_marker("engine") is not None and importlib.util.find_spec("vllm") is None:
         cannot_run("no vLLM is installed")
     if item.get_closest_marker("gpu") is not None:

@@ -36,6 +36,14 @@ def patched_module() -> Callable[..., types.ModuleType]:
     return module
 
 
+@pytest.fixture(scope="session")
+def vllm_here() -> Any:
+    """The text of the vLLM that this process imports."""
+    from vllm_hwplugin.patching import find_installed
+
+    return find_installed()
+
+
 def runner_modules(
     patched_module: Callable[..., types.ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> dict[bool, types.ModuleType]:

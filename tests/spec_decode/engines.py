@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import types
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from .stand_in import StandIn
 
 BLOCK, MAX_LEN, MAX_REQS, MAX_TOKENS, HIDDEN, VOCAB = 4, 48, 4, 24, 8, 17
 NUM_BLOCKS, DRAFTS = 24, 2
@@ -40,6 +44,8 @@ class Layer(AttentionLayerBase):
 
     def __init__(self) -> None:
         self.num_heads = 1
+        # Up to 0.29 the number is read here.
+        self.impl = self
 
     def get_attn_backend(self) -> type:
         return Backend
@@ -159,7 +165,8 @@ def config_of(
     def no(*_: Any) -> bool:
         return False
 
-    draft = types.SimpleNamespace(
+    draft = StandIn(
+        "draft_model_config",
         model="draft",
         get_hidden_size=lambda: HIDDEN,
         get_vocab_size=lambda: VOCAB,
@@ -169,7 +176,8 @@ def config_of(
         uses_mrope=False,
         uses_xdrope_dim=0,
     )
-    speculative = types.SimpleNamespace(
+    speculative = StandIn(
+        "speculative_config",
         method="eagle",
         num_speculative_tokens=drafts,
         num_speculative_tokens_per_batch_size=schedule,
@@ -181,6 +189,10 @@ def config_of(
         enable_adaptive_verification=False,
         use_eagle=lambda: True,
         use_eagle_block_drop=lambda: True,
+        needs_eagle_block_drop=lambda: True,
+        disable_eagle_block_drop=False,
+        fly_entropy_threshold=None,
+        fly_entropy_top_k=None,
         uses_dynamic_speculative_decoding=lambda: schedule is not None,
         parallel_drafting=False,
         disable_padded_drafter_batch=False,
@@ -194,7 +206,8 @@ def config_of(
             no,
         ),
     )
-    compilation = types.SimpleNamespace(
+    compilation = StandIn(
+        "compilation_config",
         static_forward_context=layers,
         cudagraph_mode=mode,
         cudagraph_capture_sizes=[(1 + drafts) * count for count in (1, 2, MAX_REQS)],
@@ -202,17 +215,20 @@ def config_of(
         resolve_cudagraph_mode_and_sizes=lambda *_, **__: mode,
         mode=0,
         cudagraph_num_of_warmups=1,
-        pass_config=types.SimpleNamespace(enable_sp=False),
+        pass_config=StandIn("pass_config", enable_sp=False),
         compile_sizes=[],
         **dict.fromkeys(("cudagraph_mm_encoder", "cudagraph_specialize_lora", "fast_moe_cold_start"), False),
     )
-    return types.SimpleNamespace(
+    return StandIn(
+        "vllm_config",
         speculative_config=speculative if drafts else None,
         num_speculative_tokens=drafts,
         num_lookahead_tokens=drafts,
         num_prefill_lookahead_tokens=1,
+        num_hash_lookahead_tokens=1,
         compilation_config=compilation,
-        scheduler_config=types.SimpleNamespace(
+        scheduler_config=StandIn(
+            "scheduler_config",
             max_num_seqs=MAX_REQS,
             max_num_active_seqs=None,
             max_num_scheduled_tokens=None,
@@ -227,7 +243,8 @@ def config_of(
             watermark=0.0,
             prefill_schedule_interval=1,
         ),
-        cache_config=types.SimpleNamespace(
+        cache_config=StandIn(
+            "cache_config",
             num_gpu_blocks=NUM_BLOCKS,
             cache_dtype="auto",
             enable_prefix_caching=True,
@@ -238,7 +255,8 @@ def config_of(
             use_kda_recoverssm=False,
             use_replayssm=False,
         ),
-        parallel_config=types.SimpleNamespace(
+        parallel_config=StandIn(
+            "parallel_config",
             data_parallel_index=0,
             data_parallel_size=1,
             data_parallel_rank=0,
@@ -255,7 +273,8 @@ def config_of(
             distributed_executor_backend=None,
             use_sequence_parallel_moe=False,
         ),
-        model_config=types.SimpleNamespace(
+        model_config=StandIn(
+            "model_config",
             model="target",
             runner_type="generate",
             dtype=torch.float32,
@@ -284,7 +303,8 @@ def config_of(
                 False,
             ),
         ),
-        observability_config=types.SimpleNamespace(
+        observability_config=StandIn(
+            "observability_config",
             kv_cache_metrics=False,
             enable_mfu_metrics=False,
             enable_logging_iteration_details=False,
@@ -292,10 +312,10 @@ def config_of(
             cudagraph_metrics=False,
             enable_layerwise_nvtx_tracing=False,
         ),
-        attention_config=types.SimpleNamespace(hisparse_config=None),
-        aux_output_config=types.SimpleNamespace(enabled=False),
-        ec_manager_config=types.SimpleNamespace(get_encoder_cache_manager_obj=lambda: None),
-        load_config=types.SimpleNamespace(load_format="dummy", use_tqdm_on_load=False),
+        attention_config=StandIn("attention_config", hisparse_config=None),
+        aux_output_config=StandIn("aux_output_config", enabled=False),
+        ec_manager_config=StandIn("ec_manager_config", get_encoder_cache_manager_obj=lambda: None),
+        load_config=StandIn("load_config", load_format="dummy", use_tqdm_on_load=False),
         max_in_flight_tokens=2 * MAX_TOKENS,
         max_concurrent_batches=1 + asynchronous,
         use_v2_model_runner=True,
@@ -308,7 +328,7 @@ def config_of(
                 *("watermark_config", "reasoning_config"),
             )
         ),
-        profiler_config=types.SimpleNamespace(capture_torch_profiler=False),
+        profiler_config=StandIn("profiler_config", capture_torch_profiler=False),
         is_encoder_only=False,
         is_mm_encoder_only=False,
     )
@@ -317,13 +337,15 @@ def config_of(
 class Grammars:
     """vLLM's `StructuredOutputManager` for one grammar: the tokens below a limit, in any order."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, drafts: int) -> None:
+        self._limit, self._drafts = limit, drafts
         allowed = np.arange(-(-VOCAB // 32) * 32) < limit
         self._mask = np.packbits(allowed, bitorder="little").view(np.int32)
 
     def grammar_bitmask(self, requests: Any, names: Sequence[str], drafts: dict[str, list[int]]) -> np.ndarray:
-        rows = sum(1 + len(drafts.get(name, ())) for name in names)
+        # Each request has a row for each position that it may have, or for those that it has.
+        in_blocks = "mask_stride" in inspect.getsource(StructuredOutputManager.grammar_bitmask)
+        rows = sum(1 + (self._drafts if in_blocks else len(drafts.get(name, ()))) for name in names)
         return np.tile(self._mask, (rows, 1))
 
     def validate_tokens(self, request: Any, tokens: list[int]) -> list[int]:
@@ -381,7 +403,7 @@ class Engine:
         self.config = config_of(layers, **choices, schedule=schedule)
         groups = [KVCacheGroupSpec(list(layers), layers["target"].get_kv_cache_spec(None))]
         self.kv_cache_config = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
-        self._asynchronous, self._grammars = asynchronous, Grammars(VOCAB // 2)
+        self._asynchronous, self._grammars = asynchronous, Grammars(VOCAB // 2, drafts)
         kv_cache_utils.init_none_hash(_hashed)
         self._begin()
 

@@ -101,6 +101,9 @@ class Modules:
         assert text is not None, f"there is no {path}"
         return text
 
+    def has(self, name: str) -> bool:
+        return self._text(f"{name.replace('.', '/')}.py") is not None
+
     def load(self, name: str) -> types.ModuleType:
         if name in self._modules:
             return self._modules[name]

@@ -17,6 +17,7 @@ import triton
 from vllm.compilation import cuda_graph
 from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
+from vllm.v1.sample.sampler import Sampler
 
 from vllm_hwplugin import spec_decode
 from vllm_hwplugin.spec_decode import v1
@@ -43,7 +44,7 @@ STAND_INS: dict[str, Any] = {
     **{
         name: scheduled_runner.STAND_INS[name]
         for name in (
-            *("create_offloader", "set_offloader", "get_model_loader", "DeviceMemoryProfiler", "graph_capture"),
+            *("create_offloader", "set_offloader", "DeviceMemoryProfiler", "graph_capture"),
             *("freeze_gc_for_cudagraph_capture", "lock_workspace", "apply_top_k_top_p"),
         )
     },
@@ -64,6 +65,8 @@ def modules_of(tree: Any, monkeypatch: pytest.MonkeyPatch, **choices: str) -> Mo
     monkeypatch.setattr(type(current_platform), "graph_pool_handle", lambda _: object(), raising=False)
     monkeypatch.setattr(cuda_graph, "weak_ref_tensors", lambda tensors: tensors)
     monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda function: function)
+    # As on a device; a CPU has a kernel of its own from 0.33 on.
+    monkeypatch.setattr(Sampler, "greedy_sample", staticmethod(lambda logits: logits.argmax(dim=-1).view(-1)))
     kernels = {**vars(triton), "jit": partial(jit, make=plain_triton.Kernel)}
     triton_utils = {
         "tl": plain_triton.LANGUAGE,
@@ -110,7 +113,8 @@ class Side(Engine):
         runner.drafter.load_model = lambda _: vars(runner.drafter).update(
             model=draft, _draft_attn_layer_names={"draft"}
         )
-        runner.load_model(model=target)
+        vars(modules.load(RUNNER))["get_model_loader"] = scheduled_runner.loader_of(target)
+        runner.load_model()
         runner.initialize_kv_cache_tensors = lambda *_, **__: {}
         runner.initialize_kv_cache(self.kv_cache_config)
         runner.capture_model()
@@ -134,7 +138,8 @@ class Side(Engine):
         runner.input_batch.condense()
         runner.input_batch.refresh_metadata()
         runner.input_batch.prev_sampled_token_ids = runner.input_batch.prev_req_id_to_index = None
-        runner._draft_token_ids = runner._draft_probs = runner._draft_prob_req_ids = None
+        runner._draft_token_ids = runner._draft_probs = None
+        runner._draft_prob_req_ids = runner._draft_token_req_ids = None
 
     def inputs(self) -> dict[str, Any]:
         runner, tokens = self.runner, self.scheduled.total_num_scheduled_tokens

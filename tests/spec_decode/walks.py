@@ -79,6 +79,10 @@ class Sides:
         assert graphs.state() == stock.state()
         assert graphs.sampled == stock.sampled
 
+    def finish(self) -> None:
+        while self.both[0].scheduler.has_requests():
+            self.step()
+
     def add(self, **request: Any) -> None:
         self._names += 1
         for side in self.both:
@@ -129,13 +133,18 @@ HAPPENINGS = [
 ]
 
 
-def walk(sides: Sides, kinds: list[dict[str, Any]], examples: int = 40) -> None:
-    """Go many ways, and compare after each step.
+def walk(sides: Sides, kinds: list[dict[str, Any]], examples: int = 40) -> int:
+    """Serve a request of each kind, then go many ways; compare after each step. Return how many ways.
 
     Args:
         kinds: what requests ask of the sampler.
-        examples: how many ways.
+        examples: how many ways; no more than Hypothesis' profile has.
     """
+    examples = min(examples, settings().max_examples)
+    for kind in kinds:
+        sides.add(prompt=[1, 2], max_tokens=6, **kind)
+    sides.finish()
+    sides.restart()
     requests = st.builds(
         lambda prompt, tokens, kind: {"prompt": prompt, "max_tokens": tokens, **kind},
         st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=2 * BLOCK),
@@ -171,6 +180,7 @@ def walk(sides: Sides, kinds: list[dict[str, Any]], examples: int = 40) -> None:
         Requests,
         settings=settings(max_examples=examples, stateful_step_count=20, suppress_health_check=list(HealthCheck)),
     )
+    return examples
 
 
 @contextmanager

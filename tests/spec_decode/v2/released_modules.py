@@ -21,6 +21,7 @@ from vllm.model_executor.offloader.base import NoopOffloader
 
 from ..recorded_graph import Recording
 from ..released import Modules, NotThere, texts
+from ..stand_in import StandIn
 
 RUNNER = "vllm.v1.worker.gpu"
 
@@ -131,9 +132,13 @@ STAND_INS: dict[str, Any] = {
     "get_offloader": NoopOffloader,
     "is_breakable_cudagraph_enabled": lambda: False,
     "set_graph_pool_id": lambda pool: None,
-    "current_platform": types.SimpleNamespace(
-        get_global_graph_pool=object, device_type="cpu", is_rocm=lambda: False, is_xpu=lambda: False
+    "current_platform": StandIn(
+        "current_platform",
+        get_global_graph_pool=object,
+        device_type="cpu",
+        **{f"is_{other}": lambda: False for other in ("cpu", "cuda", "rocm", "xpu")},
     ),
+    "PIN_MEMORY": False,
     "MULTIMODAL_REGISTRY": types.SimpleNamespace(supports_multimodal_inputs=lambda config: False),
     # Triton's own functions, which its kernel calls, were made before the interpreter was asked for.
     "gumbel_sample": best_token,

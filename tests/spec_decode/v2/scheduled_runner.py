@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -79,7 +79,6 @@ STAND_INS: dict[str, Any] = {
     "create_offloader": lambda config: None,
     "set_offloader": lambda offloader: None,
     "DeviceMemoryProfiler": lambda: contextlib.nullcontext(types.SimpleNamespace(consumed_memory=0)),
-    "get_model_loader": lambda config: None,
     "freeze_gc_for_cudagraph_capture": contextlib.nullcontext,
     "lock_workspace": lambda: None,
     "use_workspace_lane": lambda lane: contextlib.nullcontext(),
@@ -87,8 +86,14 @@ STAND_INS: dict[str, Any] = {
     "gumbel_sample": pick,
     "rejection_sample": verify,
     "apply_top_k_top_p": best,
+    "current_stream": lambda: torch.cuda.current_stream(),
     "async_copy_to_np": lambda tensor: streams.copied(tensor).numpy(),
 }
+
+
+def loader_of(model: torch.nn.Module) -> Callable[[Any], Any]:
+    """`get_model_loader`, of which each loads this model."""
+    return lambda config: types.SimpleNamespace(load_model=lambda **_: model)
 
 
 def read_by_the_plugin(modules: ReleasedModules, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,14 +111,18 @@ class Side(Engine):
 
     def __init__(self, modules: ReleasedModules, **how: Any) -> None:
         super().__init__(**how)
-        for name in ("model_runner", "cudagraph_utils", "spec_decode.target_dependent_ar.speculator"):
-            vars(modules(name))["set_forward_context"] = self.context
+        # The last is called otherwise up to 0.31.
+        drafters = ("target_dependent_ar", "autoregressive")
+        for name in ("model_runner", "cudagraph_utils", *(f"spec_decode.{one}.speculator" for one in drafters)):
+            if modules.has(f"{RUNNER}.{name}"):
+                vars(modules(name))["set_forward_context"] = self.context
         target, *drafts = self.models
+        vars(modules("model_runner"))["get_model_loader"] = loader_of(target)
         runner = self.runner = modules("model_runner").GPUModelRunner(self.config, DEVICE)
         for draft in drafts:
             draft.plans = True
             runner.speculator.load_draft_model = lambda *_, draft=draft: draft
-        runner.load_model(model=target)
+        runner.load_model()
         if drafts:
             runner.speculator.draft_attn_layer_names = {"draft"}
         runner.initialize_kv_cache(self.kv_cache_config)
@@ -123,12 +132,10 @@ class Side(Engine):
     def without_graphs(self) -> Iterator[None]:
         """While it lasts the target has none, as after a change of the ranks of experts."""
         manager = self.runner.cudagraph_manager
-        graphs = dict(manager.graphs)
-        manager.release_graphs()
+        manager._graphs_captured = False
         try:
             yield
         finally:
-            manager.graphs.update(graphs)
             manager._graphs_captured = True
 
     def restart(self) -> None:

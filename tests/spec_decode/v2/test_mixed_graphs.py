@@ -127,9 +127,9 @@ def longest_in_steps(tree: Any, mode: CUDAGraphMode, **choices: str) -> tuple[se
     found: list[tuple[int, int]] = []
     build = TritonAttentionMetadataBuilder.build
 
-    def asked(builder: Any, prefix: int, common: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append((common.num_actual_tokens, common.max_query_len))
-        return build(builder, prefix, common, *args, **kwargs)
+    def asked(builder: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append((common_attn_metadata.num_actual_tokens, common_attn_metadata.max_query_len))
+        return build(builder, common_prefix_len, common_attn_metadata, *args, **kwargs)
 
     with host_of_graphs() as monkeypatch:
         monkeypatch.setattr(TritonAttentionMetadataBuilder, "build", asked)
@@ -156,8 +156,9 @@ def longest_in_steps(tree: Any, mode: CUDAGraphMode, **choices: str) -> tuple[se
     return graphs, steps
 
 
-def test_a_schedule_is_laid_out_for_the_request_that_its_graph_was_captured_for(vllm_tree) -> None:
-    tree = vllm_tree("0.32.0")
+@pytest.mark.each_vllm("v2-mixed-graphs")
+def test_a_schedule_is_laid_out_for_the_request_that_its_graph_was_captured_for(vllm_here) -> None:
+    tree = vllm_here
     graphs, steps = longest_in_steps(tree, CUDAGraphMode.FULL, **ALONE)
     assert len(steps) > 1
     assert steps <= graphs
@@ -166,8 +167,9 @@ def test_a_schedule_is_laid_out_for_the_request_that_its_graph_was_captured_for(
     assert any(longest == 1 < tokens for tokens, longest in stock)
 
 
-def test_that_of_a_decode_batch_is_left_to_vllm(vllm_tree) -> None:
-    tree, mode = vllm_tree("0.32.0"), CUDAGraphMode.FULL_DECODE_ONLY
+@pytest.mark.each_vllm("v2-mixed-graphs")
+def test_that_of_a_decode_batch_is_left_to_vllm(vllm_here) -> None:
+    tree, mode = vllm_here, CUDAGraphMode.FULL_DECODE_ONLY
     patched, stock = (longest_in_steps(tree, mode, **one) for one in (ALONE, UNPATCHED))
     assert patched == stock
     assert {longest for _, longest in stock[1]} == {1 + DRAFTS}
@@ -224,8 +226,7 @@ def live_load(sides: Sides) -> None:
             sides.step()
     sides.abort(1)
     sides.preempt(0)
-    while sides.both[0].scheduler.has_requests():
-        sides.step()
+    sides.finish()
 
 
 SIZES_HERE = (2, 5, 9, 16, 24)
@@ -245,9 +246,10 @@ def with_them(tree: Any, mode: CUDAGraphMode, **settings: Any) -> Iterator[Sides
         yield Sides(*(Whole(modules, mode=mode, largest=max(SIZES_HERE), **settings) for modules in (stock, patched)))
 
 
+@pytest.mark.each_vllm("v2-mixed-graphs")
 @pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE])
-def test_each_step_of_a_live_load_is_a_replay_and_nothing_differs(vllm_tree, mode: CUDAGraphMode) -> None:
-    with with_them(vllm_tree("0.32.0"), mode) as sides:
+def test_each_step_of_a_live_load_is_a_replay_and_nothing_differs(vllm_here, mode: CUDAGraphMode) -> None:
+    with with_them(vllm_here, mode) as sides:
         stock, patched = map(graphs_of, sides.both)
         assert stock == {"target": set(), "first pass": set()}
         assert patched == {"target": {*SIZES_HERE}, "first pass": {*SIZES_HERE}}
@@ -261,17 +263,19 @@ def test_each_step_of_a_live_load_is_a_replay_and_nothing_differs(vllm_tree, mod
     assert tail._sampling.outcomes()["served"] > tail._drafting.outcomes()["served"] > 5
 
 
-def test_nor_does_it_whatever_happens_to_requests(vllm_tree) -> None:
-    with with_them(vllm_tree("0.32.0"), CUDAGraphMode.FULL_DECODE_ONLY) as sides:
+@pytest.mark.each_vllm("v2-mixed-graphs")
+def test_nor_does_it_whatever_happens_to_requests(vllm_here) -> None:
+    with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY) as sides:
         walk(sides, 3 * (PLAIN + BEST) + MORE, examples=15)
 
 
+@pytest.mark.each_vllm("v2-mixed-graphs")
 @pytest.mark.parametrize("asked", [False, True])
 def test_without_a_drafter_there_are_some_only_where_they_are_asked_for(
-    vllm_tree, asked: bool, monkeypatch: pytest.MonkeyPatch
+    vllm_here, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PLAIN_DECODE, str(int(asked)))
-    with with_them(vllm_tree("0.32.0"), CUDAGraphMode.FULL_DECODE_ONLY, drafts=0) as sides:
+    with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY, drafts=0) as sides:
         graphs = sides.both[1].runner.cudagraph_manager.graphs
     assert {one.num_tokens for one in graphs if one.uniform_token_count is None} == ({*SIZES_HERE} if asked else set())
 
