@@ -97,7 +97,8 @@ def _cpu(monkeypatch):
 @pytest.mark.parametrize(
     ("one", "trial", "found"),
     [
-        (CPUAttentionBackend, ("plain", "causal"), ("yes", "works")),
+        # What the next one does, without its question.
+        pytest.param(CPUAttentionBackend, ("plain", "causal"), ("yes", "works"), marks=pytest.mark.slow),
         (AsksConfiguration, ("plain", "causal"), ("yes", "works")),
         (backend(Causal), ("non_causal", "yes"), ("yes", "wrong")),
         (backend(supports_non_causal=False), ("non_causal", "yes"), ("no", "works")),
