@@ -204,10 +204,13 @@ class Child:
         log = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         tail = "\n".join(_telling(log)) if error else ""
         took = tuple(line for line in log if _TOOK.search(line))
+        return Ended(tuple(self.events), seconds, error, tail, self.records(), took)
+
+    def records(self) -> tuple[dict[str, Any], ...]:
+        """What the plugin has put in the journals of the process and of those that it started, so far."""
         # Under a command such as compute-sanitizer the engine is not this child, nor always a child of it.
         said = {event["pid"] for event in self.events if "pid" in event}
-        records = records_of({self._process.pid, *said}, self._since)
-        return Ended(tuple(self.events), seconds, error, tail, records, took)
+        return records_of({self._process.pid, *said}, self._since)
 
     def _kill(self) -> None:
         if self._killed:

@@ -98,7 +98,16 @@ def add_case(results: dict[str, Any], case: Case, settings: Asked, sides: Mappin
 def add_phases(results: dict[str, Any], case: Case, sides: Mapping[str, Outcome]) -> None:
     """As :func:`put_case`, of ``bench --profile``: in ``cases`` what failed, in ``engines`` an entry a batch size."""
     key = dataclasses.asdict(case)
-    put_case(results, key, sides, lambda outcome: {"error": outcome.error, "log_tail": outcome.log_tail})
+    put_case(
+        results,
+        key,
+        sides,
+        lambda outcome: {
+            "error": outcome.error,
+            "log_tail": outcome.log_tail,
+            "processes": processes_entry(outcome.records),
+        },
+    )
     kept = [one for one in results.get("engines", ()) if {name: one[name] for name in key} != key]
     results["engines"] = [
         *kept,
@@ -152,18 +161,22 @@ def processes_entry(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """
     records = list(records)
     said: dict[str, dict[str, str]] = {"live": {}, "refused": {}, "used": {}}
+    decided: dict[str, dict[str, list[str]]] = {}
     for one in records:
         for feature, told in one["features"].items():
             if told["state"] in said:
                 said[told["state"]][feature] = told["reason"]
         said["used"] |= {feature: told["reason"] for feature, told in one["uses"].items() if told["used"]}
+        for name, text in one["decisions"].items():
+            decided.setdefault(name, {}).setdefault(one["role"], []).append(text)
     found = {
         "roles": [one["role"] for one in records],
         "fingerprints": list(dict.fromkeys(one["fingerprint"] for one in records if one["fingerprint"])),
         "live": sorted(said["live"]),
         "refused": said["refused"],
         "used": said["used"],
-        "decisions": {name: text for one in records for name, text in one["decisions"].items()},
+        # A worker decides after its parents; workers of one engine may decide differently, which is worth seeing.
+        "decisions": {name: " | ".join(dict.fromkeys([*by_role.values()][-1])) for name, by_role in decided.items()},
         "notes": list(dict.fromkeys(note for one in records for note in one["notes"])),
         "errors": list(dict.fromkeys(one["error"] for one in records if one["error"])),
     }

@@ -203,7 +203,10 @@ class _Run:
         return reason
 
     def so_far(self, stopped: str) -> dict[str, Outcome]:
-        """What came of it until now: of sides that have not failed, the rounds that all of them have, and profiles."""
+        """What came of it until now: of sides that have not failed, the rounds that all of them have, and profiles.
+
+        The plugin's decisions are there as well: a run that is ended early is one of some engine.
+        """
         found = {}
         for side, job in self._jobs.items():
             session = self.sessions.get(side)
@@ -213,7 +216,8 @@ class _Run:
                 events = enumerate(session.events if session is not None else ())
                 same = self._same.get(side, math.inf)
                 kept = tuple(one for number, one in events if number < same or one["event"] == "profiled")
-                found[side] = Outcome(job, kept, 0.0, stopped=stopped)
+                records = session.records() if session is not None else ()
+                found[side] = Outcome(job, kept, 0.0, records=records, stopped=stopped)
         return found
 
     def end(self) -> dict[str, Outcome]:

@@ -7,12 +7,19 @@ import os
 import re
 import signal
 import time
+from datetime import datetime, timezone
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
-from vllm_hwplugin_lab.bench import Job, TimeLimit, Workload, measure_in_turn, of_workloads
+from tests.cpu_seconds import patience
+from vllm_hwplugin import journal, journals
+from vllm_hwplugin_lab.bench import Job, TimeLimit, Workload, _launch, measure_in_turn, of_workloads
+from vllm_hwplugin_lab.bench.results import processes_entry
 
+#: Seconds that no answer takes, on any host.
+LONG = 1200
 WORKLOADS = tuple(
     Workload(f"batch {batch}", ((1,),), max_tokens=8, batch=batch, rounds=3, warmup_tokens=4, profile_tokens=tokens)
     for batch, tokens in ((1, 4), (2, 0))
@@ -30,6 +37,8 @@ def note(what):
         file.write(f"{job['label']} {what}\\n")
 
 note("starts")
+while open(shared).read().count(" starts") < int(os.environ["TOGETHER"]):
+    time.sleep(0.01)
 time.sleep(float(os.environ["START"]))
 note("ready")
 say(event="ready", seconds=1.0, pid=os.getpid(), side=job["label"])
@@ -59,9 +68,10 @@ def engines(instead_of_engines, tmp_path):
     """`engines(sides)`: their jobs, and a function that reads what they did, in its order in time."""
     instead_of_engines(ANSWERS)
     shared = tmp_path / "shared"
+    shared.touch()
 
-    def make(*sides, dies_of="", hangs_at="", last_hangs_at="", start=0.0, looks=0.0, ends=0.0):
-        usual = {"SHARED": str(shared), "DIES_OF": "", "HANGS_AT": "", "TAKES": "0.0"}
+    def make(*sides, dies_of="", hangs_at="", last_hangs_at="", start=0.0, looks=0.0, ends=0.0, together=0):
+        usual = {"SHARED": str(shared), "DIES_OF": "", "HANGS_AT": "", "TAKES": "0.0", "TOGETHER": str(together)}
         usual |= {"START": str(start), "LOOKS": str(looks), "ENDS": str(ends)}
         jobs = {side: Job(side, False, {}, dict(usual), WORKLOADS) for side in sides}
         jobs[sides[-1]].environment.update(HANGS_AT=last_hangs_at)
@@ -75,7 +85,7 @@ def test_engines_are_alive_together_and_take_turns(engines):
     jobs, done = engines("a", "b")
     kept = []
     outcomes = measure_in_turn(
-        jobs, of_workloads(jobs), rounds=2, at_once=False, timeout=30, keep=lambda found: kept.append(found)
+        jobs, of_workloads(jobs), rounds=2, at_once=False, timeout=LONG, keep=lambda found: kept.append(found)
     )
     rounds = [f"{side} round batch {size} {n}" for n in (0, 1) for size in (1, 2) for side in "ab"]
     warm = [f"{side} warm-up batch {size}" for size in (1, 2) for side in "ab"]
@@ -107,7 +117,7 @@ def test_a_round_is_as_large_as_the_quickest_sides_trial_says(engines):
         )
         for one in of_workloads(jobs)
     ]
-    outcomes = measure_in_turn(jobs, asked, rounds=1, at_once=True, timeout=30)
+    outcomes = measure_in_turn(jobs, asked, rounds=1, at_once=True, timeout=LONG)
     tried = [line for line in done() if "trial" in line or "round" in line]
     assert tried[:4] == ["a trial batch 1 1", "b trial batch 1 1", "c trial batch 1 1", "b round batch 1 0"]
     # The side that is no more took no time at all.
@@ -120,8 +130,10 @@ def test_a_round_is_as_large_as_the_quickest_sides_trial_says(engines):
 
 
 def test_side_by_side_all_start_before_one_is_ready(engines):
-    jobs, done = engines("a", "b", "c", start=0.5)
-    measure_in_turn(jobs, of_workloads(jobs), rounds=1, at_once=True, timeout=30)
+    # Each is ready only when all have begun.
+    jobs, done = engines("a", "b", "c", together=3)
+    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=1, at_once=True, timeout=patience(30))
+    assert [one.error for one in outcomes.values()] == [None] * 3
     assert sorted(done()[:3]) == ["a starts", "b starts", "c starts"]
 
 
@@ -139,7 +151,7 @@ def test_engines_rest_between_turns_where_there_are_several(engines):
             of_workloads(jobs),
             rounds=1,
             at_once=True,
-            timeout=30,
+            timeout=LONG,
             rest=0.3 if rests else 100.0,
             on_event=on_event,
         )
@@ -150,7 +162,7 @@ def test_engines_rest_between_turns_where_there_are_several(engines):
 
 def test_a_side_that_dies_is_left_out_and_the_others_go_on(engines):
     jobs, done = engines("a", "b", dies_of="round")
-    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=3, at_once=True, timeout=30)
+    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=3, at_once=True, timeout=LONG)
     assert outcomes["a"].error == "exit code 7"
     assert outcomes["a"].log_tail == "the reason"
     # What it measured before is kept.
@@ -160,9 +172,18 @@ def test_a_side_that_dies_is_left_out_and_the_others_go_on(engines):
     assert done().count("a round batch 1 1") == 1
 
 
-def test_a_side_that_hangs_is_ended_before_another_is_measured(engines):
-    jobs, _ = engines("a", "b", hangs_at="round")
-    pids, alive = {}, []
+def test_a_side_that_hangs_is_ended_before_another_is_measured(engines, monkeypatch):
+    jobs, done = engines("a", "b", hangs_at="round")
+    pids, alive, passed = {}, [], [0.0]
+
+    def sleep(seconds):
+        # Whatever a loaded host takes until a side hangs: from then on its time is over at once.
+        if not passed[0] and "a round batch 1 0" in done():
+            passed[0] = 2 * LONG
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], sleep=sleep)
+    monkeypatch.setattr(_launch, "time", clock)
 
     def on_event(event):
         if event["event"] == "ready":
@@ -170,8 +191,8 @@ def test_a_side_that_hangs_is_ended_before_another_is_measured(engines):
         elif event["event"] == "measured":
             alive.append([side for side, pid in pids.items() if os.path.exists(f"/proc/{pid}")])
 
-    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=2, at_once=True, timeout=2, on_event=on_event)
-    assert outcomes["a"].error == "no answer 'measured' after 2 s; killed"
+    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=2, at_once=True, timeout=LONG, on_event=on_event)
+    assert outcomes["a"].error == f"no answer 'measured' after {LONG} s; killed"
     assert outcomes["b"].error is None
     assert alive == [["b"]] * 4
 
@@ -184,9 +205,20 @@ def alive(events):
     return [event["pid"] for event in events if event["event"] == "ready" and os.path.exists(f"/proc/{event['pid']}")]
 
 
-def test_when_the_time_is_up_what_both_sides_have_measured_is_there(engines):
+def test_when_the_time_is_up_what_both_sides_have_measured_is_there_and_what_the_plugin_decided(engines, monkeypatch):
     jobs, done = engines("a", "b", last_hangs_at="round 1")
-    said, limit = [], TimeLimit(60)
+    said, limit = [], TimeLimit(LONG)
+
+    def journals_of_engines_and_workers():
+        """Each engine has two workers, whose parent it is."""
+        now = datetime.now(timezone.utc).isoformat()
+        for pid in [event["pid"] for event in said if event["event"] == "ready"]:
+            for number, (own, parent) in enumerate(((pid, 1), (-pid, pid), (-2 * pid, pid))):
+                one = journal.new("0")
+                one.pid, one.ppid, one.started, one.decisions = own, parent, now, {"graphs": f"by {number} of {pid}"}
+                yield one
+
+    monkeypatch.setattr(journals, "read_all", journals_of_engines_and_workers)
 
     def on_event(event):
         said.append(event)
@@ -195,13 +227,16 @@ def test_when_the_time_is_up_what_both_sides_have_measured_is_there(engines):
             limit.__init__(1)
 
     outcomes = measure_in_turn(
-        jobs, of_workloads(jobs), rounds=3, at_once=True, timeout=60, limit=limit, on_event=on_event
+        jobs, of_workloads(jobs), rounds=3, at_once=True, timeout=LONG, limit=limit, on_event=on_event
     )
     assert done()[-2:] == ["a round batch 1 1", "b round batch 1 1"]
     for side in "ab":
         # Not the round that only one of them has come through, and no side has failed.
         assert rounds_of(outcomes[side]) == [("batch 1", 0), ("batch 2", 0)]
         assert (outcomes[side].error, outcomes[side].stopped) == (None, "the time limit of 1 s")
+        (pid,) = [event["pid"] for event in outcomes[side].of("ready")]
+        decisions = {"graphs": " | ".join(f"by {number} of {pid}" for number in range(3))}
+        assert processes_entry(outcomes[side].records)["decisions"] == decisions
     assert len([event for event in said if event["event"] == "measured"]) == 5
     assert alive(said) == []
 
@@ -210,13 +245,13 @@ def test_a_start_beyond_the_limit_measures_nothing_is_no_failure_and_says_how_fa
     jobs, _ = engines("a", "b", start=30)
     # However long a busy host takes until here.
     jobs["a"].environment["START"] = "0"
-    limit = TimeLimit(60)
+    limit = TimeLimit(LONG)
 
     def on_event(event):
         limit.__init__(1)
 
     outcomes = measure_in_turn(
-        jobs, of_workloads(jobs), rounds=1, at_once=False, timeout=60, limit=limit, on_event=on_event
+        jobs, of_workloads(jobs), rounds=1, at_once=False, timeout=LONG, limit=limit, on_event=on_event
     )
     assert [one.of("measured") for one in outcomes.values()] == [[], []]
     for one in outcomes.values():
@@ -226,7 +261,7 @@ def test_a_start_beyond_the_limit_measures_nothing_is_no_failure_and_says_how_fa
 
 def test_a_limit_that_is_over_while_engines_end_leaves_nothing_out(engines):
     jobs, _ = engines("a", "b", ends=1.0)
-    profiled, limit = [], TimeLimit(60)
+    profiled, limit = [], TimeLimit(LONG)
 
     def on_event(event):
         profiled.extend([event] * (event["event"] == "profiled"))
@@ -234,7 +269,7 @@ def test_a_limit_that_is_over_while_engines_end_leaves_nothing_out(engines):
             limit.__init__(0.2)
 
     outcomes = measure_in_turn(
-        jobs, of_workloads(jobs), rounds=1, at_once=True, timeout=60, limit=limit, on_event=on_event
+        jobs, of_workloads(jobs), rounds=1, at_once=True, timeout=LONG, limit=limit, on_event=on_event
     )
     assert [(one.error, one.stopped, len(one.of("measured"))) for one in outcomes.values()] == [(None, None, 2)] * 2
 
@@ -249,7 +284,7 @@ def test_an_interrupt_leaves_what_both_sides_have_measured_and_the_failure_of_a_
         if (event["event"], event.get("workload"), event.get("round")) == ("measured", "batch 2", 1):
             os.kill(os.getpid(), signal.SIGINT)
 
-    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=3, at_once=True, timeout=60, on_event=on_event)
+    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=3, at_once=True, timeout=LONG, on_event=on_event)
     assert (outcomes["a"].error, outcomes["a"].stopped) == ("exit code 7", "an interrupt")
     for side in "bc":
         assert rounds_of(outcomes[side]) == [("batch 1", 0), ("batch 2", 0), ("batch 1", 1)]

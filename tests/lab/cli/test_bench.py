@@ -179,7 +179,9 @@ def test_a_profile_looks_at_all_sides_in_turn_in_their_callers_processes(run, tm
         for side, job in jobs.items():
             events = [event for number, us in enumerate((950.0, 900.0, 990.0)) for event in phases(job, us, number)]
             events += [{"event": "profiled", "workload": one.name, "gpu_busy_ms": 0.5} for one in job.workloads]
-            record = {"uses": {"v2-tail-graph": {"used": True}, "nwor": {"used": False}}}
+            used = {"v2-tail-graph": {"used": True, "reason": "r"}, "nwor": {"used": False, "reason": "r"}}
+            record = {"role": "worker", "features": {}, "uses": used, "decisions": {"graphs": "of 1 to 4 requests"}}
+            record |= {"fingerprint": "f00d", "notes": [], "error": None}
             found[side] = Outcome(job, tuple(events), 2.0, records=(record,))
         keep({side: dataclasses.replace(one, stopped="later") for side, one in found.items()})
         return found
@@ -193,6 +195,8 @@ def test_a_profile_looks_at_all_sides_in_turn_in_their_callers_processes(run, tm
     assert (one.answer, module) == ("phases", "vllm_hwplugin_lab.bench._engine")
     assert {job.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] for job in jobs.values()} == {"0"}
     assert [entry["side"] for entry in found["engines"]] == ALL
+    decided = [side["processes"]["decisions"] for side in found["cases"][0]["sides"].values()]
+    assert decided == [{"graphs": "of 1 to 4 requests"}] * len(ALL)
     assert found["cases"][0]["stopped"] is None
     entry = found["engines"][1]
     assert entry["trace"] == str(folder / "0.6b-eagle3-k=3-patched-batch-4.json.gz")
