@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from packaging.version import Version
@@ -46,6 +47,8 @@ _LIMIT: Final = "_hwplugin_largest_named"
 _LEFT: Final = "_hwplugin_sizes_left"
 _OWN: Final = "_hwplugin_own_capture_size"
 _MIXED: Final = "_hwplugin_largest_mixed"
+_VLLMS: Final = "_hwplugin_vllms_sizes"
+_SIZES: Final = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
 class CaptureSizesError(HwpluginError, RuntimeError):
@@ -205,6 +208,7 @@ def _set(vllm_config: Any, limit: int | None) -> tuple[str, str]:
     if sizes == own:
         blocks = "hold every decode batch" if limit is None else f"have each whole block up to {limit} tokens"
         return f"its {len(own)} sizes {blocks}", ""
+    vars(compilation)[_VLLMS] = own, compilation.max_cudagraph_capture_size
     compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes, sizes[-1]
     if limit is None:
         vars(compilation)[_OWN] = min(_whole_blocks(own[-1], block), batched)
@@ -316,6 +320,32 @@ def why_left(compilation_config: Any) -> str | None:
     """Return why the sizes are not the plugin's, or None where they are."""
     reason: str = vars(compilation_config).get(_LEFT, "vLLM's own platform class has chosen them")
     return reason or None
+
+
+def has_sizes(compilation_config: Any) -> bool:
+    """Whether some sizes are not vLLM's."""
+    return _VLLMS in vars(compilation_config)
+
+
+def leave_to_vllm(compilation_config: Any) -> None:
+    """Put vLLM's own sizes back, after a capture of the others has failed."""
+    kept = vars(compilation_config)
+    sizes, largest = kept.pop(_VLLMS)
+    kept.pop(_OWN, None)
+    compilation_config.cudagraph_capture_sizes, compilation_config.max_cudagraph_capture_size = sizes, largest
+
+
+@contextmanager
+def vllms_sizes(compilation_config: Any) -> Iterator[None]:
+    """Have only vLLM's own sizes while it lasts."""
+    kept = vars(compilation_config)
+    before = {name: kept[name] for name in (_VLLMS, _OWN, *_SIZES) if name in kept}
+    if _VLLMS in kept:
+        leave_to_vllm(compilation_config)
+    try:
+        yield
+    finally:
+        kept.update(before)
 
 
 def wants_mixed() -> bool:

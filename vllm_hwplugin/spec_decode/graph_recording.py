@@ -7,12 +7,13 @@ run out. So each feature records inside `attempt`, and a start goes on without t
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Final
 
 import torch
@@ -78,7 +79,13 @@ def shared_scratch() -> list[torch.Tensor]:
 
 
 def attempt(
-    feature: str, effect: str, record: Callable[[], None], forget: Callable[[], None], pool: Any = None
+    feature: str,
+    effect: str,
+    record: Callable[[], None],
+    forget: Callable[[], None],
+    pool: Any = None,
+    *,
+    kernels: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> bool:
     """Have a feature record its graphs; if that fails, have it forget them, and let the start go on.
 
@@ -91,6 +98,7 @@ def attempt(
         record: records, by `record_graph` or by vLLM's own wrapper.
         forget: drops all graphs of the feature, and what was made for them.
         pool: of graphs that vLLM's wrapper records; None where `record_graph` does.
+        kernels: a context for `record`; by default `kept_kernels`.
 
     Returns:
         Whether all was recorded.
@@ -99,7 +107,7 @@ def attempt(
         FeatureRequired: something failed, and the feature's gate says `on`.
     """
     try:
-        with kept_kernels():
+        with (kernels or kept_kernels)():
             record()
         if all_ranks(True):
             return True
@@ -247,7 +255,7 @@ def settle_all_reduce() -> None:
     where memory is gone by then; where a rank had failed first, and so has fewer, graphs would read inputs of others.
     So this comes before a replay and before graphs go. All ranks of tensor parallelism have to call it together.
     """
-    custom = getattr(get_tp_group().device_communicator, "ca_comm", None) if _tensor_parallel() else None
+    custom = _custom_all_reduce()
     if custom is None or custom.disabled:
         return
     _, offsets = _custom_ops.get_graph_buffer_ipc_meta(custom._ptr)
@@ -264,6 +272,45 @@ def settle_all_reduce() -> None:
         graph.capture_end()
     if most:
         custom.register_graph_buffers()
+
+
+@contextmanager
+def exchanged_later() -> Iterator[None]:
+    """Leave the exchange of custom all-reduce to the `graph_capture` around this, of another one in here.
+
+    vLLM exchanges at the end of that context also where a rank has failed, and so has recorded less than others.
+    """
+    custom = _custom_all_reduce()
+    if custom is None:
+        yield
+        return
+    capturing, custom.register_graph_buffers = custom._IS_CAPTURING, lambda: None
+    try:
+        yield
+    finally:
+        del custom.register_graph_buffers
+        custom._IS_CAPTURING = capturing
+
+
+def agreed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which raises where a rank of tensor parallelism has failed since the last call.
+
+    Raises:
+        RecordingFailed: it failed on another rank, as every rank knows.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **settings: Any) -> Any:
+        if not all_ranks(True):
+            raise RecordingFailed("it failed on another rank")
+        return function(*arguments, **settings)
+
+    return call
+
+
+def _custom_all_reduce() -> Any:
+    """vLLM's `CustomAllreduce` of tensor parallelism, or None."""
+    return getattr(get_tp_group().device_communicator, "ca_comm", None) if _tensor_parallel() else None
 
 
 def all_ranks(agreed: bool) -> bool:

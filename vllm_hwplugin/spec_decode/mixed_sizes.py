@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -50,9 +51,9 @@ def largest_that_wins(
     started, reserved, said = time.perf_counter(), reserved_memory(), []
     while sizes:
         size, below = sizes[0], sizes[1] if len(sizes) > 1 else own
-        graph = _seconds(forward_of(size), CUDAGraphMode.PIECEWISE)
+        graph = _seconds(partial(forward_of, size), CUDAGraphMode.PIECEWISE)
         # The smallest batch that the graph would serve.
-        eager = _seconds(forward_of(below + 1), CUDAGraphMode.NONE)
+        eager = _seconds(partial(forward_of, below + 1), CUDAGraphMode.NONE)
         said.append(f"{size} tokens in a graph take {graph * 1e3:.2f} ms, {below + 1} without {eager * 1e3:.2f}")
         if all_ranks(graph < eager):
             break
@@ -67,7 +68,7 @@ def largest_that_wins(
     return largest
 
 
-def _seconds(forward: Callable[[CUDAGraphMode], Any], mode: CUDAGraphMode) -> float:
+def _seconds(make: Callable[[], Callable[[CUDAGraphMode], Any]], mode: CUDAGraphMode) -> float:
     """Of one pass, of some that the host launches in a row after the first one, which captures or tunes; infinity where
     that fails on a rank of tensor parallelism. As a rule it has no memory for it, which CUDA and its libraries say in
     several ways; or a kernel does not take as many tokens, which stock vLLM never runs at a start.
@@ -75,6 +76,7 @@ def _seconds(forward: Callable[[CUDAGraphMode], Any], mode: CUDAGraphMode) -> fl
     While vLLM captures, its own all-reduce is left out of passes without a graph: the graph has to win by more then.
     """
     try:
+        forward = make()
         forward(CUDAGraphMode.NONE)
         forward(mode)
         fits = True

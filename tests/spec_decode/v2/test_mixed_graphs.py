@@ -233,11 +233,11 @@ SIZES_HERE = (2, 5, 9, 16, 24)
 
 
 @contextlib.contextmanager
-def with_them(tree: Any, mode: CUDAGraphMode, **settings: Any) -> Iterator[Sides]:
+def with_them(tree: Any, mode: CUDAGraphMode, gate: str = "on", **settings: Any) -> Iterator[Sides]:
     """Stock vLLM, and vLLM with graphs of any batch, and with all others of the plugin; `settings` are `Whole`'s."""
     with host_of_graphs() as monkeypatch:
         monkeypatch.setattr(mixed_graphs, "SIZES", (*SIZES_HERE, 40))
-        on = {"VLLM_HWPLUGIN_V2_MIXED_GRAPHS": "on"}
+        on = {"VLLM_HWPLUGIN_V2_MIXED_GRAPHS": gate}
         stock, patched = (ReleasedModules(tree, STAND_INS, **KERNELS, **one) for one in (UNPATCHED, on))
         read_by_the_plugin(patched, monkeypatch)
         for modules in (stock, patched):

@@ -50,9 +50,19 @@ def most_splits(compilation_config: Any, num_tokens: int, most: int) -> int | No
         num_tokens: of the graph.
         most: parts that vLLM allows.
     """
-    if _ADDED not in vars(compilation_config):
+    if not has_mixed_graphs(compilation_config):
         return None
     return max(1, min(4, most, _SPLIT_TOKENS // num_tokens))
+
+
+def has_mixed_graphs(compilation_config: Any) -> bool:
+    """Whether this engine has such graphs beside vLLM's own."""
+    return bool(vars(compilation_config).get(_ADDED))
+
+
+def leave_out_mixed_graphs(compilation_config: Any) -> None:
+    """Have none from now on, after their capture has failed."""
+    vars(compilation_config)[_ADDED] = False
 
 
 def add_mixed_graphs(runner: Any) -> None:
@@ -67,6 +77,9 @@ def add_mixed_graphs(runner: Any) -> None:
         FeatureRequired: an engine with a drafter cannot have them, and the feature's gate says `on`.
     """
     if runner.speculator is None and not decodes_plainly(runner):
+        return
+    if vars(runner.compilation_config).get(_ADDED) is False:
+        # As vLLM measured memory; it is known why.
         return
     most_tokens = min(runner.max_num_tokens, runner.compilation_config.max_cudagraph_capture_size or 0)
     sizes = [size for size in SIZES if size <= most_tokens]

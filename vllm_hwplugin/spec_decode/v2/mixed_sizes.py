@@ -15,7 +15,8 @@ from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.mixed_sizes import forget, largest_that_wins
 
 _TARGET: Final = "ModelCudaGraphManager"
-_LEFT_OUT: Final = "_hwplugin_left_out"
+#: Of a `CompilationConfig`, what vLLM's estimate of memory leaves out.
+LEFT_OUT: Final = "_hwplugin_left_out"
 #: Bytes that vLLM counts for a graph at least, which an allocation of others may hide.
 _LEAST: Final = 1 << 20
 
@@ -61,8 +62,8 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
         _forward_of(create_forward_fn, max(kept, key=lambda desc: desc.num_tokens))(CUDAGraphMode.NONE)
     if type(manager).__name__ == _TARGET:
         # vLLM sets it on this manager alone, and drops the drafter's with their graphs.
-        vars(compilation)[_LEFT_OUT] = None if getattr(manager, "_max_full_descs_to_capture", None) is None else []
-    if own is not None and vars(compilation).get(_LEFT_OUT) is not None:
+        vars(compilation)[LEFT_OUT] = None if getattr(manager, "_max_full_descs_to_capture", None) is None else []
+    if own is not None and vars(compilation).get(LEFT_OUT) is not None:
         _sample(manager, create_forward_fn)
 
 
@@ -115,7 +116,7 @@ def _sample(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     vLLM would capture two FULL graphs of the target, all of the drafter, and all PIECEWISE ones of both.
     """
     compilation, planned = manager.compilation_config, manager._capture_descs
-    left_out: list[tuple[int, list[int]]] = vars(compilation)[_LEFT_OUT]
+    left_out: list[tuple[int, list[int]]] = vars(compilation)[LEFT_OUT]
     # The worker has left them out of the mode where attention has none.
     full = planned.get(CUDAGraphMode.FULL, [])
     samples = sampled(compilation, full)
@@ -157,7 +158,7 @@ def left_out(manager: Any) -> int:
     Args:
         manager: the target's `CudaGraphManager`, after vLLM has captured its graphs and the drafter's.
     """
-    found: list[tuple[int, list[int]]] = vars(manager.compilation_config).get(_LEFT_OUT) or []
+    found: list[tuple[int, list[int]]] = vars(manager.compilation_config).get(LEFT_OUT) or []
     return sum(number * max(taken[-1], _LEAST) for number, taken in found if number)
 
 

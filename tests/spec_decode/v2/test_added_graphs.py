@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever goes wrong while graphs of the plugin are captured, vLLM starts and serves what it serves without them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
+
+pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
+
+from vllm_hwplugin import journal
+from vllm_hwplugin.spec_decode import capture_sizes, graph_recording
+from vllm_hwplugin.spec_decode.v2 import mixed_graphs, step_inputs, tail_graph
+from vllm_hwplugin.spec_decode.v2.mixed_sizes import LEFT_OUT
+from vllm_hwplugin.versions import SUPPORTED
+
+from ...conftest import versions
+from ..engines import DRAFTS, Model
+from ..graph_manager import Manager
+from ..sized_configs import V2, config_of, fill_of, made, stock
+from ..test_mixed_sizes import DRAFTERS
+from .released_modules import Graph
+from .test_mixed_graphs import graphs_of, live_load, with_them
+
+VERSION, MODE = "0.32.0", CUDAGraphMode.FULL_DECODE_ONLY
+
+
+class Refused(AssertionError):
+    """What a kernel, a builder or a device may raise."""
+
+
+def when(condition: Callable[..., bool], function: Any) -> Any:
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        if condition(*args, **kwargs):
+            raise Refused("at most 3 tokens of a request\nmore")
+        return function(*args, **kwargs)
+
+    return refusing
+
+
+def capturing(*_: Any, **__: Any) -> bool:
+    return Graph.capturing is not None
+
+
+def longer(_: Any, metadata: Any) -> bool:
+    """As MLA builders refuse them, FLASHINFER_MLA's among them."""
+    return metadata.max_query_len > 1 + DRAFTS
+
+
+def mixed(of_draft: bool, in_capture: bool) -> Callable[..., bool]:
+    """A pass of more tokens than one captured decode batch, of which none has 24 or 16."""
+
+    def found(model: Any, input_ids: Any, *_: Any, **__: Any) -> bool:
+        return model._draft is of_draft and len(input_ids) in (24, 16) and (capturing() or not in_capture)
+
+    return found
+
+
+BUILD = (TritonAttentionMetadataBuilder, "build_for_cudagraph_capture")
+#: What raises, and when; the features that are lost.
+CAPTURES: dict[str, tuple[tuple[Any, str], Callable[..., bool], set[str]]] = {
+    "metadata of mixed graphs": (BUILD, longer, {"v2-mixed-graphs"}),
+    "mixed graphs, before": ((Model, "forward"), mixed(False, False), {"v2-mixed-graphs"}),
+    "mixed graphs": ((Model, "forward"), mixed(False, True), {"v2-mixed-graphs"}),
+    "mixed graphs of the first pass": ((Model, "forward"), mixed(True, True), set()),
+    "sampling": ((tail_graph.TailGraphs, "_sample"), capturing, {"v2-tail-graph", "v2-step-inputs"}),
+    "drafting, before": ((tail_graph.TailGraphs, "_draft"), lambda *_: True, {"v2-tail-graph", "v2-step-inputs"}),
+    "drafting": ((tail_graph.TailGraphs, "_draft"), capturing, {"v2-tail-graph", "v2-step-inputs"}),
+    "buffers": ((tail_graph, "TailBuffers"), lambda *_: True, {"v2-tail-graph", "v2-step-inputs"}),
+    "inputs": ((step_inputs.StepInputs, "_preparing"), lambda *_: True, {"v2-step-inputs"}),
+}
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """By feature, whether the engine uses it, as the journal was told last; where there is no capture to leave."""
+    told: dict[str, bool] = {}
+    monkeypatch.setattr(graph_recording, "leave_capture", lambda pool, *, broken: None)
+    monkeypatch.setattr(journal, "use", lambda feature, used, reason="": told.__setitem__(feature, used))
+    return told
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_a_capture_that_raises_costs_its_graphs_and_not_the_start(
+    vllm_tree: Any, capture: str, used: dict[str, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    (owner, name), condition, lost = CAPTURES[capture]
+    caplog.set_level(logging.INFO, "vllm.hwplugin")
+    patch = mock.patch.object(owner, name, when(condition, getattr(owner, name)))
+    patch.start()
+    try:
+        with with_them(vllm_tree(VERSION), MODE, gate="auto") as sides:
+            patch.stop()
+            assert {feature for feature, serves in used.items() if not serves} == lost
+            # What needs the graphs that failed says so in a line of its own.
+            (said,) = [one for one in caplog.records if "at most 3 tokens of a request" in one.getMessage()]
+            assert said.levelno == logging.WARNING
+            found = graphs_of(sides.both[1])
+            assert bool(found["target"]) == ("v2-mixed-graphs" not in lost)
+            assert bool(found["first pass"]) == ("mixed" not in capture)
+            if "v2-mixed-graphs" in lost:
+                stock, patched = (side.runner.cudagraph_manager for side in sides.both)
+                assert list(map(str, patched.graphs)) == list(map(str, stock.graphs))
+                assert patched.hidden_states.shape == stock.hidden_states.shape
+            live_load(sides)
+    finally:
+        mock.patch.stopall()
+    if "v2-tail-graph" not in lost:
+        assert sides.both[1].runner.tail_graphs._sampling.outcomes()["served"] > 5
+
+
+class Failing(Manager):
+    """Passes of more tokens than vLLM's own sizes fail."""
+
+    def _run(self, owner: object, num_tokens: int, mode: CUDAGraphMode) -> None:
+        super()._run(owner, num_tokens, mode)
+        if num_tokens > 512:
+            raise Refused
+
+
+@pytest.mark.parametrize("profile", [False, True])
+@pytest.mark.parametrize("full", [(), mixed_graphs.SIZES], ids=["decodes", "mixed"])
+@pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.26.0") :]))
+def test_released_managers_capture_what_they_do_without_the_plugin(
+    vllm_tree: Any,
+    version: str,
+    full: tuple[int, ...],
+    profile: bool,
+    entry: journal.Journal,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree = vllm_tree(version)
+    if profile and SUPPORTED.index(version) < SUPPORTED.index("0.29.0"):
+        pytest.skip("this vLLM measures no graphs")
+    monkeypatch.setattr(graph_recording, "leave_capture", lambda pool, *, broken: None)
+    monkeypatch.setattr(graph_recording, "reserved_memory", lambda: 0)
+    # Timing would take back what fails.
+    monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "decode")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+
+    def planned(manager: Any) -> dict[str, list[str]]:
+        return {mode.name: list(map(str, descs)) for mode, descs in manager._capture_descs.items()}
+
+    plain = config_of(v2=True)
+    stock(plain)
+    expected = Manager(tree, plain, monkeypatch, profile=profile)
+    config = made(config_of(v2=True), fill_of(tree))
+    vars(config.compilation_config)["_hwplugin_mixed_graphs"] = bool(full)
+    found = Failing(tree, config, monkeypatch, full, profile=profile)
+    assert planned(found.made) == planned(expected.made)
+    assert list(map(str, found.made.graphs)) == list(map(str, expected.made.graphs))
+    assert found.made._max_full_descs_to_capture == 2 if profile else True
+    assert not profile or len(found.made._capture_mem_samples) == 2
+    assert config.compilation_config.cudagraph_capture_sizes == plain.compilation_config.cudagraph_capture_sizes
+    assert LEFT_OUT not in vars(config.compilation_config)
+    assert capture_sizes.largest_own(config.compilation_config) is None
+    for mode in DRAFTERS:
+        drafters = [one.capture_drafter(mode) for one in (expected, found)]
+        assert planned(drafters[1]) == planned(drafters[0])
+
+
+def test_a_rank_goes_on_without_graphs_that_failed_on_another(
+    vllm_tree: Any, used: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It notices before its next graph, and asks no more often than the rank on which one failed."""
+    asked: list[bool] = []
+
+    def all_ranks(well: bool) -> bool:
+        asked.append(well)
+        return len(asked) != 4
+
+    monkeypatch.setattr(graph_recording, "all_ranks", all_ranks)
+    with with_them(vllm_tree(VERSION), MODE, gate="auto") as sides:
+        assert not used["v2-mixed-graphs"]
+        assert not graphs_of(sides.both[1])["target"]
+        assert all(asked)
+        live_load(sides)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture of Model Runner V2's graphs with those that the plugin adds to vLLM's, and without them where that fails.
+
+vLLM captures larger sizes (`capture_sizes`) and batches of any shape (`mixed_graphs`) as it captures its own. Whatever
+goes wrong there would end a start that vLLM without the plugin survives. So its `capture` runs once within `attempt`,
+and where that fails, once more with the graphs that vLLM has by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Final
+
+import torch
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.platforms import current_platform
+
+from vllm_hwplugin import journal
+from vllm_hwplugin.features import CAPTURE_SIZES, V2_MIXED_GRAPHS
+from vllm_hwplugin.spec_decode.capture_sizes import has_sizes, leave_to_vllm, vllms_sizes
+from vllm_hwplugin.spec_decode.graph_recording import agreed, attempt, exchanged_later
+from vllm_hwplugin.spec_decode.v2.mixed_graphs import has_mixed_graphs, leave_out_mixed_graphs
+from vllm_hwplugin.spec_decode.v2.mixed_sizes import LEFT_OUT
+
+_STOCK: Final = "only the graphs that vLLM captures by itself"
+_TARGET: Final = "ModelCudaGraphManager"
+#: Of a `CompilationConfig`: whether vLLM measures memory, whether the plugin's graphs have failed, and by pool of
+#: graphs the one that has taken its place.
+_PROFILES: Final = "_hwplugin_profiles"
+_FAILED: Final = "_hwplugin_added_failed"
+_POOLS: Final = "_hwplugin_pools"
+#: Of a manager: whether its `capture` is called within another one, or has nothing of the plugin's.
+_SETTLED: Final = "_hwplugin_settled"
+
+
+def captured(
+    manager: Any,
+    capture: Callable[..., Any],
+    create_forward_fn: Callable[..., Any],
+    progress_bar_desc: str,
+    settle: Callable[[Any, Callable[..., Any]], None] | None = None,
+) -> tuple[Any, ...]:
+    """Capture the graphs of a manager, the plugin's among them; called at the beginning of vLLM's patched `capture`.
+
+    Args:
+        manager: vLLM's `CudaGraphManager`.
+        capture: vLLM's method itself.
+        create_forward_fn: its argument.
+        progress_bar_desc: its argument.
+        settle: takes back graphs that are not to be captured.
+
+    Returns:
+        What vLLM's `capture` returns, as the only item; none where vLLM has to capture by itself, because there are no
+        graphs of the plugin, or their capture failed and they are gone.
+
+    Raises:
+        FeatureRequired: it failed, and the gate of a feature whose graphs they are says `on`.
+    """
+    compilation, marks = manager.compilation_config, vars(manager)
+    if marks.get(_SETTLED):
+        return ()
+    target = type(manager).__name__ == _TARGET
+    if target:
+        vars(compilation)[_PROFILES] = getattr(manager, "_max_full_descs_to_capture", None) is not None
+    manager.pool = vars(compilation).get(_POOLS, {}).get(manager.pool, manager.pool)
+    mixed = has_mixed_graphs(compilation)
+    if _FAILED in vars(compilation):
+        marks[_SETTLED] = True
+        _begin_anew(manager)
+        return ()
+    if not mixed and not has_sizes(compilation):
+        return ()
+    pieces = {id(one): set(one.concrete_cudagraph_entries) for one in CUDAGraphWrapper._all_instances}
+    measured = {name: marks.get(name) for name in ("_max_full_descs_to_capture", "_capture_mem_samples")}
+    done: list[Any] = []
+
+    def record() -> None:
+        forward = agreed(create_forward_fn)
+        if settle is not None:
+            settle(manager, forward)
+        with exchanged_later():
+            done.append(capture(manager, forward, progress_bar_desc))
+
+    def forget() -> None:
+        for wrapper in CUDAGraphWrapper._all_instances:
+            entries = wrapper.concrete_cudagraph_entries
+            for batch in set(entries) - pieces.get(id(wrapper), set()):
+                del entries[batch]
+        marks.update({name: value for name, value in measured.items() if name in marks})
+        if measured["_capture_mem_samples"]:
+            measured["_capture_mem_samples"].clear()
+        if target or vars(compilation)[_PROFILES]:
+            # A drafter's graph of any batch reads what the target's leaves.
+            vars(compilation)[_FAILED] = True
+            vars(compilation).pop(LEFT_OUT, None)
+            if has_sizes(compilation):
+                leave_to_vllm(compilation)
+                journal.use(CAPTURE_SIZES, False, "capturing graphs of its sizes failed")
+            if mixed:
+                leave_out_mixed_graphs(compilation)
+        _begin_anew(manager)
+        _leave_pool(manager)
+
+    marks[_SETTLED] = True
+    feature = V2_MIXED_GRAPHS if mixed else CAPTURE_SIZES
+    if attempt(feature, _STOCK, record, forget, manager.pool, kernels=nullcontext):
+        marks[_SETTLED] = False
+        return tuple(done)
+    if mixed and has_mixed_graphs(compilation):
+        journal.use(V2_MIXED_GRAPHS, True)
+    return ()
+
+
+def _begin_anew(manager: Any) -> None:
+    """Have a manager plan the graphs that vLLM has by itself, and no others."""
+    manager.graphs.clear()
+    manager._candidates.clear()
+    manager._capture_descs.clear()
+    with vllms_sizes(manager.compilation_config):
+        manager._init_candidates()
+    if type(manager).__name__ == _TARGET:
+        # As the largest graph needed them.
+        manager.hidden_states, manager.aux_hidden_states = None, []
+
+
+def _leave_pool(manager: Any) -> None:
+    """Have vLLM capture into another pool: a capture that CUDA has ended may have left this one in disorder.
+
+    Of the pool that a sleep offloads there is only one, and vLLM goes on with it.
+    """
+    before, after = manager.pool, torch.cuda.graph_pool_handle()
+    vars(manager.compilation_config).setdefault(_POOLS, {})[before] = after
+    manager.pool = after
+    for wrapper in CUDAGraphWrapper._all_instances:
+        if wrapper.graph_pool == before:
+            wrapper.graph_pool = after
+    platform: Any = type(current_platform)
+    if platform._global_graph_pool == before:
+        platform._global_graph_pool = after
