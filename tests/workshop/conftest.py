@@ -62,8 +62,8 @@ class PackageServer:
     `ranges` is what it does with a range request: serves it, serves all but ranges counted from the end, or sends the
     whole file. `status` answers every request with that status, `cut` closes the connection after that many bytes.
     Where it is `silent`, the project page never comes. `hiccups` has what becomes of single answers, by their number
-    from 0: sent in half, stated shorter than it is, of zeros, with one byte changed at `damage_at` (a share of it), or
-    none at all.
+    from 0: sent in half, stated shorter than it is, of zeros, with the byte changed that is `damage_at` bytes from its
+    end, or none at all.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class PackageServer:
         self.retry_after: str | None = None
         self.cut: int | None = None
         self.hiccups: dict[int, Hiccup] = {}
-        self.damage_at = 0.0
+        self.damage_at = 1
         self.page: bytes | None = None
         self.page_type = "text/html"
         self.wheels: dict[str, bytes] = {}
@@ -167,7 +167,7 @@ class PackageServer:
         elif hiccup == "zeros":
             body = bytes(len(body))
         elif hiccup == "damaged" and body:
-            at = min(int(len(body) * self.damage_at), len(body) - 1)
+            at = max(len(body) - self.damage_at, 0)
             body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
         handler.send_response(status)
         handler.send_header("Content-Type", kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -50,14 +51,21 @@ def _extend(folder: Path, version: str) -> None:
 
 def test_writers_of_one_feature_wait_for_one_another(feature: Path) -> None:
     """Each has its version in it then, and nobody meets half a feature."""
-    for versions in (["0.31.0", "0.32.0", "0.33.0"], ["0.26.0", "0.27.0", "0.28.0"]):
-        writers = [fork.Process(target=_extend, args=(feature, version)) for version in versions]
-        for writer in writers:
-            writer.start()
-        for writer in writers:
-            writer.join(60)
-        assert [writer.exitcode for writer in writers] == [0] * 3
-        assert all(read_feature(feature).versions.covers(version) for version in versions)
+    before = read_feature(feature)
+    versions = ["0.31.0", "0.32.0", "0.33.0"]
+    writers = [fork.Process(target=_extend, args=(feature, version)) for version in versions]
+    held = os.open(feature.parent, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    for writer in writers:
+        writer.start()
+    writers[0].join(1)
+    assert read_feature(feature) == before
+    fcntl.flock(held, fcntl.LOCK_UN)
+    os.close(held)
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0] * 3
+    assert all(read_feature(feature).versions.covers(version) for version in versions)
     assert sorted(os.listdir(feature.parent)) == ["catalogue.toml", "it"]
 
 

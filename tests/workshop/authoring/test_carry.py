@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from vllm_hwplugin.patching import Catalogue, Feature, make_plan, parse_diff
+from vllm_hwplugin.patching import Catalogue, Feature, Text, make_plan, parse_diff
 from vllm_hwplugin.versions import Versions
 from vllm_hwplugin_workshop.authoring import Carried, Outcome, carry, carry_all, read_change, render, written
 
@@ -156,6 +156,14 @@ def test_random_changes_of_repetitive_texts(seed: int) -> None:
     carried = carry_all(read_change(git_diff(before, after), "it"), sources)
     assert carried[1].outcome is Outcome.APPLIES
     assert carried[1].files[PATH].result == after
+    # Both lines of each header are those of the texts, as `diff -u` counts them.
+    for diffs in written([carried[1]]).diffs.values():
+        for hunk in diffs[0].hunks:
+            for text, begin, block in (
+                (before, hunk.source_start, hunk.before),
+                (after, hunk.target_start, hunk.after),
+            ):
+                assert Text(text).has(block, begin - bool(block)) or not block
     for item, right in ((carried[0], "top = 1\n" + after), (carried[2], after + "end = 1\n")):
         if item.outcome is Outcome.APPLIES and after.endswith("\n"):
             assert item.files[PATH].result == right

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,17 @@ def test_a_later_version_inherits_what_is_not_needed(
     report = check(catalogue, "main", tree, ahead=True)
     assert ([item.status for item in report.verdicts], exit_status([report])) == ([Status.NOT_NEEDED], 0)
     assert make_plan(catalogue, tree, {}, try_unlisted=True).features["old"].state == "not-needed"
+
+
+def test_only_the_newest_hunks_are_offered(small_catalogue: Path, small_tree: Callable[[], Path]) -> None:
+    """That those of an older vLLM fit says nothing of what it has become."""
+    diff = small_catalogue / "graphs/graphs.diff"
+    heading, _, hunk = diff.read_text().partition("@@")
+    first = re.sub("^(.* @@)", r"@@\1 <0.33", hunk)
+    diff.write_text(f"{heading}{first}{heading}{first.replace('<0.33', '>=0.33').replace('total', 'sum')}")
+    tree = drift.open_target(f"{small_tree()}", drift.Index(), ahead=True)
+    report = check(load_catalogue(small_catalogue), "main", tree, ahead=True)
+    assert (report.fitting, exit_status([report])) == ({"context"}, 1)
 
 
 class Build:

@@ -196,6 +196,21 @@ def test_what_cannot_be_saved(trees: list[str], change: Path, path: str, text: s
     assert held() == before
 
 
+def test_a_change_is_not_saved_without_a_part_of_it(trees: list[str], change: Path) -> None:
+    """A file that was removed from the work tree is no edit, and neither is what is left of the change."""
+    run("import", str(change), "--into", "mine", *trees[:4])
+    before = held()
+    more = "vllm/v1/norm.py"
+    Path(tree("0.30.0").partition("@")[0], more).write_text("a = 1\n")
+    command = ("edit", "mine/add-whole-numbers", "--vllm", tree("0.30.0"), "--into", "work", "--file", more)
+    assert run(*command).exit_code == 0
+    Path("work", PATH).write_text(Path("work", PATH).read_text() + "# Ours.\n")
+    Path("work", more).unlink()
+    result = run("save", "work")
+    assert (result.exit_code, f"work/{more}: " in result.stderr) == (2, True)
+    assert held() == before
+
+
 @pytest.mark.parametrize(
     ("held", "left"),
     [

@@ -160,11 +160,13 @@ def test_a_hiccup_at_any_request_costs_another_request(
         assert {path: source.read(path) for path in FILES} == FILES
         return len(server.requests)
 
-    for at in (0, 13, 47, 72, 91) if hiccup == "damaged" else (0,):
+    # Names, sizes, sums and offsets of all members are in the last 300 bytes.
+    for at in range(1, 300, 9) if hiccup == "damaged" else (0,):
         server.hiccups, number = {}, -1
         least = read()
-        for number in range(least):
-            server.hiccups, server.damage_at = {number: hiccup}, at / 100
+        # An index's page has no sum, and may name another wheel then.
+        for number in range(hiccup == "damaged", least):
+            server.hiccups, server.damage_at = {number: hiccup}, at
             assert read() >= least
         # Two in a row.
         server.hiccups = {1: hiccup, 2: hiccup}
