@@ -152,8 +152,8 @@ def lines(project: Callable[[str], Project]) -> Callable[..., Lines]:
             timeout=120,
         )
         assert done.returncode == 0, done.stdout
-        # A line of vLLM's shows that what is looked for would be seen.
-        assert form in (None, BARE) or "vLLM serves" in done.stdout
+        # A line of vLLM's shows that what is looked for would be seen, and comes behind.
+        assert form is BARE or done.stdout.index("vllm-hwplugin") < done.stdout.index("vLLM serves"), done.stdout
         own = [line for line in done.stdout.splitlines() if "vllm-hwplugin" in line]
         if form is None:
             return [(item["levelname"], item["message"]) for item in map(json.loads, own)]

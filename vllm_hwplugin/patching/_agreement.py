@@ -106,7 +106,7 @@ def compare_with_first(entry: Journal, environ: Mapping[str, str], *, stop: bool
     if first == mine:
         return True
     text = (
-        f"this process ({entry.role}) has other patches in force (fingerprint {' '.join(mine[:-1])}) than the first "
+        f"this process ({entry.role}) runs other patches (fingerprint {' '.join(mine[:-1])}) than the first "
         f"process of its engine ({' '.join(first[:-1])}): a catalogue, vLLM or the plugin was changed in between, or "
         "is another one on this host; make them the same and start the engine again"
     )
