@@ -238,7 +238,7 @@ def begin_off(plugin_version: str) -> Journal:
     journal.off = True
     if (vllm := sys.modules.get("vllm")) is not None:
         journal.vllm_version = getattr(vllm, "__version__", None)
-        journal.vllm_root = next((os.path.dirname(folder) for folder in vllm.__path__), None)
+        journal.vllm_root = next((os.path.dirname(folder) for folder in getattr(vllm, "__path__", ())), None)
     begin(journal, _first_writable())
     return journal
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import multiprocessing
 import sys
 from types import ModuleType
 from typing import Any
@@ -42,6 +43,16 @@ def test_an_nvidia_host_is_offered_the_cuda_class_and_says_so_once(host: Any, ca
     assert [plugin.platform(), plugin.platform()] == [CLASSES["cuda"]] * 2
     (line,) = caplog.messages
     assert line == f"vllm-hwplugin: platform: {CLASSES['cuda']}: vLLM's own detection chooses CUDA"
+
+
+def test_a_child_does_not_repeat_it(
+    host: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host("cuda")
+    monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore")
+    caplog.set_level(logging.INFO, "vllm.hwplugin")
+    assert plugin.platform() == CLASSES["cuda"]
+    assert caplog.messages == []
 
 
 def test_a_cpu_build_is_offered_nothing_and_the_log_stays_quiet(host: Any, caplog: pytest.LogCaptureFixture) -> None:
