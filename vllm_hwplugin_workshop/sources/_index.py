@@ -10,6 +10,7 @@ again. These texts are compared with patches and never run.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -231,7 +232,7 @@ class IndexSource:
         self._release = self._index.release(project, version)
         self._folder = self._index.cache / self._release.filename
         self._zip: zipfile.ZipFile | None = None
-        self._texts: dict[str, str] = {}
+        self._texts: dict[str, str | None] = {}
         self.label = self._release.filename
         self.version = str(self._release.version)
 
@@ -256,11 +257,14 @@ class IndexSource:
             return None
         return decode(data, f"{self.label}: {path}") if (len(data), zlib.crc32(data)) == self._members[path] else None
 
-    def _fetched(self, wheel: zipfile.ZipFile, path: str) -> str:
-        text = member_text(wheel, path, self.label)
+    def _fetched(self, wheel: zipfile.ZipFile, path: str) -> str | None:
+        if path not in self._members:
+            return None
+        text = member_text(wheel, path, self.label) if path in wheel.NameToInfo else ""
         if (len(data := text.encode()), zlib.crc32(data)) != self._members[path]:
             # What was kept of the directory is not this wheel's, or came damaged.
-            (self._folder / _DIRECTORY).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (self._folder / _DIRECTORY).unlink()
             del self._members
             raise zipfile.BadZipFile(f"{path} is not what its directory stated")
         self._keep(f"files/{path}", text)

@@ -88,7 +88,7 @@ def open_installed(distribution: str = VLLM, features: Iterable[Feature] = ()) -
         # `dev` is what vLLM calls itself where its build did not learn a version.
         raise SourceError(
             f"the vLLM in {found.root} states the version {found.version!r}, which says nothing of its release; "
-            f"name the one that it was made from: {found.root}@0.33.0"
+            f"name the one that it was made from: {found.root}@0.33.0, or use `drift --ahead {found.root}`"
         )
     for trouble in found.troubles:
         logger.warning("%s", trouble)

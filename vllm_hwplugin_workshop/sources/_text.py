@@ -87,7 +87,7 @@ class TreeSource:
         if found is None:
             raise SourceError(
                 f"{folder}: its version is not written down (no vllm*.dist-info/METADATA, no vllm/_version.py); "
-                f"name it: {folder}@0.33.0"
+                f"name it: {folder}@0.33.0, or use `drift --ahead {folder}` for vLLM's main branch"
             )
         self.version = found
         self.label = str(folder) if found == NO_VERSION else f"{folder} ({found})"

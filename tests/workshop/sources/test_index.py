@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import Tree
 from tests.cpu_seconds import patience, wait_until
 from vllm_hwplugin_workshop.sources import Index, IndexSource, IndexUnreachable, PipConfig, SourceError, _remote
 from vllm_hwplugin_workshop.sources._index import choose, parse_release
@@ -173,14 +174,27 @@ def test_a_hiccup_at_any_request_costs_another_request(
         read()
 
 
-def test_a_directory_that_was_kept_damaged_is_read_again(server: Any, index: Index, wheels: Path) -> None:
+@pytest.mark.usefixtures("wheels")
+@pytest.mark.parametrize(
+    ("old", "new"), [(str(zlib.crc32(FILES["vllm/a.py"].encode())), "1"), ("vllm/b.py", "vllm/c.py")]
+)
+def test_a_directory_that_was_kept_damaged_is_read_again(server: Any, index: Index, old: str, new: str) -> None:
     """What it states of a member is never told as damage of the wheel for ever."""
     IndexSource("0.33.0", index).checksums()
     kept = index.cache / NAME / "members.json"
-    kept.write_text(kept.read_text().replace(str(zlib.crc32(FILES["vllm/a.py"].encode())), "1"))
-    again = Index(server.config, index.cache, retries=1)
-    assert IndexSource("0.33.0", again).read("vllm/a.py") == FILES["vllm/a.py"]
-    assert wheels.exists()
+    kept.write_text(kept.read_text().replace(old, new))
+    source = IndexSource("0.33.0", Index(server.config, index.cache, retries=1))
+    assert source.read("vllm/c.py" if new == "vllm/c.py" else "vllm/a.py") == (
+        None if new == "vllm/c.py" else "x = 1\r\n"
+    )
+    assert IndexSource("0.33.0", index).read("vllm/b.py") == "y = 2\n"
+
+
+@pytest.mark.usefixtures("wheels")
+def test_a_test_that_gets_nothing_but_damage_cannot_run(server: Any, index: Index) -> None:
+    server.hiccups = dict.fromkeys(range(1, 20), "zeros")
+    with pytest.raises((pytest.skip.Exception, pytest.fail.Exception), match="not a readable wheel"):
+        Tree("0.33.0", index).read("vllm/a.py")
 
 
 def test_an_answer_without_an_end_is_not_read(server: Any, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:

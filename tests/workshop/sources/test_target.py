@@ -19,6 +19,7 @@ from vllm_hwplugin_workshop.sources import (
     SourceError,
     TreeSource,
     WheelSource,
+    _text,
     open_installed,
     open_target,
 )
@@ -143,7 +144,7 @@ def test_text_is_not_touched(tmp_path: Path, write_wheel: WriteWheel) -> None:
     ("files", "message"),
     [
         ({"other/a.py": b""}, "no vllm/ package in this folder; name the folder that holds vllm/"),
-        ({"vllm/a.py": b""}, r"its version is not written down .* name it: .*@0\.33\.0$"),
+        ({"vllm/a.py": b""}, r"its version is not written down .* name it: .*@0\.33\.0, or use `drift --ahead"),
         ({"vllm/_version.py": b"\xff\xfe"}, r"_version\.py: cannot be read"),
         ({"vllm/a.py": b"", "vllm-0.33.0.dist-info/METADATA": b"A: \xe9\n"}, r"METADATA: cannot be read"),
     ],
@@ -194,6 +195,16 @@ def test_a_member_that_unpacks_to_more_than_a_text_has(tmp_path: Path, is_stated
         assert tracemalloc.get_traced_memory()[1] < LARGEST / 8
     finally:
         tracemalloc.stop()
+
+
+def test_a_directory_that_is_larger_than_any_of_vllm(
+    tmp_path: Path, write_wheel: WriteWheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = write_wheel(tmp_path, "0.33.0", {f"vllm/a_{number}.py": "" for number in range(100)})
+    assert WheelSource(wheel).read("vllm/a_1.py") == ""
+    monkeypatch.setattr(_text, "LARGEST", 5_000)
+    with pytest.raises(SourceError, match=r"not a readable wheel \(its directory has"):
+        WheelSource(wheel)
 
 
 def test_what_is_no_ordinary_file_of_a_tree_is_not_waited_for(tmp_path: Path) -> None:
