@@ -22,12 +22,14 @@ class Stand:
         drafted: tokens a step; None: a server without speculation.
         plugin: outcome -> share of 100 steps that each request takes; None: no counter of the plugin.
         seconds: of each answer.
+        answers: whether requests get any.
     """
 
     version: str | None = "0.31.0"
     drafted: int | None = 3
     plugin: dict[str, int] | None = None
     seconds: float = 0.0
+    answers: bool = True
     requests: int = 0
     url: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)

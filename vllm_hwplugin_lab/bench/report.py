@@ -6,6 +6,7 @@ The extra ``lab`` has matplotlib, which draws them. Nothing else here imports it
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
@@ -105,9 +106,11 @@ def latencies(results: Mapping[str, Any]) -> str:
         for panel, latency in zip(row, LATENCIES, strict=True):
             for side, points in _sides(loads):
                 for percentile, line in (("p50", "-"), ("p99", ":")):
-                    known = [(at, load[latency][percentile]) for at, load in points if load[latency]]
+                    # No number where nothing was answered, and so a gap.
+                    values = [load[latency][percentile] if load[latency] else math.nan for _, load in points]
                     label = f"{SIDE_NAMES[side]}, {percentile.upper()}"
-                    panel.plot(*zip(*known, strict=True), line, color=COLOURS[side], marker=".", label=label)
+                    places = [at for at, _ in points]
+                    panel.plot(places, values, line, color=COLOURS[side], marker=".", label=label)
             _finish(panel, latency[:-3].upper(), "ms")
         row[0].set_ylabel(f"{name}\nms")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -288,7 +289,7 @@ def of_loads(results: Mapping[str, Any]) -> Iterator[Compared]:
             if known:
                 ratios, *sides = zip(*known, strict=True)
                 busy = [[one["gpu_busy"] for one in side if one["gpu_busy"] is not None] for side in sides]
-                apart = max(max(each) / min(each) for side in sides for one in side if (each := _rounds(one)))
+                apart = max(_apart(_rounds(one)) for side in sides for one in side)
                 # Sides of one run take turns, so they meet the same host; two runs need not.
                 if pair == ("after", "before"):
                     apart = max(apart, host_ratio(*sides))
@@ -302,7 +303,7 @@ def case_name(results: Mapping[str, Any], case: Mapping[str, Any]) -> str:
 
 
 def speedup(load: Mapping[str, Any], baseline: Mapping[str, Any]) -> float | None:
-    """Return how much faster a load is; None where rounds are missing.
+    """Return how much faster a load is; None where rounds are missing, or nothing was answered.
 
     The best of more rounds is better by chance alone, so both must have as many. Requests that come at a rate decide
     tokens/s, so there the mean time to the last token counts.
@@ -312,13 +313,19 @@ def speedup(load: Mapping[str, Any], baseline: Mapping[str, Any]) -> float | Non
     if load.get("request_rate"):
         one, other = _rounds(load), _rounds(baseline)
         return min(other) / min(one) if one and other else None
-    return float(load["tokens_per_second"]["best"] / baseline["tokens_per_second"]["best"])
+    best, other_best = (float(one["tokens_per_second"]["best"]) for one in (load, baseline))
+    return best / other_best if best and other_best else None
 
 
 def _rounds(load: Mapping[str, Any]) -> list[float]:
     """The figure of each round by which loads are compared."""
     found: list[float] = load.get("round_e2e_ms", []) if load.get("request_rate") else load["tokens_per_second"]["all"]
     return found
+
+
+def _apart(rounds: Sequence[float]) -> float:
+    """The largest ratio between rounds; infinite where one gave nothing."""
+    return max(rounds) / min(rounds) if min(rounds) else math.inf
 
 
 def host_ratio(*sides: Iterable[Mapping[str, Any]]) -> float:

@@ -46,10 +46,10 @@ def measure_running(
     """
     before = running.read_run(against[0]) if against else None
     settings, prompts = _settings(context, url.rstrip("/").removesuffix("/v1"), before)
-    if before is not None:
-        running.same_load(before["settings"], running.new_results(settings)["settings"])
-    console.print(f"{settings.model} at {settings.url}", highlight=False)
     results = running.new_results(settings)
+    if before is not None:
+        running.same_load(before["settings"], results["settings"])
+    console.print(f"{settings.model} at {settings.url}", highlight=False)
     # vLLM's client would look for a tokenizer of the name that requests carry.
     sent = dataclasses.replace(settings, client=("--tokenizer", settings.checkpoint, *settings.client))
     measurements = serving.serve_measurements(sent, prompts or None, before and running.round_sizes(before))

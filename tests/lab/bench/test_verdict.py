@@ -13,7 +13,7 @@ from benchmarks.pages import RESULTS
 
 
 def load(best, slowest=None, busy=None, rounds=2, kinds=()):
-    speeds = {"best": best, "all": [best, slowest or best]}
+    speeds = {"best": best, "all": [best, best if slowest is None else slowest]}
     return {"tokens_per_second": speeds, "gpu_busy": busy, "rounds": rounds, "kinds": list(kinds)}
 
 
@@ -59,6 +59,12 @@ def test_requests_at_a_rate_decide_the_tokens_and_not_how_long_one_waits():
     before, after = (load(100) | open_loop | {"round_e2e_ms": [ms, 2 * ms]} for ms in (300.0, 200.0))
     assert speedup(after, before) == pytest.approx(1.5)
     assert speedup(load(150) | {"request_rate": 0}, load(100)) == pytest.approx(1.5)
+
+
+def test_rounds_of_which_one_gave_nothing_say_nothing():
+    (one,) = compared(stock=[load(100, 0)], patched=[load(200)])
+    assert one.outcome == "unknown"
+    assert speedup(load(0), load(100)) is speedup(load(100), load(0)) is None
 
 
 def test_two_runs_are_as_far_apart_as_the_speed_of_their_host():

@@ -32,6 +32,9 @@ def run(monkeypatch):
             # As many answers as vLLM's client would have, which takes them at the speed of the stand.
             stand.requests += load["requests"]
             gaps = [stand.seconds] * 4
+            if not stand.answers:
+                silent = {"prompt_tokens": 8, "tokens": 0, "start": 0.0, "ttft": None, "gaps": []}
+                return {"began": 0.0, "seconds": 1.0, "requests": [silent] * load["requests"]}
             request = {"prompt_tokens": 8, "tokens": 5, "start": 0.0, "ttft": stand.seconds, "gaps": gaps}
             return {"began": 0.0, "seconds": 10 * stand.seconds, "requests": [request] * load["requests"]}
 
@@ -137,6 +140,17 @@ def test_two_runs_of_one_load_are_compared(run, tmp_path, before, after, outcome
     # The file is one of a run, so that the next one can be compared with it; and two files do without a server.
     again = program("bench", "serve", "--against", str(files[0]), "--against", str(files[1]))
     assert (again.exit_code, outcome in again.output) == (status, True)
+
+
+def test_a_server_that_answers_nothing_is_compared_with_nothing(run, tmp_path):
+    files, page = [tmp_path / name for name in ("before.json", "after.json")], tmp_path / "both.html"
+    run(Stand(seconds=0.01), *LOAD, "--json", str(files[0]))
+    result, _ = run(Stand(answers=False), "--against", str(files[0]), "--json", str(files[1]), "--html", str(page))
+    assert (result.exit_code, "No verdict" in result.output) == (2, True), result.output
+    columns, *rows = Page(page.read_text()).tables[0]
+    assert [row[columns.index("TTFT P99, ms")] for row in rows] == ["10.0", "-"] * 2
+    again = program("bench", "serve", "--against", str(files[1]), "--against", str(files[0]))
+    assert (again.exit_code, "No verdict" in again.output) == (2, True)
 
 
 def test_runs_whose_rounds_differ_more_say_nothing(run, tmp_path):
