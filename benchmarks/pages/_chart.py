@@ -115,22 +115,23 @@ def step_in_time(files: Sequence[Found]) -> str:
         panel.barh(y + 0.2, profile["gpu_busy_ms"], 0.3, color="black", label="" if y else _FLOOR)
         told = f" {profile['graph_launches']:g} graphs and {profile['kernel_launches']:g} kernels launched"
         panel.text(at, y - 0.2, told, va="center", fontsize=7)
-    panel.set_yticks(range(len(engines)), [SIDE_NAMES[engine["side"]] for engine in engines])
-    panel.set_xlabel("ms")
+    names = [SIDE_NAMES[engine["side"]].replace("MRV2", "V2") for engine in engines]
+    panel.set_yticks(range(len(engines)), names)
+    told = "; ".join(dict.fromkeys(map(_measured, files)))
+    panel.set_xlabel(f"ms, {_FLOOR} by torch's profiler in a separate run; {told}")
     panel.set_ylim(len(engines) - 0.5, -0.6)
     panel.margins(x=0.25)
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
     return svg(figure, "A step on the host, part by part, and on the GPU")
 
 
-def served(files: Sequence[Found]) -> str:
-    """How much of a live load's steps each fast path served, a bar a load and path; why not the others."""
+def served(file: Found, side: str) -> str:
+    """How much of a live load's steps each fast path of a side served, a bar a load and path; why not the others."""
     bars = [
-        (f"{at} at once, {path}", load["kinds"], path)
-        for file in files
+        (f"concurrency {at}, {path}", load["kinds"], path)
         for _, loads in groups(file.results)
-        for at, side, load in loads
-        if side in STOCK_OF
+        for at, of, load in loads
+        if of == side
         for path in dict.fromkeys(path for row in load.get("kinds", ()) for path in row["paths"])
     ]
     figure, axes = panels(1, 1, 0.5 + 0.17 * len(bars))
@@ -148,12 +149,17 @@ def served(files: Sequence[Found]) -> str:
     panel.set_yticks(range(len(bars)), [name for name, *_ in bars])
     panel.set_ylim(len(bars) - 0.4, -0.6)
     panel.xaxis.set_major_formatter("{x:.0%}")
-    panel.set_xlabel("of the steps")
+    panel.set_xlabel(f"of the steps; {_RUNNERS[side]}, {_measured(file)}")
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
     return svg(figure, "Which steps of a live load the plugin's fast paths served")
 
 
 _FLOOR = "GPU busy"
+
+
+def _measured(file: Found) -> str:
+    """What a drawing is of, to stand in it."""
+    return f"{file.device}, vLLM {file.vllm}, {file.name.removesuffix('.json')}, {file.results['date'][:10]}"
 
 
 def _label(value: float) -> str:

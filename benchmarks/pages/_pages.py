@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_hwplugin_lab.bench.plan import TINY
@@ -18,7 +19,7 @@ from . import (
     _serve_tables,
 )
 from ._gains import gains
-from ._read import ResultsError, read_all
+from ._read import Found, ResultsError, read_all
 
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "benchmarks/results"
@@ -79,9 +80,27 @@ def drawings(root: Path = ROOT) -> dict[str, str]:
         "docs/benchmarks.svg": _chart.steps(found),
         "docs/gain.svg": _chart.idle_and_gain([one for one in found if one.shape != TINY]),
         "docs/step.svg": _chart.step_in_time(read_all(results, "phases-")),
-        "docs/served.svg": _chart.served(_serve_tables.over_http(read_all(results, "serve-"))[:1]),
+        "docs/served.svg": _chart.served(_of_v2(read_all(results, "serve-")), "mrv2-patched"),
         "docs/compatibility.svg": _chart.compatibility(page.read_text(encoding="utf-8")),
     }
+
+
+def _of_v2(files: Sequence[Found]) -> Found:
+    """The file whose drawing stands on the page of Model Runner V2: one Eagle3 engine over the most loads, the newest.
+
+    Raises:
+        ResultsError: no file has that.
+    """
+    fitting = [
+        file
+        for file in _serve_tables.over_http(files)
+        if file.results["settings"]["method"] == "eagle3"
+        and all("mrv2-patched" in case["sides"] for case in file.results["cases"])
+        and file.results["settings"]["tensor_parallel_size"] == 1
+    ]
+    if not fitting:
+        raise ResultsError(f"no file {_FOLDER}/serve-*.json of Eagle3 on Model Runner V2, of which served.svg is made")
+    return max(fitting, key=lambda one: (len(one.results["settings"].get("concurrency", ())), one.results["date"]))
 
 
 def write(root: Path = ROOT) -> None:

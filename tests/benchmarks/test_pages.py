@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from benchmarks.pages import ROOT, ResultsError, outdated, pages
+from benchmarks.pages import ROOT, ResultsError, drawings, outdated, pages
 from vllm_hwplugin_lab.bench import read_results
 from vllm_hwplugin_lab.bench.micro import attention_cases, op_cases
 from vllm_hwplugin_lab.bench.table import rows
@@ -49,6 +49,13 @@ def test_what_was_measured_of_kernels_is_measured_again_in_that_order(file, plan
     measured = [(cell["kernel"], cell["case"]) for cell in cells if cell["status"] == "measured"]
     assert len(plan) == len(set(plan))
     assert [cell for cell in plan if cell in measured] == measured
+
+
+def test_the_drawing_of_a_runners_page_is_of_that_runner():
+    pytest.importorskip("matplotlib")
+    drawn = drawings()["docs/served.svg"]
+    assert ("served.svg" in (ROOT / "docs/model-runner-v2.md").read_text(), "v2-tail-graph" in drawn) == (True, True)
+    assert "v1-" not in drawn
 
 
 def test_a_loss_is_called_a_loss(tree):
