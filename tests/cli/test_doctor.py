@@ -371,6 +371,15 @@ def test_a_server_that_starts_is_shown_before_an_engine_that_has_ended(diagnose:
     _server(folder, RUN[1], [])
     assert [one.state for one in diagnose().engines if one.pid == RUN[1]] == ["starting"]
     assert diagnose().last_engine[0].pid == RUN[1]
+    # Not before one that serves, and a script that runs is none.
+    started = journal.new("1").started
+    script = {"pid": RUN[0], "ppid": 2, "ticks": journal.ticks(RUN[0]), "started": started}
+    _write_record(folder, "0-script.json", **script, uses={"nwor": {"used": True, "reason": ""}})
+    assert diagnose().last_engine[0].pid == RUN[0]
+    (folder / f"0-{RUN[1]}.json").unlink()
+    _write_record(folder, "0-script.json", **script)
+    assert diagnose().last_engine[0].pid == FREE + 40
+    (folder / "0-script.json").unlink()
     _server(folder, RUN[1], [(FREE + 5, "engine-core")], uses={"nwor": {"used": True, "reason": ""}})
     assert [one.state for one in diagnose().engines if one.pid == RUN[1]] == ["running"]
 

@@ -140,6 +140,6 @@ def _agree(name: str, answer: dict[str, Any]) -> None:
     if answer["installed"]:
         assert answer["states"] == answer["installed"], (name, answer)
     for feature, state in answer["states"].items():
-        subjects = (re.split(" (?:is|are) not live, ", line)[0] for line in answer["warnings"])
+        subjects = (re.split(" (?:is|are) not patched in, ", line)[0] for line in answer["warnings"])
         said = any(feature in subject.split(", ") for subject in subjects)
         assert said == (state == "refused"), (name, feature, answer)

@@ -199,7 +199,7 @@ def diagnose(
     features = (*left_out, *features)
     states = {row.state for row in features}
     if not look.problems and not look.switched_off and "refused" in states and "live" not in states:
-        look.problems.append("the plugin would do nothing: no feature is live")
+        look.problems.append("the plugin would do nothing: no feature is patched in")
     engines, processes = find_engines(_journals(cache, look), engine)
     planned = None if command is None else _plan(command, gpu, installed, look)
     look.warnings += warn_of_orphans(processes) + fingerprints_differ(processes)
@@ -258,7 +258,7 @@ def _find_outside(own: Catalogue | None, look: _Look) -> Found:
         look.read(outside.gates)
     look.warnings += gates.unknown(look.environ, (*own.gates, *outside.gates) if own is not None else ())
     look.lines(look.strict and not look.switched_off).extend(
-        f"{item.where} is not live, vLLM runs stock there: {item.reason}" for item in outside.troubles
+        f"{item.where} is not patched in, vLLM runs unpatched there: {item.reason}" for item in outside.troubles
     )
     look.lines(not look.switched_off).extend(
         f"{name}=on, but no catalogue of patches has this gate" for name in gates.unclaimed(look.environ, outside.gates)
@@ -364,7 +364,7 @@ def _decide(
         if item.state == "refused" and not look.strict and choices[item.feature.gate] != "on":
             refusals.setdefault(item.reason, []).append(name)
     look.warnings += [
-        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not live, vLLM runs stock there: {reason}"
+        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not patched in, vLLM runs unpatched there: {reason}"
         for reason, names in refusals.items()
     ]
     return tuple(row(item.feature, item.state, item.reason) for item in plan.features.values()), plan.fingerprint

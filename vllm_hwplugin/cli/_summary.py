@@ -128,6 +128,8 @@ def _uses(found: Diagnosis) -> Iterator[str]:
             yield _line("  active", name + shares)
     if others := [name for name, shares in served.items() if not shares]:
         yield _line("  active", ", ".join(others))
+    if uses and not served:
+        yield _line("  active", "no feature")
     for line in unused_by_cause(uses):
         yield _line("  not used", line)
     for said in dict.fromkeys(item.decisions[UNSERVED] for item in found.last_engine if UNSERVED in item.decisions):

@@ -243,7 +243,7 @@ def _note_unserved(vllm_config: Any, option: str) -> None:
             f"{_ranges(missing)} of {scheduler.max_num_seqs} requests; {option} with {missing[-1] * block} serves them"
         )
         if entry.decisions.get(UNSERVED) != said:
-            logger.info("vllm-hwplugin: %s: %s", UNSERVED, said)
+            logger.info("%s: %s", UNSERVED, said)
         journal.note(UNSERVED, said)
 
 

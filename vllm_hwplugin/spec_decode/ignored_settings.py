@@ -9,7 +9,7 @@ runner does. No module is imported.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Final
 
 #: Text of a module by its path in vLLM; None where there is none.
@@ -67,22 +67,10 @@ def _names_read(root: str, without: str, read: Read) -> frozenset[str]:
             text, package = read(f"{path}/__init__.py"), True
         if text is None:
             continue
-        for node in _run(ast.parse(text)):
+        for node in ast.walk(ast.parse(text)):
             names |= _named(node)
             queue += [name for name in _imported(node, module, package) if name.startswith(_OF_A_RUNNER)]
     return frozenset(names)
-
-
-def _run(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a module, without what only type checkers read."""
-    queue = [tree]
-    while queue:
-        node = queue.pop()
-        yield node
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            queue += node.orelse
-        else:
-            queue += ast.iter_child_nodes(node)
 
 
 def _named(node: ast.AST) -> set[str]:

@@ -220,7 +220,7 @@ def test_a_catalogue_that_is_left_out_is_a_problem_where_it_stops_a_process(tmp_
         environ = {"VLLM_HWPLUGIN_PATCHES": nowhere, "VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path / "cache")}
         found = _diagnosis.diagnose({**environ, "VLLM_HWPLUGIN": on, "VLLM_HWPLUGIN_STRICT": strict})
         lines = {"problem": found.problems, "warning": found.warnings}
-        start = f"{nowhere} is not live, vLLM runs stock there: "
+        start = f"{nowhere} is not patched in, vLLM runs unpatched there: "
         return [kind for kind, some in lines.items() if any(line.startswith(start) for line in some)]
 
     # Strict mode has nothing to say to a process without the plugin.
