@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,13 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from vllm_hwplugin.cachedir import write_atomically
 from vllm_hwplugin.patching import VLLM, Catalogue, Feature, load_catalogue, outside
 from vllm_hwplugin.versions import Versions
 
 from ._carry import Carried
 from ._change import ChangeError
 from ._hunks import Written, render, written
-from ._line import ranges
+from ._line import Line, ranges
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -158,20 +160,37 @@ def extend(folder: Path, carried: Sequence[Carried]) -> Written:
     with _locked(folder.resolve().parent):
         feature = read_feature(folder)
         made = written(carried, feature)
-        file = folder / FEATURE
-        text = file.read_text(encoding="utf-8")
-        if Versions(made.versions) != feature.versions:
-            wanted = tomllib.loads(text) | {"versions": made.versions}
-            # Several lines of a text may begin so, too.
-            tried = (
-                text[: at.start()] + f"versions = {_basic(made.versions)}" + text[at.end() :]
-                for at in _LINE.finditer(text)
-            )
-            text = next((one for one in tried if _is(one, wanted)), "")
-            if not text:
-                raise ChangeError(f"{file}: has no line 'versions = ...' that could be changed; write it so")
-        _put(folder, made, text)
+        _put(folder, made, _with_versions(folder, feature.versions, made.versions))
     return made
+
+
+def list_version(folder: Path, version: str) -> None:
+    """Let a feature be for one more version, with the hunks that it has.
+
+    Raises:
+        ChangeError: `patch.toml` is not as it has to be, or cannot be written.
+    """
+    with _locked(folder.resolve().parent):
+        had = read_feature(folder).versions
+        line = Line([had], [version])
+        text = _with_versions(folder, had, line.text(line.of(had) | line.about(version)))
+        file = folder / FEATURE
+        write_atomically(file, text.encode(), mode=stat.S_IMODE(file.stat().st_mode))
+
+
+def _with_versions(folder: Path, had: Versions, versions: str) -> str:
+    """The text of a `patch.toml` with these versions, and otherwise as it is."""
+    file = folder / FEATURE
+    text = file.read_text(encoding="utf-8")
+    if Versions(versions) == had:
+        return text
+    wanted = tomllib.loads(text) | {"versions": versions}
+    # Several lines of a text may begin so, too.
+    tried = (text[: at.start()] + f"versions = {_basic(versions)}" + text[at.end() :] for at in _LINE.finditer(text))
+    text = next((one for one in tried if _is(one, wanted)), "")
+    if not text:
+        raise ChangeError(f"{file}: has no line 'versions = ...' that could be changed; write it so")
+    return text
 
 
 def put_back(catalogue: Path) -> list[str]:

@@ -55,12 +55,11 @@ def written(carried: Sequence[Carried], feature: Feature | None = None) -> Writt
     # What was no version of the feature's before does not become one because that before it was saved anew.
     taken = {version: numbers & had if min(numbers) in had else numbers for version, numbers in taken.items()}
     given = frozenset(number for numbers in taken.values() for number in numbers)
-    held = {
-        (file.origin.rpartition("/")[2], file.path): [
-            _Held(hunk, line.of(hunk.versions) & had - given) for hunk in file.hunks
-        ]
-        for file in files
-    }
+    held: dict[tuple[str, str], list[_Held]] = {}
+    for file in files:
+        # A diff may have a file in two sections.
+        hunks = held.setdefault((file.origin.rpartition("/")[2], file.path), [])
+        hunks += [_Held(hunk, line.of(hunk.versions) & had - given) for hunk in file.hunks]
     at = {path: name for name, path in reversed(held)}
     for item in in_order:
         for path, edited in item.files.items():

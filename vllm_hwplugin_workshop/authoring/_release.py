@@ -15,7 +15,7 @@ from vllm_hwplugin.versions import Versions
 
 from ._carry import carry
 from ._change import Change, ChangeError, Step
-from ._folder import FEATURE, extend, write
+from ._folder import FEATURE, extend, list_version, write
 from ._line import Line
 
 TEXTS: Final = "texts.json"
@@ -62,8 +62,12 @@ def carry_catalogue(
             continue
         verdict = evaluate_as(feature, source, last)
         if verdict.status is Status.APPLIES:
-            steps = tuple(Step(file) for file in feature.files_for(last))
-            extend(home, [carry(Change(feature.title, feature.origin, feature.what, steps), source)])
+            hunks = feature.files_for(last)
+            if feature.files_for(version) == hunks:
+                list_version(home, version)
+            else:
+                steps = tuple(map(Step, hunks))
+                extend(home, [carry(Change(feature.title, feature.origin, feature.what, steps), source)])
             done.append(feature.id)
         elif verdict.status is Status.UPSTREAM:
             left.append(ForAPerson(feature.id, "in this vLLM already: look, and write [[not_needed]] with the reason"))

@@ -68,8 +68,8 @@ def drift(arguments: Sequence[str]) -> int:
         write_text("\n".join(pages), options.markdown)
     status = exit_status(reports) or (FAILURE if selection.troubles else 0)
     if status == FAILURE and len(reports) > 1:
-        unread = sum(report.error is not None for report in reports)
-        note(f"could not tell: {unread} of {len(reports)} targets could not be read, and the others are as expected")
+        unread = sum(report.error is not None or not all(map(report.expects, report.verdicts)) for report in reports)
+        note(f"could not tell: {unread} of {len(reports)} targets could not be read, and nothing else is wrong")
     return status
 
 

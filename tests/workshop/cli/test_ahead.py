@@ -92,6 +92,22 @@ def test_carry_writes_what_people_have_written(cut: Path, newest: Path, tmp_path
     assert all((catalogue / name).read_bytes() == data for name, data in written.items())
 
 
+def test_carry_takes_hunks_whose_ranges_end_along(small_catalogue: Path, small_tree: Callable[[], Path]) -> None:
+    """As `==0.32.0` behind a hunk; an older hunk of the same lines stays what it was for."""
+    folder = small_catalogue / "graphs"
+    diff = folder / "graphs.diff"
+    heading, _, hunk = diff.read_text().partition("@@")
+    hunk = re.sub("^(.* @@)", rf"@@\1 >=0.30,<{NEWEST}", hunk)
+    diff.write_text(f"{heading}{hunk}{heading}{hunk.replace(f'>=0.30,<{NEWEST}', '<0.30').replace('b + a', 'a')}")
+    toml = folder / "patch.toml"
+    toml.write_text(toml.read_text().replace("<0.34.0", f"<{NEWEST}"))
+    tree = f"{small_tree()}@{NEWEST}"
+    assert program("patches", "carry", NEWEST, "--from", tree, "--catalogue", str(small_catalogue)).exit_code == 0
+    for version, result in ((NEWEST, "b + a"), (LAST, "b + a"), ("0.29.0", "return a\n")):
+        source = drift.open_target(f"{small_tree()}@{version}", drift.Index())
+        assert result in make_plan(load_catalogue(small_catalogue), source, {}).files[ADD].text
+
+
 @pytest.mark.parametrize("ends", [">=0.26.0,<0.34.0", ">=0.26.0"])
 def test_a_later_version_inherits_what_is_not_needed(
     small_tree: Callable[[], Path], add_feature: Callable[..., None], tmp_path: Path, ends: str
