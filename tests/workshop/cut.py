@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from vllm_hwplugin.patching import SUPPORTED, default_folder, parse_diff
+from vllm_hwplugin.patching import SUPPORTED, default_folder, load_catalogue, parse_diff
 from vllm_hwplugin.patching._catalogue import TEXTS
 from vllm_hwplugin.versions import UNKNOWN_FROM, Versions
 from vllm_hwplugin_workshop.authoring import render
@@ -30,6 +30,12 @@ def cut_catalogue(folder: Path) -> Path:
         of_file.pop(NEWEST, None)
     (folder / TEXTS).write_text(json.dumps(texts) + "\n")
     return folder
+
+
+def work() -> set[str]:
+    """Return the features that somebody has made other hunks of for the newest."""
+    of_both = [one for one in load_catalogue().features if one.versions.covers(LAST) and one.versions.covers(NEWEST)]
+    return {one.id for one in of_both if one.files_for(LAST) != one.files_for(NEWEST)}
 
 
 def _cut_diff(file: Path) -> None:
