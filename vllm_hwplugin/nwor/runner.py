@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -61,6 +62,17 @@ def restore(runner: Any, *, num_rejected: Any, num_draft_tokens: int) -> None:
     """
     if num_draft_tokens and (nwor := getattr(runner, "nwor", None)) is not None:
         nwor.restore(Rejected(num_rejected=as_int32(num_rejected)))
+
+
+@contextmanager
+def deferred(runner: Any) -> Iterator[None]:
+    """Have :func:`restore` do nothing within, for a batch that is sampled in chunks and restored as a whole."""
+    attached = vars(runner).pop("nwor", None)
+    try:
+        yield
+    finally:
+        if attached is not None:
+            runner.nwor = attached
 
 
 def replayed(runner: Any, num_rejected: torch.Tensor) -> None:

@@ -6,9 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-#: Larger batches keep a GPU busy for longer than the host needs for a step, and their logits are what graphs need
-#: memory for.
-MAX_NUM_REQS: Final = 64
+#: Requests of the largest graph. `max_num_seqs` bounds them as well.
+MAX_NUM_REQS: Final = 256
 
 _HANDLED: Final = frozenset(("temperature", "top_k", "top_p", "seed"))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,8 @@ FREE_ROW = 11
 BATCH = [(4, 3), (4, 3), (2, 1), (5, 0), (6, 0), (1, 0)]
 ROWS = [7, 2, 5, 3, 10, 1]
 PROMPT, CHUNK = 3, 4
+#: Rows of logits at a time: all, those of two requests, and those of one.
+CHUNKS = (1 << 10, 8, 4)
 
 
 def modules_of(texts: Mapping[str, str]) -> Modules:
@@ -88,9 +90,9 @@ class Batch:
         )
 
 
-def sampled(modules: Modules, batch: Any, states: Mapping[str, torch.Tensor], **given: Any) -> dict[str, Any]:
-    """vLLM's rejection sampler and what it updates, up to the state of all requests."""
-    made, count = modules("vllm.v1.worker.gpu.input_batch"), given.pop("count")
+def verified(modules: Modules, batch: Any, states: Mapping[str, torch.Tensor], **given: Any) -> list[torch.Tensor]:
+    """Sampled tokens, their number and that of rejected drafts, by vLLM's rejection sampler."""
+    made = modules("vllm.v1.worker.gpu.input_batch")
     sampler = modules("vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils")
     tokens, num_sampled = sampler.rejection_sample(
         draft_sampled=batch.input_ids[batch.logits_indices],
@@ -107,9 +109,25 @@ def sampled(modules: Modules, batch: Any, states: Mapping[str, torch.Tensor], **
     num_sampled, num_rejected = made.get_num_sampled_and_rejected(
         num_sampled, batch.seq_lens, batch.cu_num_logits, batch.rows, states["prefill_len"]
     )
-    alive = getattr(batch, "alive", batch.rows)
+    return [tokens, num_sampled, num_rejected]
+
+
+def sampled(
+    modules: Modules,
+    chunks: Sequence[Any],
+    states: Mapping[str, torch.Tensor],
+    alive: torch.Tensor,
+    starts: torch.Tensor,
+    count: int,
+    **given: Any,
+) -> dict[str, Any]:
+    """What vLLM samples for the chunks of a batch, and the state of all requests after it."""
+    made = modules("vllm.v1.worker.gpu.input_batch")
+    logits = given.pop("logits")
+    parts = [verified(modules, chunk, states, target_logits=logits[chunk.hidden_rows], **given) for chunk in chunks]
+    tokens, num_sampled, num_rejected = (torch.cat(part) for part in zip(*parts, strict=True))
     made.post_update(
-        *(alive, states["computed"], states["last_sampled"], None, tokens, num_sampled, num_rejected, batch.starts),
+        *(alive, states["computed"], states["last_sampled"], None, tokens, num_sampled, num_rejected, starts),
         *(states["token_ids"], states["total_len"]),
     )
     counts = num_sampled[:count].tolist()
@@ -120,8 +138,8 @@ def sampled(modules: Modules, batch: Any, states: Mapping[str, torch.Tensor], **
     }
 
 
-def in_graph(batch: Batch, states: States, num_reqs: int, gathered: bool) -> SimpleNamespace:
-    """The same batch as a decode graph of `num_reqs` requests has it."""
+def in_graph(batch: Batch, states: States, num_reqs: int, gathered: bool, chunk_rows: int) -> SimpleNamespace:
+    """The same batch as a decode graph of `num_reqs` requests has it, which samples `chunk_rows` rows at a time."""
     fixed = {
         name: SimpleNamespace(np=getattr(states, name).numpy(), gpu=getattr(states, name))
         for name in ("temperature", "seeds", "prefill_len")
@@ -133,22 +151,29 @@ def in_graph(batch: Batch, states: States, num_reqs: int, gathered: bool) -> Sim
         sampler=SimpleNamespace(sampling_states=SimpleNamespace(**fixed, **more)),
         req_states=SimpleNamespace(prefill_len=prefill_len),
     )
-    buffers = TailBuffers(runner, num_reqs + 1, 1 + DRAFTS, torch.int32)
-    buffers.write(batch.rows.numpy(), FREE_ROW, 1 + DRAFTS, LogitsRows(batch.num_logits, batch.ends, gathered))
-    num_rows = num_reqs * (1 + DRAFTS)
+    width = 1 + DRAFTS
+    buffers = TailBuffers(runner, num_reqs + 1, width, torch.int32, chunk_rows)
+    buffers.write(batch.rows.numpy(), FREE_ROW, width, LogitsRows(batch.num_logits, batch.ends, gathered))
     starts = torch.full((num_reqs + 1,), int(batch.ends[-1]), dtype=torch.int32)
     starts[: len(batch.starts)] = batch.starts
-    return SimpleNamespace(
-        rows=buffers.idx_mapping(num_reqs),
-        alive=buffers.idx_mapping_alive(num_reqs),
-        cu_num_logits=buffers.cu_num_logits[: num_reqs + 1],
-        expanded=buffers.expanded_idx_mapping[:num_rows],
-        local_pos=buffers.local_pos[:num_rows],
-        logits_indices=buffers.logits_indices[:num_rows],
-        hidden_rows=buffers.hidden_rows[:num_rows],
-        **{name: getattr(batch, name) for name in ("seq_lens", "input_ids", "positions")},
-        starts=starts,
-    )
+    chunks = []
+    for first in range(0, num_reqs, buffers.chunk_reqs(width)):
+        end = min(first + buffers.chunk_reqs(width), num_reqs)
+        rows, cu_num_logits = slice(first * width, end * width), buffers.cu_num_logits[first : end + 1]
+        chunks.append(
+            SimpleNamespace(
+                rows=buffers.idx_mapping(end)[first:],
+                cu_num_logits=cu_num_logits - cu_num_logits[0],
+                expanded=buffers.expanded_idx_mapping[rows],
+                local_pos=buffers.local_pos[rows],
+                logits_indices=buffers.logits_indices[rows],
+                hidden_rows=buffers.hidden_rows[rows],
+                seq_lens=batch.seq_lens[first:],
+                input_ids=batch.input_ids,
+                positions=batch.positions,
+            )
+        )
+    return SimpleNamespace(chunks=chunks, alive=buffers.idx_mapping_alive(num_reqs), starts=starts)
 
 
 def main(path: Path) -> None:
@@ -183,16 +208,25 @@ def main(path: Path) -> None:
                     drafted[row, draft, best] = 20
         batch = Batch(modules, states, count)
         given = {**more, "draft_logits": drafted, "count": count}
-        stock = sampled(modules, batch, states.copies(), target_logits=logits[batch.logits_indices], **given)
+        batch.hidden_rows = batch.logits_indices
+        stock = sampled(modules, [batch], states.copies(), batch.rows, batch.starts, logits=logits, **given)
         gathered = number % 2 == 0
-        rows = in_graph(batch, states, num_reqs, gathered)
+        graphs = [in_graph(batch, states, num_reqs, gathered, chunk_rows) for chunk_rows in CHUNKS]
         if gathered:
             # Behind them is what another step left.
-            found = torch.randn(len(rows.expanded), VOCAB, generator=chance)
+            found = torch.randn(num_reqs * (1 + DRAFTS), VOCAB, generator=chance)
             found[: len(batch.logits_indices)] = logits[batch.logits_indices]
             logits = found
-        graph = sampled(modules, rows, states.copies(), target_logits=logits[rows.hidden_rows], **given)
-        answers.append({"stock": stock, "graph": graph, "before": states.computed.tolist()})
+        answers.append(
+            {
+                "stock": stock,
+                "graphs": [
+                    sampled(modules, one.chunks, states.copies(), one.alive, one.starts, logits=logits, **given)
+                    for one in graphs
+                ],
+                "before": states.computed.tolist(),
+            }
+        )
     print(json.dumps(answers))
 
 

@@ -52,13 +52,10 @@ def test_a_batch_with_prompts_is_sampled_for_as_by_itself(
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout)
     assert len(answers) >= 4
-    # By which the plugin asks whether logits are verified in chunks.
-    sampler = tree.read("vllm/v1/worker/gpu/spec_decode/rejection_sampler.py")
-    assert ("_iter_request_chunks(" in sampler) == ("MAX_CHUNK_BYTES //" in sampler)
     counts: set[int] = set()
     for answer in answers:
         stock = answer["stock"]
-        assert answer["graph"] == stock
+        assert all(graph == stock for graph in answer["graphs"])
         assert stock["states"]["computed"] != answer["before"]
         counts |= {len(tokens) for tokens in stock["tokens"]}
     # A part of a prompt samples nothing; all drafts are right, or some.

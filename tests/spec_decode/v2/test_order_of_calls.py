@@ -19,6 +19,7 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 from vllm_hwplugin.gates import PLAIN_DECODE
 from vllm_hwplugin.spec_decode import obstacles
 from vllm_hwplugin.spec_decode.step_counts import Reason
+from vllm_hwplugin.spec_decode.v2 import recording
 from vllm_hwplugin.versions import Versions
 
 from .. import engines
@@ -77,6 +78,8 @@ def both(tree: Any, kind: Callable[[ReleasedModules], Side] = Side) -> Iterator[
         kernels = {"language": plain_triton.LANGUAGE, "jit": partial(jit, make=plain_triton.Kernel)}
         stock, patched = (ReleasedModules(tree, STAND_INS, **kernels, **choices) for choices in (UNPATCHED, ALIKE))
         read_by_the_plugin(patched, monkeypatch)
+        # The largest graph samples its requests in two chunks.
+        monkeypatch.setattr(recording, "_MOST_LOGITS_BYTES", 4 * VOCAB * 2 * (1 + DRAFTS))
         yield Sides(kind(stock), kind(patched))
 
 

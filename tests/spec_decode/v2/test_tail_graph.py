@@ -16,7 +16,7 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.worker.gpu.spec_decode import rejection_sampler, utils
+from vllm.v1.worker.gpu.spec_decode import utils
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
@@ -103,6 +103,7 @@ def test_no_graph_of_vllm_reads_a_weight_of_a_draft_model(
         decode_query_len=4,
         model=torch.nn.Module(),
         speculator=SimpleNamespace(model=draft),
+        sampler=SimpleNamespace(sampling_states=SimpleNamespace(vocab_size=9)),
         speculative_config=SimpleNamespace(method=method),
         lora_config=None,
     )
@@ -124,7 +125,7 @@ TARGETS: dict[str, tuple[list[int], int, str, int]] = {
     "piecewise": ([1, 2, 4, 8, 16], 3, "PIECEWISE", 0),
     "short sizes": ([1, 2, 4, 8, 16], 3, "FULL_AND_PIECEWISE", 4),
     "many drafts": ([1, 2, 4, *range(8, 513, 8)], 15, "FULL_AND_PIECEWISE", 32),
-    "defaults": ([1, 2, 4, *range(8, 513, 8)], 3, "FULL_AND_PIECEWISE", 64),
+    "defaults": ([1, 2, 4, *range(8, 513, 8)], 3, "FULL_AND_PIECEWISE", 128),
     "no size for a decode": ([1, 2], 3, "FULL_DECODE_ONLY", 0),
 }
 
@@ -195,6 +196,7 @@ def test_graphs_are_of_shapes_whose_states_the_target_keeps(
             speculator=SimpleNamespace(),
             speculative_config=SimpleNamespace(method="eagle3"),
             req_states=SimpleNamespace(draft_tokens=torch.zeros(1)),
+            sampler=SimpleNamespace(sampling_states=SimpleNamespace(vocab_size=9)),
             lora_config=object(),
             model=torch.nn.Linear(1, 1),
             _set_active_loras=lambda prompts, tokens, adapters: active.append(adapters),
@@ -348,10 +350,8 @@ def test_the_same_requests_are_held_anew_with_another_number_of_drafts(monkeypat
 
 
 def test_a_graph_with_far_more_logits_than_a_batch_has_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor one whose logits vLLM verifies in chunks: it divides them where the decode batch of the capture has them."""
-    runner: Any = SimpleNamespace(
-        max_num_reqs=8, sampler=SimpleNamespace(sampling_states=SimpleNamespace(vocab_size=1 << 20))
-    )
+    """Nor one in which a request has fewer rows than it needs."""
+    runner: Any = SimpleNamespace(max_num_reqs=8)
     graphs = TailGraphs(runner)
     graph: Any = object()
     graphs._served = {
@@ -375,5 +375,5 @@ def test_a_graph_with_far_more_logits_than_a_batch_has_is_not_replayed(monkeypat
     assert graphs._sampling_alone(HIDDEN, few, Reason.PROMPT) is needed
     monkeypatch.setattr(tail_graph, "_SURPLUS", 3)
     assert graphs._sampling_alone(HIDDEN, batch, Reason.PROMPT) is needed
-    monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", 8 * 4 << 20, raising=False)
-    assert graphs._sampling_alone(HIDDEN, batch, Reason.PROMPT) is Reason.PROMPT
+    del graphs._served[4, 2]
+    assert graphs._sampling_alone(HIDDEN, batch, Reason.PROMPT) is Reason.LARGER_BATCH

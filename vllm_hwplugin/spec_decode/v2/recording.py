@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -15,12 +14,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample import states as sampling_states
-from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, GraphShape, uniform_shape
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2.tail_buffers import Padding
+
+#: Of the fp32 logits that are sampled at a time, with which the head's own, half as large, are in memory.
+_MOST_LOGITS_BYTES: Final = 320 << 20
 
 
 class SamplerParts(Enum):
@@ -246,13 +247,12 @@ class HiddenRows:
         return self._states[self._rows]
 
 
-def verified_in_chunks(num_logits: int, vocab_size: int) -> bool:
-    """Whether vLLM verifies so many rows of fp32 logits in chunks, which it divides on the host.
+def rows_at_a_time(vocab_size: int) -> int:
+    """Return how many rows of logits a graph samples at a time: a power of two, so many that their fp32 copy fits.
 
-    From 0.27 on it does.
+    From 512 rows on a GPU computes logits for longer than it reads the head's weights.
     """
-    most: float = getattr(rejection_sampler, "MAX_CHUNK_BYTES", math.inf)
-    return num_logits * vocab_size * 4 >= most
+    return 1 << (_MOST_LOGITS_BYTES // (4 * vocab_size)).bit_length() - 1
 
 
 def idx_dtype(runner: Any) -> torch.dtype:

@@ -107,17 +107,21 @@ class TailBuffers:
         max_num_reqs: of the largest graph.
         query_len: tokens of a request in a decode batch, 1 + num_speculative_tokens: with a schedule, at most.
         idx_dtype: what the runner's `idx_mapping` is made of.
+        chunk_rows: rows of logits that are sampled at a time, a power of two. A chunk holds whole requests, and each
+            request has room for `query_len` rows in it.
 
     Attributes:
-        cu_num_logits: [max_num_reqs + 1], int32: where each request's logits begin.
+        cu_num_logits: [max_num_reqs + 1], int32: rows of logits that the requests before each have.
         expanded_idx_mapping, local_pos, logits_indices: [max_num_reqs * query_len]: of each row of logits its request's
-            row in the runner's state, which of the request's it is, and its token in the batch.
+            row in the runner's state, which of the request's it is, and its token in the batch. Within a chunk the
+            rows of its requests follow each other; what is left of its room belongs to no request.
         hidden_rows: [max_num_reqs * query_len], int64: its token in the hidden states that a graph reads.
         temperature, seeds: [max_num_reqs of the runner].
         outputs: see `Outputs`.
     """
 
-    def __init__(self, runner: Any, max_num_reqs: int, query_len: int, idx_dtype: torch.dtype):
+    def __init__(self, runner: Any, max_num_reqs: int, query_len: int, idx_dtype: torch.dtype, chunk_rows: int):
+        self._chunk_rows = chunk_rows
         device, num_tokens = runner.device, max_num_reqs * query_len
         states = runner.sampler.sampling_states
         # As they are named here.
@@ -158,6 +162,14 @@ class TailBuffers:
             torch.zeros(max_num_reqs, dtype=torch.int32, device=device),
         )
 
+    def chunk_reqs(self, query_len: int) -> int:
+        """Return how many requests of `query_len` tokens are sampled at a time.
+
+        A multiple of 16 where that many fit: Triton makes other kernels for addresses that 16 does not divide.
+        """
+        most = max(1, self._chunk_rows // query_len)
+        return most // 16 * 16 or most
+
     def idx_mapping(self, num_reqs: int) -> torch.Tensor:
         """[num_reqs]: each request's row in the runner's state; padding has one that no request has."""
         return self._packed.device["rows"][:num_reqs]
@@ -183,7 +195,7 @@ class TailBuffers:
             rows: [number of requests], integers.
             free_row: of padding.
             query_len: tokens of a request in the graphs.
-            logits: where the requests have theirs. By default each has as many as it has tokens.
+            logits: where the requests have theirs, at most `query_len` rows each. By default as many as it has tokens.
         """
         host, count = self._packed.host, len(rows)
         most, tokens = len(host["rows"]), self._tokens
@@ -199,18 +211,22 @@ class TailBuffers:
             num_logits[:count] = logits.num_logits
         ends = host["cu_num_logits"][1:]
         np.cumsum(num_logits, out=ends)
-        # Of each row of logits; those behind the last request's are nobody's.
+        # Of each row of logits: its request, and its place. Places between are nobody's.
         request: Any = np.repeat(np.arange(most), num_logits)
-        used = len(request)
-        host["expanded_rows"][:used], host["expanded_rows"][used:] = host["rows"][request], free_row
-        for name in ("local_pos", "logits_indices"):
-            host[name][:], host[name][used:] = tokens, 0
-        host["local_pos"][:used] -= host["cu_num_logits"][request]
+        row, starts = tokens[: len(request)], host["cu_num_logits"]
+        chunk_reqs = self.chunk_reqs(query_len)
+        first: Any = request // chunk_reqs * chunk_reqs
+        place = first * query_len + row - starts[first]
+        for name, rest in (("expanded_rows", free_row), ("local_pos", 0), ("logits_indices", 0), ("hidden_rows", 0)):
+            host[name][:] = rest
+        host["expanded_rows"][place] = host["rows"][request]
+        host["local_pos"][place] = row - starts[request]
+        last: Any = ends
         if logits is not None:
-            last: Any = np.ones(most, dtype=np.int64)
+            last = np.ones(most, dtype=np.int64)
             last[:count] = logits.query_ends
-            host["logits_indices"][:used] += (last - ends)[request]
-        host["hidden_rows"][:] = tokens if logits is None or logits.gathered else host["logits_indices"]
+        host["logits_indices"][place] = row + (last - ends)[request]
+        host["hidden_rows"][place] = row if logits is None or logits.gathered else host["logits_indices"][place]
 
         for name, moving in self._moving.items():
             host[name][:] = moving.np

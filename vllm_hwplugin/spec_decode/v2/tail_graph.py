@@ -62,11 +62,11 @@ from vllm_hwplugin.spec_decode.v2.recording import (
     idx_dtype,
     metadata_of_steps,
     recorded_with,
+    rows_at_a_time,
     rungs,
     sampling_as,
     scheduled_query_lens,
     splits_top_p,
-    verified_in_chunks,
 )
 from vllm_hwplugin.spec_decode.v2.tail_buffers import LogitsRows, TailBuffers
 from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters, around_graphs
@@ -78,7 +78,7 @@ _STOCK: Final = "vLLM's own kernels after the target"
 
 #: Rows of logits that a graph may have more than a batch needs which it does not draft for. A GPU should make them in
 #: less time than the host takes for the launches that the graph saves.
-_SURPLUS: Final = 64
+_SURPLUS: Final = 128
 
 #: Who does what no graph does.
 _HALVES: Final = {Part.V2_SAMPLING: "vLLM samples", Part.V2_DRAFTING: "vLLM drafts"}
@@ -249,7 +249,8 @@ class TailGraphs:
         runner = self._runner
         most = max(shape.num_reqs for shape in shapes)
         self._drawn_by_host = runner.speculator is None and runner.sampler.use_flashinfer
-        self._buffers = TailBuffers(runner, most, runner.decode_query_len, idx_dtype(runner))
+        chunk_rows = rows_at_a_time(runner.sampler.sampling_states.vocab_size)
+        self._buffers = TailBuffers(runner, most, runner.decode_query_len, idx_dtype(runner), chunk_rows)
         self._pool = torch.cuda.graph_pool_handle()
         if runner.lora_config is not None:
             self._adapts_logits = any(isinstance(one, LogitsProcessorWithLoRA) for one in runner.model.modules())
@@ -272,6 +273,8 @@ class TailGraphs:
         assert buffers is not None
         query_len = shape.num_tokens // shape.num_reqs
         buffers.clear(query_len)
+        # Before vLLM prepares the inputs, because a dummy batch writes into them.
+        chunks = [self._chunk(shape, first) for first in range(0, shape.num_reqs, buffers.chunk_reqs(query_len))]
         # For each of the two runs: the first kernel that reads a plan of FlashMLA's makes it, and a recorded one must.
         prepared = [
             prepare_inputs_to_capture(
@@ -286,71 +289,88 @@ class TailGraphs:
             )
             for _ in range(2)
         ]
-        batch = self._batches[query_len, shape.num_reqs] = self._recorded_batch(shape, query_len)
+        batch = self._batches[query_len, shape.num_reqs] = self._recorded_batch(slice(shape.num_reqs), query_len)
         sampling = {}
         for needed in () if Part.V2_SAMPLING in self._vllms else SamplerParts:
             if self._drawn_by_host and needed.narrows:
                 continue
             with sampling_as(runner.sampler, needed), buffers.stand_in():
-                sampling[needed] = record_graph(lambda: self._sample(batch), pool, runner.vllm_config)
+                sampling[needed] = record_graph(lambda: self._sample(batch, chunks), pool, runner.vllm_config)
         if Part.V2_DRAFTING in self._vllms:
             return _Graphs(shape, sampling, Reason.NOT_CAPTURED)
         with metadata_of_steps(runner.speculator) if updated_in_place(runner.speculator) else nullcontext() as metadata:
             drafting = record_graph(lambda: self._draft(batch, query_len, *prepared.pop()), pool, runner.vllm_config)
         return _Graphs(shape, sampling, drafting, metadata)
 
-    def _recorded_batch(self, shape: GraphShape, query_len: int) -> Any:
-        """A decode batch of vLLM's `InputBatch` that fills `shape`, of tensors that stay where they are."""
+    def _recorded_batch(self, reqs: slice, query_len: int) -> Any:
+        """Return a decode batch of vLLM's `InputBatch`, of these requests of the buffers."""
         runner, buffers = self._runner, self._buffers
         assert buffers is not None
-        num_reqs, num_tokens = shape.num_reqs, shape.num_tokens
-        idx_mapping = buffers.idx_mapping(num_reqs)
+        first, end = reqs.start or 0, reqs.stop
+        num_reqs, rows = end - first, slice(first * query_len, end * query_len)
         start_loc = torch.arange(num_reqs + 1, dtype=torch.int32, device=runner.device) * query_len
         start_loc_np: Any = np.arange(num_reqs + 1, dtype=np.int32) * query_len
         full: Any = np.full(num_reqs, query_len - 1, dtype=np.int32)
         return dataclasses.replace(
-            InputBatch.make_dummy(num_reqs, num_tokens, runner.input_buffers),
-            idx_mapping=idx_mapping,
+            InputBatch.make_dummy(num_reqs, num_reqs * query_len, runner.input_buffers),
+            idx_mapping=buffers.idx_mapping(end)[first:],
             # The row that `sampling_as` has prepared.
             idx_mapping_np=np.zeros(num_reqs, dtype=np.intp),
-            expanded_idx_mapping=buffers.expanded_idx_mapping[:num_tokens],
-            expanded_local_pos=buffers.local_pos[:num_tokens],
+            expanded_idx_mapping=buffers.expanded_idx_mapping[rows],
+            expanded_local_pos=buffers.local_pos[rows],
             num_draft_tokens=int(full.sum()),
             num_draft_tokens_per_req=full if full.any() else None,
             query_start_loc=start_loc,
             query_start_loc_np=start_loc_np,
-            cu_num_logits=buffers.cu_num_logits[: num_reqs + 1],
+            seq_lens=runner.input_buffers.seq_lens[first:end],
+            cu_num_logits=buffers.cu_num_logits[first : end + 1],
             cu_num_logits_np=start_loc_np,
-            logits_indices=buffers.logits_indices[:num_tokens],
+            logits_indices=buffers.logits_indices[rows],
             # What depends on the length of sequences on the host has to hold for the longest.
             seq_lens_cpu_upper_bound=torch.full((num_reqs,), runner.max_model_len, dtype=torch.int32),
         )
 
-    def _sample(self, batch: Any) -> None:
-        """From the target's hidden states to the requests' new state."""
-        runner, buffers = self._runner, self._buffers
+    def _chunk(self, shape: GraphShape, first: int) -> tuple[slice, Any]:
+        """Return the requests of the graph that are sampled at a time, from `first` on, and their batch.
+
+        A batch with a prompt has more tokens than one that decodes, so the batch names all of the inputs.
+        """
+        buffers, inputs = self._buffers, self._runner.input_buffers
         assert buffers is not None
-        num_reqs, inputs, kept = batch.num_reqs, runner.input_buffers, buffers.outputs
-        # A batch with a prompt has more tokens than one that decodes.
-        batch = dataclasses.replace(
-            batch,
+        query_len = shape.num_tokens // shape.num_reqs
+        reqs = slice(first, min(first + buffers.chunk_reqs(query_len), shape.num_reqs))
+        return reqs, dataclasses.replace(
+            self._recorded_batch(reqs, query_len),
             input_ids=inputs.input_ids,
             positions=inputs.positions,
-            query_start_loc=inputs.query_start_loc[: num_reqs + 1],
+            query_start_loc=inputs.query_start_loc[first : reqs.stop + 1],
         )
-        hidden_states: Any = HiddenRows(self._target()[0], buffers.hidden_rows[: batch.num_tokens])
-        output, num_sampled, num_rejected = runner.sample(hidden_states, batch, None)
-        kept.sampled_token_ids[:num_reqs].copy_(output.sampled_token_ids)
-        kept.num_sampled[:num_reqs].copy_(num_sampled)
-        kept.num_rejected[:num_reqs].copy_(num_rejected)
+
+    def _sample(self, batch: Any, chunks: Sequence[tuple[slice, Any]]) -> None:
+        """From the target's hidden states to the requests' new state; the chunks' logits share their memory."""
+        runner, buffers = self._runner, self._buffers
+        assert buffers is not None
+        num_reqs, kept, query_len = batch.num_reqs, buffers.outputs, batch.num_tokens // batch.num_reqs
+        with nwor.deferred(runner):
+            for reqs, chunk in chunks:
+                if reqs.start:
+                    starts = chunk.cu_num_logits
+                    chunk = dataclasses.replace(chunk, cu_num_logits=starts - starts[0])
+                rows = buffers.hidden_rows[reqs.start * query_len : reqs.stop * query_len]
+                hidden_states: Any = HiddenRows(self._target()[0], rows)
+                output, num_sampled, num_rejected = runner.sample(hidden_states, chunk, None)
+                kept.sampled_token_ids[reqs].copy_(output.sampled_token_ids)
+                kept.num_sampled[reqs].copy_(num_sampled)
+                kept.num_rejected[reqs].copy_(num_rejected)
+                self._output = output
+        nwor.restore(runner, num_rejected=kept.num_rejected[:num_reqs], num_draft_tokens=batch.num_draft_tokens)
         runner.postprocess_sampled(
             buffers.idx_mapping_alive(num_reqs),
             kept.sampled_token_ids[:num_reqs],
             kept.num_sampled[:num_reqs],
             kept.num_rejected[:num_reqs],
-            batch.query_start_loc,
+            runner.input_buffers.query_start_loc[: num_reqs + 1],
         )
-        self._output = output
 
     def _draft(self, batch: Any, query_len: int, metadata: Any, slots: Any) -> None:
         """From the requests' new state to the next draft tokens, and these into the requests' state."""
@@ -563,13 +583,11 @@ class TailGraphs:
         """
         rows, num_logits = batch.idx_mapping_np, np.diff(batch.cu_num_logits_np)
         num_rows = int(num_logits.sum())
-        # With a row for each request of padding.
         found = min(
             (
                 graphs
                 for query_len in self.most_reqs
-                if (graphs := self._served.get((query_len, batch.num_reqs)))
-                and graphs.shape.num_tokens - graphs.shape.num_reqs >= num_rows - batch.num_reqs
+                if (graphs := self._served.get((query_len, batch.num_reqs))) and query_len >= num_logits.max()
             ),
             key=lambda graphs: graphs.shape.num_tokens,
             default=None,
@@ -578,13 +596,10 @@ class TailGraphs:
             return Reason.LARGER_BATCH
         if not found.sampling:
             return Reason.NOT_CAPTURED
-        graph_logits, vocab_size = found.shape.num_tokens, self._runner.sampler.sampling_states.vocab_size
         # Beside a drafter, a batch without drafts has another sampler of vLLM's than the one that was recorded.
         if (
-            (not batch.num_draft_tokens and self._runner.speculator is not None)
-            or graph_logits - num_rows > _SURPLUS
-            or verified_in_chunks(graph_logits, vocab_size)
-        ):
+            not batch.num_draft_tokens and self._runner.speculator is not None
+        ) or found.shape.num_tokens - num_rows > _SURPLUS:
             return reason
         # vLLM scores a prompt after it has sampled, by how much of it was computed before.
         if self._scores_prompt[rows].any():
