@@ -251,7 +251,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "choice",
         "mixed",
         "Feature capture-sizes: decode batches of up to 2048 tokens have CUDA graphs where the user names no size "
-        "(decode); batches with prompts, too, where a measurement at the start says that they gain (mixed).",
+        "(decode); batches with prompts of up to 4096 tokens, too (mixed).",
         affects=("patches",),
         choices=("off", "decode", "mixed"),
         since="0.2.0",

@@ -13,6 +13,7 @@ import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
+from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
 
@@ -98,7 +99,7 @@ class Manager:
         self.made = module.ModelCudaGraphManager(config, torch.device("cpu"), mode, self.block)
         if full:
             shape = partial(module.BatchExecutionDescriptor, cg_mode=CUDAGraphMode.FULL)
-            mixed_graphs._offer(self.made, [shape(num_tokens=size, num_reqs=min(size, 64)) for size in full])
+            mixed_graphs._offer(self.made, [shape(num_tokens=size, num_reqs=min(size, MAX_NUM_REQS)) for size in full])
         if profile:
             self.made._max_full_descs_to_capture, self.made._capture_mem_samples = 2, []
         batched = config.scheduler_config.max_num_batched_tokens

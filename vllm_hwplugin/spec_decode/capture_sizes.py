@@ -3,9 +3,8 @@
 
 A decode batch has a FULL graph if its tokens are a whole multiple of 1 + k, and no more than the largest size. vLLM's
 own list counts tokens and ends at 512 of them, which are 128 requests with three drafts and 32 with fifteen; larger
-decode batches run without any graph. To these sizes come multiples of 1 + k tokens, up to `LARGEST`. A larger graph
-of a batch with prompts is padded, and loses where the device is busy anyway: so both runners time some before they
-capture them (`mixed_sizes`).
+decode batches run without any graph. To these sizes come multiples of 1 + k tokens, up to `LARGEST`, and for batches
+with prompts up to `LARGEST_MIXED`. The sizes follow from the configuration, so each start has the same.
 
 Where the user names only the largest size (`max_cudagraph_capture_size`), the whole blocks up to it are added and
 nothing above: vLLM's list ends at a multiple of 8 or 16 tokens, and the fullest decode batches have no graph.
@@ -18,7 +17,7 @@ attributes of the `CompilationConfig`: pickled, but not part of vLLM's hash. No 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -293,7 +292,7 @@ def _ranges(counts: Sequence[int]) -> str:
 
 
 def leave_mixed_to_vllm(vllm_config: Any) -> None:
-    """Take back what is for batches with prompts alone, where the sizes are the plugin's; nothing is timed then.
+    """Take back what is for batches with prompts alone, where the sizes are the plugin's.
 
     For a platform on which a process cannot have as many graphs.
     """
@@ -353,26 +352,18 @@ def wants_mixed() -> bool:
     return gates.read(gate_of(CAPTURE_SIZES)).text == "mixed"
 
 
-def settled_mixed(compilation_config: Any, find: Callable[[], int]) -> int:
-    """Tokens of the largest graph of a batch with prompts.
-
-    Args:
-        compilation_config: whose sizes are the plugin's.
-        find: says it; called once in a worker.
-    """
-    if _MIXED not in vars(compilation_config):
-        vars(compilation_config)[_MIXED] = find()
-    largest: int = vars(compilation_config)[_MIXED]
+def largest_mixed(compilation_config: Any) -> int:
+    """Return the tokens of the largest graph of a batch with prompts."""
+    sizes, own = compilation_config.cudagraph_capture_sizes, largest_own(compilation_config)
+    largest: int = (
+        sizes[-1] if own is None else vars(compilation_config).get(_MIXED, sizes[-1] if wants_mixed() else own)
+    )
     return largest
 
 
 def piecewise_sizes(compilation_config: Any) -> Sequence[int]:
-    """Sizes of PIECEWISE graphs on the V1 runner, for its patched `CudagraphDispatcher`: all that are timed, before
-    they are.
-    """
-    sizes, own = compilation_config.cudagraph_capture_sizes, largest_own(compilation_config)
-    bound = own and vars(compilation_config).get(_MIXED, sizes[-1] if wants_mixed() else own)
-    return _up_to(bound, sizes)
+    """Return the sizes of PIECEWISE graphs on the V1 runner, for its patched `CudagraphDispatcher`."""
+    return _up_to(largest_mixed(compilation_config), compilation_config.cudagraph_capture_sizes)
 
 
 def own_sizes(compilation_config: Any) -> Sequence[int]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_hwplugin.patching import SUPPORTED
-from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
+from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, uniform_shape
 from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2.recording import SamplerParts, decode_query_len, rungs, scheduled_query_lens
 
@@ -136,18 +136,19 @@ def test_a_graph_holds_what_vllm_launches_for_the_batch(
 
 def test_shapes_are_those_in_which_the_target_decodes_in_one_graph() -> None:
     # One request less a token, a mixed batch, and one that is too large.
-    graphs = [(1, 4), (2, 4), (2, 3), (8, None), (None, None), (64, 4), (72, 4)]
-    assert rungs(graphs, [4] * 64) == [uniform_shape(4, 64), uniform_shape(4, 2), uniform_shape(4, 1)]
+    most = MAX_NUM_REQS
+    graphs = [(1, 4), (2, 4), (2, 3), (8, None), (None, None), (most, 4), (most + 8, 4)]
+    assert rungs(graphs, [4] * most) == [uniform_shape(4, most), uniform_shape(4, 2), uniform_shape(4, 1)]
 
 
 def test_a_number_of_drafts_has_graphs_of_the_batches_that_it_is_for() -> None:
     """And no number has one of 0 drafts: vLLM has another sampler then."""
-    runner = SimpleNamespace(max_num_reqs=80, decode_query_len=5, speculative_config=SimpleNamespace())
-    assert scheduled_query_lens(runner) == [5] * 64
+    runner = SimpleNamespace(max_num_reqs=MAX_NUM_REQS + 16, decode_query_len=5, speculative_config=SimpleNamespace())
+    assert scheduled_query_lens(runner) == [5] * MAX_NUM_REQS
     runner.speculative_config.num_speculative_tokens = 4
     runner.speculative_config.num_speculative_tokens_per_batch_size = [[1, 2, 9], [3, 4, 2], [6, 7, 1], [8, 8, 0]]
     lens = scheduled_query_lens(runner)
-    assert lens == [5, 5, 3, 3, 3, 2, 2] + [0] * 57
+    assert lens == [5, 5, 3, 3, 3, 2, 2] + [0] * (MAX_NUM_REQS - 7)
     graphs = [(size, width) for width in (1, 2, 3, 5) for size in (1, 2, 4, 6, 8, 16)]
     assert rungs(graphs, lens) == [uniform_shape(*one) for one in ((3, 6), (2, 8), (2, 6), (3, 4), (5, 2), (5, 1))]
 

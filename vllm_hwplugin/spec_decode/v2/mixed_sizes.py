@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which graphs Model Runner V2 captures, and which of them to estimate memory; `spec_decode.mixed_sizes` times some."""
+"""Which graphs Model Runner V2 captures, and which of them to estimate memory."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, largest_own, sampled, settled_mixed, wants_mixed
+from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, largest_mixed, largest_own, sampled
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
-from vllm_hwplugin.spec_decode.mixed_sizes import forget, largest_that_wins
 
 _TARGET: Final = "ModelCudaGraphManager"
 #: Of a `CompilationConfig`, what vLLM's estimate of memory leaves out.
@@ -24,9 +22,8 @@ _LEAST: Final = 1 << 20
 def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     """Take back the graphs that are not to be captured; the first thing in vLLM's patched `capture`.
 
-    Those are graphs of mixed batches that lose, and those that no batch or few batches get. The target's manager comes
-    first, and the drafter's follow it. From 0.29 on vLLM captures once more before, to measure memory: what is found
-    then holds.
+    Those are graphs beyond the bounds of their kind, and those that no batch or few batches get. The target's manager
+    comes first, and the drafter's follow it.
 
     Args:
         manager: vLLM's `CudaGraphManager`.
@@ -35,26 +32,16 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     compilation = manager.compilation_config
     own = largest_own(compilation)
     planned = manager._capture_descs
-    larger = [desc for descs in planned.values() for desc in descs if own is not None and desc.num_tokens > own]
     dropped = dict[Any, Any]()
-    if larger:
-        assert own is not None
-        pieces = [desc for desc in larger if desc.cg_mode == CUDAGraphMode.PIECEWISE and _compares(manager)]
-
-        def forward_of(num_tokens: int) -> Callable[[CUDAGraphMode], Any]:
-            return _forward_of(create_forward_fn, dataclasses.replace(pieces[0], num_tokens=num_tokens))
-
-        sizes = [desc.num_tokens for desc in pieces]
-        largest = settled_mixed(compilation, lambda: largest_that_wins(sizes, own, forward_of) if sizes else own)
-        lost = (one for one in larger if one.num_tokens > (LARGEST if one.uniform_token_count else largest))
-        dropped = dict.fromkeys(lost)
+    if own is not None:
+        largest = largest_mixed(compilation)
+        for desc in (desc for descs in planned.values() for desc in descs):
+            if desc.num_tokens > max(own, LARGEST if desc.uniform_token_count else largest):
+                dropped[desc] = None
     dropped |= _seldom_replayed(manager, dropped)
     for descs in planned.values():
         descs[:] = [desc for desc in descs if desc not in dropped]
     _replace_candidates(manager, dropped)
-    # One of them may have been timed.
-    for size in {one.num_tokens for one in dropped if one.cg_mode == CUDAGraphMode.PIECEWISE}:
-        forget(size)
     kept = [desc for descs in planned.values() for desc in descs]
     if dropped and kept and type(manager).__name__ == _TARGET:
         # vLLM keeps what the target returns in tensors for the first batch that it captures, which need no longer be
@@ -160,16 +147,6 @@ def left_out(manager: Any) -> int:
     """
     found: list[tuple[int, list[int]]] = vars(manager.compilation_config).get(LEFT_OUT) or []
     return sum(number * max(taken[-1], _LEAST) for number, taken in found if number)
-
-
-def _compares(manager: Any) -> bool:
-    """Whether the target's passes are timed. Stages of a pipeline would not find the same."""
-    return (
-        wants_mixed()
-        and type(manager).__name__ == _TARGET
-        and manager.vllm_config.parallel_config.pipeline_parallel_size == 1
-        and not getattr(manager, "use_breakable_cg", False)
-    )
 
 
 def _forward_of(create_forward_fn: Callable[..., Any], desc: Any) -> Callable[[CUDAGraphMode], Any]:
