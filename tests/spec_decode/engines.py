@@ -357,7 +357,7 @@ class Grammars:
     def accept_tokens(self, request: Any, tokens: list[int]) -> bool:
         return not request.use_structured_output or self.validate_tokens(request, tokens) == tokens
 
-    def should_advance(self, request: Any) -> bool:
+    def should_advance(self, request: Any, new_token_ids: Any = None) -> bool:
         return False
 
 
