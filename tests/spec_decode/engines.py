@@ -66,7 +66,8 @@ class Model(torch.nn.Module):
         super().__init__()
         chance = torch.Generator().manual_seed(7)
         self.embed = torch.randn(VOCAB, HIDDEN, generator=chance)
-        self.head = torch.randn(HIDDEN, VOCAB, generator=chance)
+        self.lm_head = torch.nn.Module()
+        self.lm_head.weight = torch.nn.Parameter(torch.randn(HIDDEN, VOCAB, generator=chance), requires_grad=False)
         self.mix = torch.randn(HIDDEN, HIDDEN, generator=chance)
         # The last row takes what has no slot.
         self.kv = torch.zeros(NUM_BLOCKS * BLOCK + 1, HIDDEN)
@@ -75,6 +76,10 @@ class Model(torch.nn.Module):
         #: Whether the first that reads the metadata of several tokens a request puts its lengths into it, as the first
         #: kernel does with FlashMLA's plan.
         self.plans = False
+
+    @property
+    def head(self) -> torch.Tensor:
+        return self.lm_head.weight
 
     def forward(
         self, input_ids: Any, positions: Any, hidden_states: Any = None, inputs_embeds: Any = None, **_: Any

@@ -165,7 +165,7 @@ HELD = {V2: {"tail_graphs", "step_inputs"}, V1: {"draft_phase", "step_inputs"}, 
 #: What an engine may be without, and what else is so then: a pooling model, and a rank that is not the last.
 OPTIONAL: dict[str, Mapping[str, Any]] = {
     "sampler": {"sampling_params": None, "is_pooling_model": True},
-    **dict.fromkeys(("speculator", "lora_config", "encoder_runner", "kv_connector"), {}),
+    **{name: {} for name in ("speculator", "lora_config", "encoder_runner", "kv_connector")},
 }
 
 

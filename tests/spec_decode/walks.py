@@ -83,15 +83,21 @@ class Sides:
         while self.both[0].scheduler.has_requests():
             self.step()
 
-    def add(self, **request: Any) -> None:
+    def add(self, name: str | None = None, **request: Any) -> None:
         self._names += 1
         for side in self.both:
-            side.add(f"{self._names:04}", **request)
+            side.add(name or f"{self._names:04}", **request)
 
     def abort(self, number: int) -> None:
         for name in list(self.both[0].scheduler.requests)[number : number + 1]:
             for side in self.both:
                 side.abort(name)
+
+    def come_again(self, number: int) -> None:
+        """Abort a request, and add another of its name before a step."""
+        for name in list(self.both[0].scheduler.requests)[number : number + 1]:
+            self.abort(number)
+            self.add(name, prompt=[number, 1, 2], max_tokens=9, temperature=0.0)
 
     def preempt(self, number: int) -> None:
         for side in self.both:
@@ -122,9 +128,16 @@ class Sides:
                 model.embed.copy_(parts[0] + change[0])
                 model.head.copy_(parts[1] + change[1])
 
+    def move_weights(self) -> None:
+        """Put other weights of the head elsewhere, which only vLLM follows."""
+        for side in self.both:
+            for model in side.models:
+                model.lm_head.weight = torch.nn.Parameter(model.head.flip(1), requires_grad=False)
+
 
 HAPPENINGS = [
     Sides.abort,
+    Sides.come_again,
     Sides.preempt,
     Sides.draft_less,
     Sides.step_without_graphs,

@@ -167,7 +167,7 @@ def no_template(proposer, runner):
 
 
 def short_table(proposer, runner):
-    runner.table = torch.zeros(4, 16, dtype=torch.int32)
+    runner.table = torch.zeros(7, 16, dtype=torch.int32)
     return runner.template()
 
 
@@ -180,7 +180,7 @@ def planning(proposer, runner):
     ("prepare", "reason"),
     [
         (no_template, "no attention metadata for the drafter's KV-cache group"),
-        (short_table, "the largest graph has 8 rows, and the drafter's block table holds 4"),
+        (short_table, "the largest graph has 8 rows, and the drafter's block table holds 7"),
         (planning, "FlexAttentionMetadataBuilder: each build makes its block mask anew"),
     ],
 )

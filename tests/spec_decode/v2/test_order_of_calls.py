@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +24,7 @@ from vllm_hwplugin.spec_decode.v2 import recording
 from vllm_hwplugin.versions import Versions
 
 from .. import engines
-from ..engines import BLOCK, DRAFTS, VOCAB, config_of
+from ..engines import BLOCK, DRAFTS, MAX_REQS, VOCAB, config_of
 from ..walks import BEST, MORE, PLAIN, UNPATCHED, Sides, host_of_graphs, walk
 from . import plain_triton
 from .released_modules import ReleasedModules, jit
@@ -219,3 +220,47 @@ def test_there_are_no_graphs_without_a_drafter_unless_they_are_asked_for(vllm_he
         runner = sides.both[1].runner
     assert runner.tail_graphs._sampling.outcomes().keys() == {"not_captured"}
     assert runner.step_inputs._step_counts.outcomes().keys() == {"not_captured"}
+
+
+def test_nothing_differs_at_the_corners(vllm_here: Any) -> None:
+    """Each is met: a request comes at each of some steps, while others are about to end."""
+    plain = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}, BEST[0]]
+    met: Counter[str] = Counter()
+    with both(vllm_here) as sides:
+        for wait in range(2, 10):
+            for kind in plain:
+                sides.add(prompt=[wait, 1, 2], max_tokens=9, **kind)
+            for _ in range(wait):
+                sides.step()
+                met.update(corners_of(sides.both[1]))
+            # One of a name that was there before, and then one with which all rows are taken.
+            sides.come_again(wait % 3)
+            sides.add(prompt=[5] * (1 + wait), max_tokens=12, temperature=0.0)
+            while sides.both[0].scheduler.has_requests():
+                sides.step()
+                met.update(corners_of(sides.both[1]))
+            sides.restart()
+        assert met.keys() == {"largest graph full", "one row short", "a request outside the batch"}, met
+        # The last: graphs cannot be looked up any more.
+        for kind in plain:
+            sides.add(prompt=[1, 2], max_tokens=12, **kind)
+        for _ in range(4):
+            sides.step()
+        served = sides.both[1].runner.tail_graphs._sampling.outcomes()
+        sides.move_weights()
+        sides.finish()
+        tail = sides.both[1].runner.tail_graphs
+        assert tail._sampling.outcomes()["served"] == served["served"] > 0
+        assert tail._sampling.outcomes()["not_captured"] > served.get("not_captured", 0)
+
+
+def corners_of(side: Side) -> Iterator[str]:
+    """Say where a graph that samples has had padding without a row of its own, or none."""
+    runner = side.runner
+    if side.executed is None or not runner.tail_graphs._sampled:
+        return
+    rows = side.executed.input_batch.num_reqs
+    if rows == MAX_REQS:
+        yield "largest graph full"
+    elif rows == MAX_REQS - 1:
+        yield "one row short" if runner.req_states.free_indices else "a request outside the batch"
