@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
-import logging
 import os
 import signal
 import tempfile
@@ -22,6 +21,7 @@ import pytest
 
 from tests import releases
 from tests.cpu_seconds import Budget, Clock
+from vllm_hwplugin import log
 from vllm_hwplugin.patching import find_installed, load_catalogue
 from vllm_hwplugin.versions import SUPPORTED
 from vllm_hwplugin_lab.bench import Host, detect_host
@@ -242,10 +242,9 @@ def vllm_tree() -> Callable[[str], Tree]:
 
 
 @pytest.fixture(autouse=True)
-def _lines_without_prefix() -> Iterator[None]:
-    """A test that calls the plugin's entry points changes the lines of no other."""
-    yield
-    logging.getLogger("vllm.hwplugin").filters.clear()
+def _no_line_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that calls the plugin's entry points changes no other one's log; `test_log.py` has processes for that."""
+    monkeypatch.setattr(log, "prepare", lambda: None)
 
 
 @pytest.fixture

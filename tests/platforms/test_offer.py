@@ -42,7 +42,7 @@ def test_an_nvidia_host_is_offered_the_cuda_class_and_says_so_once(host: Any, ca
     caplog.set_level(logging.INFO, "vllm.hwplugin")
     assert [plugin.platform(), plugin.platform()] == [CLASSES["cuda"]] * 2
     (line,) = caplog.messages
-    assert line == f"vllm-hwplugin: platform: {CLASSES['cuda']}: vLLM's own detection chooses CUDA"
+    assert line == f"platform: {CLASSES['cuda']}: vLLM's own detection chooses CUDA"
 
 
 def test_a_child_does_not_repeat_it(
