@@ -81,7 +81,7 @@ def shared_scratch() -> list[torch.Tensor]:
 def attempt(
     feature: str,
     effect: str,
-    record: Callable[[], None],
+    record: Callable[[], object],
     forget: Callable[[], None],
     pool: Any = None,
     *,

@@ -15,6 +15,7 @@ from vllm.forward_context import BatchDescriptor, get_forward_context  # noqa: E
 from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode import capture_sizes  # noqa: E402
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape  # noqa: E402
+from vllm_hwplugin.spec_decode.v1 import draft_full_graph, draft_loop_graph  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_decision import plan_before_capture  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_full_graph import capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, descriptor_of  # noqa: E402
@@ -88,6 +89,25 @@ def test_a_pass_that_cannot_be_recorded_leaves_the_drafter_to_vllm(make, fail, u
     assert uses["draft-loop-graph"] == (False, "it needs draft-full-graph's graphs, and recording these failed")
     compare_over_many(runner, 3, functools.partial(compare, stock, graphed))
     assert not any(graphs.replayed for graphs in RecordedGraphs.instances)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "lost"), [(draft_full_graph, "DraftBuffers", "draft"), (draft_loop_graph, "full_graphs", "loop")]
+)
+def test_what_graphs_read_costs_them_where_there_is_no_memory_for_it(make, uses, monkeypatch, module, name, lost):
+    def fails(*_):
+        raise torch.OutOfMemoryError("tried to allocate 1.00 GiB")
+
+    runner = Runner(1)
+    stock, graphed = make("stock", EAGLE, 3), make("loop", EAGLE, 3)
+    boot(stock, NONE, runner)
+    monkeypatch.setattr(module, name, fails)
+    boot(graphed, FULL, runner)
+    RecordedGraphs.sealed = True
+    assert uses[{"draft": "draft-full-graph", "loop": "draft-loop-graph"}[lost]] == (False, OUT_OF_MEMORY)
+    assert uses["draft-loop-graph"][0] is False
+    assert graphed.draft_graphs.ready == (lost == "loop")
+    compare_over_many(runner, 3, functools.partial(compare, stock, graphed))
 
 
 def test_larger_decode_batches_of_the_target_bring_no_passes(make):

@@ -300,6 +300,19 @@ def test_a_phase_that_cannot_be_recorded_is_left_to_vllm(
     left_to_vllm(stock, target)
 
 
+def test_a_phase_without_memory_for_its_buffers_is_left_to_vllm(
+    make_dflash: Any, monkeypatch: pytest.MonkeyPatch, uses: Any, left_to_vllm: Any
+) -> None:
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 1.00 GiB")
+
+    monkeypatch.setattr(draft_phase, "PhaseBuffers", fails)
+    stock, target = start(make_dflash, monkeypatch)
+    used, reason = uses["v1-draft-phase"]
+    assert (used, "OutOfMemoryError" in reason) == (False, True)
+    left_to_vllm(stock, target)
+
+
 def test_a_required_phase_that_cannot_be_recorded_ends_the_start(
     make_dflash: Any, monkeypatch: pytest.MonkeyPatch, fail: Any, uses: Any
 ) -> None:
@@ -403,13 +416,20 @@ def test_requests_that_are_verified_one_part_after_another_get_their_own_tokens(
         scheduled_spec_decode_tokens=dict.fromkeys("abcdefg", [0] * DRAFTS),
         has_structured_output_requests=False,
     )
-    verified = types.SimpleNamespace(num_draft_tokens=[DRAFTS] * count)
+    ends = torch.arange(1, count + 1, dtype=torch.int32) * DRAFTS
+    verified = types.SimpleNamespace(num_draft_tokens=[DRAFTS] * count, cu_num_draft_tokens=ends)
+    # Rejected rows of the KV cache are restored whoever samples.
+    restored: list[Any] = []
+    host.nwor = types.SimpleNamespace(restore=restored.append)
     hidden, indices = target.hidden[: 8 * WIDTH], torch.arange(count * WIDTH)
     _, logits = host.draft_phase.logits(scheduled, verified, hidden_states=hidden, indices=indices)
     expected = plain_rejection(types.SimpleNamespace(draft_token_ids=drafts), None, hidden[: count * WIDTH], None)
     found = host.draft_phase.sample(logits, verified).sampled_token_ids
     assert found.tolist() == expected.sampled_token_ids.tolist()
     assert host.draft_phase._sampling.outcomes() == {"served": 1}
+    (rejected,) = restored
+    assert rejected.sampled_token_ids.tolist() == expected.sampled_token_ids.tolist()
+    assert rejected.cu_num_draft_tokens is ends
 
 
 class Filtering:

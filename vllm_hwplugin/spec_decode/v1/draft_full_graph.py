@@ -201,14 +201,19 @@ class DraftGraphs:
     def _capture(self, keys: DraftKeys, template: Any) -> bool:
         proposer, first = self._proposer, first_pass_of(self._proposer)
         table, slots = template.block_table_tensor, proposer._slot_mapping_buffer
-        self._passes = PassGraphs(proposer, first, DraftBuffers(keys, table, slots, proposer.device))
-        pool = self._passes.graph_pool
-        for shape in keys.all():
-            if not attempt(DRAFT_FULL_GRAPH, _STOCK, partial(self._record, shape, template), self._forget, pool):
+
+        def prepare() -> None:
+            self._passes = PassGraphs(proposer, first, DraftBuffers(keys, table, slots, proposer.device))
+
+        records: list[Callable[[], None]] = [prepare, *(partial(self._record, one, template) for one in keys.all())]
+        for record in records:
+            pool = None if self._passes is None else self._passes.graph_pool
+            if not attempt(DRAFT_FULL_GRAPH, _STOCK, record, self._forget, pool):
                 self._failed = True
                 for companion in self._companions:
                     companion.stay_stock(f"it needs {DRAFT_FULL_GRAPH}'s graphs, and recording these failed")
                 return False
+        assert self._passes is not None
         for companion in self._companions:
             if not companion.failed:
                 companion.capture(self._passes, keys, template)

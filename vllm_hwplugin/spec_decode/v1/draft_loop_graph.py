@@ -67,13 +67,17 @@ class DraftLoop(Companion):
         max_reqs, device = proposer.vllm_config.scheduler_config.max_num_seqs, proposer.device
         self._passes, self._ladder = passes, keys.requests(STEP_QUERY_LEN)
         self._num_tokens = proposer.speculative_config.num_speculative_tokens
-        self._drafts = torch.zeros((max_reqs, self._num_tokens), dtype=torch.int64, device=device)
-        self._sample_hidden = torch.zeros((max_reqs, proposer.hidden_size), dtype=proposer.dtype, device=device)
-        self._inert = torch.zeros(max_reqs, dtype=torch.bool, device=device)
-        self._graphs = full_graphs(self._draft, proposer.vllm_config, passes.graph_pool)
-        for num_reqs in reversed(self._ladder):
-            recording = partial(self._record, num_reqs, template)
-            if not attempt(self.feature, self.effect, recording, self.forget, passes.graph_pool):
+
+        def prepare() -> None:
+            self._drafts = torch.zeros((max_reqs, self._num_tokens), dtype=torch.int64, device=device)
+            self._sample_hidden = torch.zeros((max_reqs, proposer.hidden_size), dtype=proposer.dtype, device=device)
+            self._inert = torch.zeros(max_reqs, dtype=torch.bool, device=device)
+            self._graphs = full_graphs(self._draft, proposer.vllm_config, passes.graph_pool)
+
+        counts = reversed(self._ladder)
+        records: list[Callable[[], None]] = [prepare, *(partial(self._record, count, template) for count in counts)]
+        for record in records:
+            if not attempt(self.feature, self.effect, record, self.forget, passes.graph_pool):
                 self.failed = True
                 return
         steps = self._num_tokens - 1

@@ -109,7 +109,14 @@ class DraftPhase(Companion):
             self.stay_stock("the drafter's passes have no graphs of decode batches that could be joined")
             return
         self._shapes = {shape.num_tokens: shape for shape in shapes}
-        self._buffers = PhaseBuffers(shapes[-1].num_reqs, self.query_len, runner.device)
+
+        def prepare() -> None:
+            self._buffers = PhaseBuffers(shapes[-1].num_reqs, self.query_len, runner.device)
+
+        if not attempt(self.feature, self.effect, prepare, self.forget):
+            self.failed = True
+            return
+        assert self._buffers is not None
         drawn = getattr(runner.drafter, "_enable_probabilistic_draft_probs", False)
         sampling: tuple[Sampling, ...] = ()
         filters = Filters(False, False)
@@ -165,7 +172,8 @@ class DraftPhase(Companion):
             self._graphs.clear()
             # vLLM takes what the device's free memory shrinks by at the next size for what each further graph needs. So
             # the allocator has to have again what vLLM's own runs had left it, or the next size would need it anew.
-            torch.empty(cached - reserved, dtype=torch.uint8, device=self._runner.device)
+            have_again = partial(torch.empty, cached - reserved, dtype=torch.uint8, device=self._runner.device)
+            self.failed = not attempt(self.feature, self.effect, have_again, self.forget)
             return
         largest = max(one.shape.num_reqs for one in self._graphs.values())
         journal.note(
