@@ -6,7 +6,9 @@ from __future__ import annotations
 import ast
 import itertools
 import logging
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from vllm_hwplugin import journal  # noqa: E402
 from vllm_hwplugin.ops import definitions  # noqa: E402
-from vllm_hwplugin.ops.operations import DEFINED, Operation  # noqa: E402
+from vllm_hwplugin.ops.operations import DEFINED, OPS, Operation  # noqa: E402
 
 from ..conftest import versions  # noqa: E402
 from .vllm_child import printed_beside_vllm  # noqa: E402
@@ -187,6 +189,18 @@ for dtype, width in itertools.product([torch.float32, torch.float16, torch.bfloa
     found.append(torch.equal(ours, theirs))
 print(json.dumps(found))
 """
+
+
+def test_the_page_has_each_operation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+    names = re.compile(r"`(?:_C|_C_cache_ops|_moe_C)::(\w+)`")
+    head, _, rest = page.partition("### Operations on MUSA")
+    of_kernels, of_definitions = (
+        [line for line in text.splitlines() if names.match(line.removeprefix("| "))] for text in (head, rest)
+    )
+    assert {name for line in of_kernels for name in names.findall(line)} == set(OPS)
+    assert {name for line in of_definitions for name in names.findall(line)} == set(DEFINED)
+    assert {name for line in of_definitions if line.endswith("| yes |") for name in names.findall(line)} == set(OPS)
 
 
 @pytest.mark.engine
