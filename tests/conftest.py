@@ -8,6 +8,7 @@ missing in CI.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib.util
 import os
@@ -82,24 +83,42 @@ CHECKSUMS: dict[str, dict[str, int]] = {}
 def versions(*paths: str, among: Sequence[str] = SUPPORTED) -> list[Any]:
     """Values for a parameter ``version`` of a test that reads these files of vLLM, as their text is.
 
-    Those are the first version, 0.26.0 and the last. With ``--all-versions`` the others are there as well, marked
-    ``slow``, but for one whose files are byte by byte those of the version before it.
+    Those are the first version and the last, and as few more as have each hunk of the project's in these files; 0.26.0
+    where there is none. With ``--all-versions`` the others are there as well, marked ``slow``, but for one whose files
+    are byte by byte those of the version before it.
 
     Args:
         paths: files, and folders, which end with a slash; from ``vllm/`` on.
         among: versions, oldest first.
     """
     made: list[Any] = []
+    quick = {among[0], among[-1], *(_versions_of_hunks(paths, tuple(among)) or ["0.26.0"])}
     before: object = None
     for version in among:
         checksums = CHECKSUMS.get(version)
         texts = checksums and {path: of for path, of in checksums.items() if path.startswith(paths)}
-        if version in (among[0], "0.26.0", among[-1]):
+        if version in quick:
             made.append(version)
         elif CHECKSUMS and (texts is None or texts != before):
             made.append(pytest.param(version, marks=pytest.mark.slow))
         before = texts
     return made
+
+
+@functools.cache
+def _versions_of_hunks(paths: tuple[str, ...], among: tuple[str, ...]) -> set[str]:
+    """Return the ends, and the fewest versions more that have each hunk of these files; nothing where there is none."""
+    having = [
+        {version for version in among if all(one.covers(version) for one in (feature.versions, hunk.versions) if one)}
+        for feature in load_catalogue().features
+        for file in feature.files
+        if file.path in paths
+        for hunk in file.hunks
+    ]
+    chosen = {among[0], among[-1]} if any(having) else set[str]()
+    while left := [one for one in having if one and one.isdisjoint(chosen)]:
+        chosen.add(max(among, key=lambda version: sum(version in one for one in left)))
+    return chosen
 
 
 # What one process of the tests needs: vLLM and torch imported in it, and at times an engine beside it.

@@ -121,6 +121,26 @@ def test_heads_that_mate_has_no_kernels_for_are_refused(version: str, vllm_tree:
         assert backend(load).supports_out()
 
 
+@pytest.mark.parametrize(
+    ("nope", "rope", "value", "served"),
+    [
+        (448, 64, 512, True),
+        (456, 64, 520, False),
+        (128, 64, 128, True),
+        (128, 64, 256, False),
+        (64, 64, 192, False),
+        (120, 64, 128, False),
+    ],
+)
+def test_the_largest_heads_and_those_of_unequal_sizes(
+    nope: int, rope: int, value: int, served: bool, vllm_tree: Tree
+) -> None:
+    with released(VERSIONS[-1], vllm_tree(VERSIONS[-1]), mate=mate()) as load:
+        cls = load(f"{OWN}.mla_prefill").MusaMLAPrefillBackend
+        sizes = SimpleNamespace(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value)
+        assert cls.supports_mla_dimensions(sizes) == served
+
+
 @pytest.mark.parametrize("version", [VERSIONS[0]])
 def test_a_mate_that_gives_no_log_sum_exp_is_refused(version: str, vllm_tree: Tree) -> None:
     older = mate()
@@ -172,7 +192,6 @@ def planned(builder: Any, lengths: list[int], tokens: int, table: Any = None) ->
     )
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "tokens", "in_parts"), [(4, 1, True), (4, 3, False), (128, 2, True)])
 def test_decodes_are_attention_over_the_cache(own: Any, heads: int, tokens: int, in_parts: bool, dtype: Any) -> None:
@@ -194,7 +213,6 @@ def test_decodes_are_attention_over_the_cache(own: Any, heads: int, tokens: int,
         close(out[rows], attention(query[rows], keys, keys[..., :512], impl.scale))
 
 
-@pytest.mark.engine
 def test_a_graph_finds_each_plan_where_it_was(own: Any) -> None:
     builder = made_by(own, 16)
     first = planned(builder, [9000, 5], 1)
@@ -217,7 +235,6 @@ FIT: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.engine
 def test_what_mate_has_no_kernels_for_is_refused(own: Any) -> None:
     def reasons(**changes: Any) -> list[str]:
         found: list[str] = own.MusaFlashMLABackend.validate_configuration(**{**FIT, **changes})
@@ -239,7 +256,6 @@ def test_what_mate_has_no_kernels_for_is_refused(own: Any) -> None:
     assert own.MusaFlashMLABackend.get_preferred_block_size(16) == 64
 
 
-@pytest.mark.engine
 def test_a_layer_that_needs_more_than_mate_has_is_refused(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own.MusaFlashMLAImpl.__base__, "__init__", lambda *_, **__: None)
     asked: dict[str, Any] = {
@@ -256,7 +272,6 @@ def test_a_layer_that_needs_more_than_mate_has_is_refused(own: Any, monkeypatch:
             own.MusaFlashMLAImpl(**{**asked, **changes})
 
 
-@pytest.mark.engine
 def test_all_modules_are_compiled_before_the_first_request(own: Any) -> None:
     builder, config = made_by(own, 4), SimpleNamespace(max_num_batched_tokens=2048)
     prompts = own.MusaMLAPrefillBackend(4, 0.1, 512, 192, 64, 256, SimpleNamespace())

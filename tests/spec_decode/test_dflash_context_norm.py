@@ -175,7 +175,6 @@ def test_in_a_capture_nothing_is_asked(tensors, notes, monkeypatch):
     assert notes == {}
 
 
-@pytest.mark.engine
 def test_the_cpu_op_of_the_installed_vllm():
     ops = pytest.importorskip("vllm._custom_ops")
     from vllm.platforms import current_platform

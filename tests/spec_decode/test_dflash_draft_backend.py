@@ -316,7 +316,6 @@ def test_flash_attention_reads_the_shared_flag_from_0_28_on(vllm_tree: Callable)
     assert reads == set(SHARED_FLAG)
 
 
-@pytest.mark.engine
 def test_the_installed_proposer_clears_the_flag_in_a_copy(patched_module) -> None:
     """The same with vLLM's own configuration classes, whose `replace` runs all of their checks again."""
     from vllm.config import ModelConfig as RealModelConfig
@@ -339,7 +338,6 @@ def test_the_installed_proposer_clears_the_flag_in_a_copy(patched_module) -> Non
     assert draft.compilation_config is made.vllm_config.compilation_config
 
 
-@pytest.mark.engine
 def test_the_drafts_configuration_is_one_of_vllms_own(notes, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
