@@ -50,9 +50,7 @@ if importlib.util.find_spec("hypothesis") is not None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--all-versions", action="store_true", help="test every vLLM whose texts differ (default: three of them)"
-    )
+    parser.addoption("--all-versions", action="store_true", help="test every vLLM whose texts differ (default: a few)")
     parser.addoption("--vllm", metavar="VERSION", help="import this released vLLM's Python, not the installed vLLM")
 
 

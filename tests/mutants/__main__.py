@@ -23,6 +23,8 @@ import tomllib
 
 HERE = Path(__file__).resolve().parent
 TREE = HERE.parent.parent
+#: A copy of the file that is edited.
+KEPT = "mutant.orig"
 #: Seconds of one test. A mutant that makes it wait longer is noticed.
 LIMIT = 300
 
@@ -47,6 +49,7 @@ class Run(NamedTuple):
 
     tests: tuple[str, ...]
     mutant: Mutant | None = None
+    place: str = ""
 
 
 def _preload() -> None:
@@ -73,8 +76,9 @@ def _copy(tree: Path) -> None:
 def _start(tree: Path, run: Run) -> int:
     if run.mutant is not None:
         _, old, new, _ = run.mutant
-        file = tree / run.mutant.file
-        file.write_text(file.read_text().replace(old, new))
+        file, kept = tree / run.mutant.file, tree / KEPT
+        shutil.copy2(file, kept)
+        file.write_text(kept.read_text().replace(old, new))
     child = os.fork()
     if child:
         return child
@@ -97,7 +101,7 @@ def _start(tree: Path, run: Run) -> int:
 def _end(tree: Path, run: Run) -> tuple[bool, str]:
     """Return whether the tests passed, and the line that says so; undo the edit."""
     if run.mutant is not None:
-        shutil.copy2(TREE / run.mutant.file, tree / run.mutant.file)
+        shutil.move(tree / KEPT, tree / run.mutant.file)
     lines = (tree / "mutant.log").read_text(errors="replace").splitlines() or ["no output"]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     if failed or not any(" passed" in line for line in lines[-3:]):
@@ -132,8 +136,7 @@ def main(names: Sequence[str]) -> int:
     mutants, runs, wrong = _rooms(names), [], 0
     for mutant in mutants:
         try:
-            mutant.place()
-            runs.append(Run(mutant.tests, mutant))
+            runs.append(Run(mutant.tests, mutant, mutant.place()))
         except ValueError as error:
             wrong += 1
             print(f"NOT NOTICED  {error}", flush=True)
@@ -149,10 +152,9 @@ def main(names: Sequence[str]) -> int:
                 failing.add(run.tests)
                 print(f"without a mutant: {line}", flush=True)
         for run, passed, line in _results(trees, runs):
-            assert run.mutant is not None
             noticed = not passed and run.tests not in failing
             wrong += not noticed
-            print(f"{'noticed' if noticed else 'NOT NOTICED'}  {run.mutant.place()}  {line}", flush=True)
+            print(f"{'noticed' if noticed else 'NOT NOTICED'}  {run.place}  {line}", flush=True)
     print(f"{len(mutants) - wrong} of {len(mutants)} mutants noticed")
     return min(wrong, 1)
 

@@ -213,6 +213,18 @@ def test_nothing_stands_against_graphs_of_these(make: Callable[..., Any]) -> Non
     assert refused(make(), make) == Part(0)
 
 
+@pytest.mark.parametrize(
+    ("make", "path", "value"),
+    [
+        (proposer, "speculative_config.num_speculative_tokens", 2),
+        (speculator, "num_speculative_steps", 3),
+        (runner_v2, "max_num_reqs", 2),
+    ],
+)
+def test_nor_at_the_last_value_that_is_served(make: Callable[..., Any], path: str, value: Any) -> None:
+    assert refused(change(make(), path, value), make) == Part(0)
+
+
 class Uniform(TritonAttentionMetadataBuilder):
     """Its graphs are of batches whose requests have equally many tokens."""
 
