@@ -148,7 +148,7 @@ def serve(
 
     Each round lasts at least 5 seconds on the fastest side (sized by a trial run). The first third is warm-up;
     responses after the last request was sent are not counted. Latencies are those of all rounds together, in
-    milliseconds; tokens/s are those of the best round (of the slowest). Steps are parted by what is in them, by how
+    milliseconds; tokens/s those of the best and of the slowest round. Steps are parted by what is in them, by how
     the target ran, and by what the plugin's fast paths made of them, all of all rounds.
 
     Exit code 1 when a patched side failed where stock ran on that runner, or when --against found a load slower; 2 when
