@@ -162,6 +162,7 @@ def test_a_list_of_the_user_stays(entry: journal.Journal) -> None:
 def test_sizes_of_other_methods_are_left_alone(entry: journal.Journal) -> None:
     config = made(config_of(method="ngram"), stock)
     assert config.compilation_config.max_cudagraph_capture_size == 512
+    assert feature.why_left(config.compilation_config) == "the speculative method is ngram"
     assert not entry.decisions
 
 

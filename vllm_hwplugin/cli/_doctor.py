@@ -35,25 +35,25 @@ def doctor(arguments: Sequence[str]) -> int:
     """Is the plugin live here, and if not, why not?"""
     parser = Parser(
         "doctor",
-        "Say what is live here, and what the engine that runs, or was the last, makes of it.\n\n"
+        "Show what is patched in here, and which features the running engine, or the last one, uses.\n\n"
         "Exit 1 if a process of vLLM would stop, or if the plugin would do nothing in it "
         "though it is switched on.",
         ["doctor", "doctor --for 'vllm serve MODEL --max-num-seqs 8'"],
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--engine", type=int, metavar="PID", help="a process of the engine to show")
+    what.add_argument("--engine", type=int, metavar="PID", help="Show the engine of this process.")
     what.add_argument(
         "--for",
         dest="command",
         metavar="COMMAND",
-        help="a command that starts a server, or a file for its --config: what such an engine would use, and why "
-        "not; nothing is started",
+        help="Show what an engine would use, and why not, by a command that starts a server or a file for its "
+        "--config; nothing is started.",
     )
     parser.add_argument(
-        "--gpu", type=_capability, metavar="CAPABILITY", help="with --for: assume an NVIDIA GPU, such as 9.0"
+        "--gpu", type=_capability, metavar="CAPABILITY", help="With --for: assume an NVIDIA GPU, such as 9.0."
     )
     results = parser.add_argument_group("results")
-    results.add_argument("-v", "--verbose", action="store_true", help="show all tables")
+    results.add_argument("-v", "--verbose", action="store_true", help="Show all tables.")
     # Without a file: all there is, for another program; docs/architecture.md has the fields.
     add_optional_json(results)
     options = parser.read(arguments)

@@ -7,8 +7,8 @@ import argparse
 import importlib
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ..errors import HwpluginError
 from .text import printable
@@ -59,6 +59,12 @@ class Command(NamedTuple):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def add_usage(
+        self, usage: str | None, actions: Iterable[argparse.Action], groups: Any, prefix: str | None = None
+    ) -> None:
+        # As the measuring commands have it.
+        super().add_usage(usage, actions, groups, prefix or "Usage: ")
+
     def _split_lines(self, text: str, width: int) -> list[str]:
         # Names are not split at their hyphens.
         return textwrap.wrap(text, width, break_on_hyphens=False)

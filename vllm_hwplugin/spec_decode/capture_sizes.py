@@ -142,7 +142,10 @@ def check_and_update_config(vllm_config: Any) -> bool:
     unnamed = not listed and limit is None
     spec, compilation = vllm_config.speculative_config, vllm_config.compilation_config
     # A configuration that is made from another one has its sizes.
-    if spec is None or spec.method not in _METHODS or (listed and _LEFT in vars(compilation)):
+    if spec is None or (listed and _LEFT in vars(compilation)):
+        return unnamed
+    if spec.method not in _METHODS:
+        vars(compilation)[_LEFT] = f"the speculative method is {spec.method}"
         return unnamed
     try:
         reason = "cudagraph_capture_sizes are named" if listed else _why_left(vllm_config)
