@@ -75,7 +75,7 @@ def idle_and_gain(found: Sequence[Gain]) -> str:
     panel.plot(shares, line, color="#888888", linewidth=0.8, label="if the GPU never waited")
     panel.xaxis.set_major_formatter("{x:.0%}")
     panel.set_xlabel("share of stock vLLM's step in which the GPU waits for the host")
-    panel.set_ylabel("times stock's tokens/s")
+    panel.set_ylabel("speedup, tokens/s over stock's")
     panel.legend(frameon=False)
     return svg(figure, "What the plugin gains, by how long stock vLLM's GPU waits")
 

@@ -189,7 +189,7 @@ def _by_batch(found: Sequence[Gain]) -> list[str]:
                 figures = [f"{own[batch]:.2f}" if batch in own else "-" for batch in batches]
                 rows.append([one.vllm, runner, one.target, one.drafter, *figures])
     names = ["vLLM", "model runner", "target", "drafter", *(f"batch {batch}" for batch in batches)]
-    return ["Tokens/s of patched by stock's, both at their best round.", "", *table(names, rows)]
+    return ["Speedup by batch size: tokens/s of patched / stock, both at their best round.", "", *table(names, rows)]
 
 
 def _reasons(found: Sequence[Gain]) -> list[str]:

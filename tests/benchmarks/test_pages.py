@@ -33,7 +33,7 @@ def fail(case):
 
 def table_of(page):
     """Of each row of the first table: vLLM, runner, target, drafter -> what it says."""
-    page = page.partition("Tokens/s of patched by stock's")[0]
+    page = page.partition("Speedup by batch size")[0]
     found = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
     return {tuple(row[:4]): row[4] for row in found if len(row) == 5}
 

@@ -36,7 +36,7 @@ def run(monkeypatch):
                 silent = {"prompt_tokens": 8, "tokens": 0, "start": 0.0, "ttft": None, "gaps": []}
                 return {"began": 0.0, "seconds": 1.0, "requests": [silent] * load["requests"]}
             request = {"prompt_tokens": 8, "tokens": 5, "start": 0.0, "ttft": stand.seconds, "gaps": gaps}
-            return {"began": 0.0, "seconds": 10 * stand.seconds, "requests": [request] * load["requests"]}
+            return {"began": 0.0, "seconds": stand.seconds * load["requests"], "requests": [request] * load["requests"]}
 
         def in_turn(jobs, measurements, *, rounds: int, keep, **_):
             ((side, job),) = jobs.items()
@@ -125,11 +125,15 @@ def test_two_runs_of_one_load_are_compared(run, tmp_path, before, after, outcome
     files, page = [tmp_path / name for name in ("before.json", "after.json")], tmp_path / "both.html"
     # What runs again is what is compared, whatever it was started by.
     run(Stand(seconds=before), *LOAD, "--json", str(files[0]))
+    # As of a run whose trial said how many requests take some seconds.
+    found = running.read_run(files[0])
+    found["cases"][0]["sides"]["server"]["loads"]["4 at once, temperature 0"]["requests"] = 2 * 15
+    files[0].write_text(json.dumps(found))
     against = ["--against", str(files[0]), "--json", str(files[1]), "--html", str(page)]
     result, sizes = run(Stand(seconds=after, plugin={"served": 9, "prompt": 1}), *against)
     assert result.exit_code == status, result.output
     # Options that are left out are those of the run before, and so is the size of a round.
-    assert sizes == [("1 at once, temperature 0", 12), ("4 at once, temperature 0", 12)] * 2
+    assert sizes == [("1 at once, temperature 0", 12), ("4 at once, temperature 0", 15)] * 2
     shown = Page(page.read_text())
     assert [outcome in text for text in (shown.title, result.output)] == [True, True]
     columns, *rows = shown.tables[0]
