@@ -8,9 +8,11 @@ addresses.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 
 class Parameters:
@@ -18,33 +20,95 @@ class Parameters:
 
     Args:
         modules: with all that is below them; None is passed over.
+        places: owner and attribute of further ones, which may be replaced as a whole; and what the owner itself has.
     """
 
-    def __init__(self, *modules: torch.nn.Module | None):
+    def __init__(self, *modules: torch.nn.Module | None, places: Iterable[tuple[Any, str]] = ()):
+        self._places = [(_attributes(owner, name), owner, name, getattr(owner, name)) for owner, name in places]
+        below = (owner for module in (*modules, *(place[3] for place in self._places)) for owner in _below(module))
+        owners = {id(owner): owner for owner in (*below, *(place[1] for place in self._places))}
         self._recorded = [
-            (owner, name, parameter.data_ptr())
-            for module in modules
-            if module is not None
-            for owner in module.modules()
-            for name, parameter in owner.named_parameters(recurse=False)
+            (kept, type(owner).__name__, name, tensor.data_ptr())
+            for owner in owners.values()
+            if isinstance(owner, torch.nn.Module)
+            for kept in (owner._parameters, owner._buffers)
+            for name, tensor in kept.items()
+            if tensor is not None
         ]
 
     def moved(self) -> str | None:
         """Why graphs read other memory than vLLM does, or None."""
-        for owner, name, address in self._recorded:
-            current = owner._parameters.get(name)
+        for attributes, owner, name, module in self._places:
+            if attributes.get(name) is not module:
+                return f"the {name} of a {type(owner).__name__} is another module than at capture"
+        for kept, owner_name, name, address in self._recorded:
+            current = kept.get(name)
             if current is None or current.data_ptr() != address:
-                return f"the {name} of a {type(owner).__name__} is another tensor than at capture"
+                return f"the {name} of a {owner_name} is another tensor than at capture"
         return None
 
 
-def around_graphs(model: Any) -> list[torch.nn.Module | None]:
-    """What vLLM itself calls of a target or a draft outside of its graphs: the head, and an Eagle3 draft's `fc`.
+def _below(module: torch.nn.Module | None) -> Iterator[torch.nn.Module]:
+    return iter(()) if module is None else module.modules()
+
+
+def _attributes(owner: Any, name: str) -> Mapping[str, Any]:
+    """Where `owner` keeps what its attribute names."""
+    children: Mapping[str, Any] = getattr(owner, "_modules", {})
+    return children if name in children else vars(owner)
+
+
+def around_graphs(model: Any) -> list[tuple[Any, str]]:
+    """What V1 itself calls of a target or a draft outside of its graphs: the head, and an Eagle3 draft's `fc`.
 
     A model that takes images has its head in a `language_model`.
+
+    Returns:
+        Owner and attribute of each.
     """
-    heads = [getattr(one, "lm_head", None) for one in (model, getattr(model, "language_model", None))]
-    return [*heads, getattr(getattr(model, "model", None), "fc", None)]
+    owners = [(model, "lm_head"), (getattr(model, "language_model", None), "lm_head")]
+    places = [*owners, (getattr(model, "model", None), "fc")]
+    return [(owner, name) for owner, name in places if getattr(owner, name, None) is not None]
+
+
+class Touched:
+    """While it lasts, the modules that a recording calls, or hands to one that it calls, are taken down.
+
+    Args:
+        graphed: a model whose passes stock vLLM has in graphs of its own. What these call is left out: vLLM would not
+            notice another one in its place either.
+    """
+
+    def __init__(self, graphed: Any = None):
+        self._graphed, self._passes = graphed, 0
+        self._modules: dict[int, torch.nn.Module] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._hooks = [register_module_forward_pre_hook(self._begin), register_module_forward_hook(self._end)]
+
+    def __exit__(self, *failure: object) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _begin(self, module: torch.nn.Module, arguments: Any) -> None:
+        self._passes += module is self._graphed
+        if not self._passes:
+            self._modules |= {id(one): one for one in (module, *arguments) if isinstance(one, torch.nn.Module)}
+
+    def _end(self, module: torch.nn.Module, *_: Any) -> None:
+        self._passes -= module is self._graphed
+
+    def places(self, *models: Any) -> list[tuple[torch.nn.Module, str]]:
+        """Owner and attribute of each that is somewhere in these models."""
+        return [
+            (owner, name)
+            for model in models
+            if isinstance(model, torch.nn.Module)
+            for owner in model.modules()
+            for name, child in owner._modules.items()
+            if id(child) in self._modules
+        ]
 
 
 class FusedWeights:

@@ -153,6 +153,72 @@ def test_nor_does_it_whoever_samples_and_whatever_is_left_of_other_batches(
     assert {(one.query_len, one.shape.num_reqs) for one in tail._graphs} == {(3, 2), (2, 3)}
 
 
+class Matrix(torch.nn.Module):
+    """A head, or a layer."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states @ self.weight
+
+
+class Logits(torch.nn.Module):
+    """vLLM's `LogitsProcessor`, which is handed the head and does not call it."""
+
+    def forward(self, head: Matrix, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states @ head.weight
+
+
+class InModules(engines.Model):
+    """With parameters, as models of vLLM have them: of a head, of the model itself, and of a layer in its pass."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.lm_head, self.logits_processor, self.layer = Matrix(self.head), Logits(), Matrix(self.mix)
+        self.scale = torch.nn.Parameter(torch.ones(VOCAB), requires_grad=False)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        found = super().forward(*arguments, **named)
+        hidden = self.layer(found[0] if self._draft else found)
+        return (hidden, hidden) if self._draft else hidden
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.logits_processor(self.lm_head, hidden_states)
+        return logits * self.scale
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "seen"),
+    [
+        ("target", "lm_head", True),
+        ("draft", "scale", True),
+        # vLLM's own graphs hold the pass, and go on with the one that they were captured with.
+        ("draft", "layer", False),
+    ],
+)
+def test_nor_does_it_behind_a_module_that_takes_anothers_place(
+    vllm_here: Any, of: str, name: str, seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "Model", InModules)
+    with both(vllm_here) as sides:
+        wander(sides, PLAIN, walks=1)
+        tail = sides.both[1].runner.tail_graphs
+        served = tail._sampling.outcomes()["served"]
+        for side in sides.both:
+            torch.manual_seed(3)
+            model = side.models[("target", "draft").index(of)]
+            part: Any = getattr(model, name)
+            scale = torch.nn.Parameter(torch.rand(VOCAB), requires_grad=False)
+            other = Matrix(torch.randn_like(part.weight)) if isinstance(part, Matrix) else scale
+            setattr(model, name, other)
+        wander(sides, PLAIN, walks=2)
+    assert served > 3
+    assert (not tail._graphs) == seen
+    assert (tail._sampling.outcomes()["served"] == served) == seen
+
+
 def test_nor_does_it_where_the_number_of_drafts_goes_by_that_of_requests(vllm_with_schedules: Any) -> None:
     with both(vllm_with_schedules, partial(Side, schedule=[[1, 1, 2], [2, 4, 1]])) as sides:
         walks = walk(sides, PLAIN + BEST + MORE, examples=15)

@@ -71,8 +71,14 @@ def test_fused_weights_that_do_not_fit_leave_the_step_to_vllm(monkeypatch: pytes
 
 def test_what_vllm_calls_outside_of_its_graphs_is_watched() -> None:
     head, fc = torch.nn.Linear(2, 3), torch.nn.Linear(2, 2)
-    assert around_graphs(SimpleNamespace(lm_head=head, model=SimpleNamespace(fc=fc))) == [head, None, fc]
-    assert around_graphs(SimpleNamespace(language_model=SimpleNamespace(lm_head=head))) == [None, head, None]
+    model = SimpleNamespace(lm_head=head, model=SimpleNamespace(fc=fc))
+    assert around_graphs(model) == [(model, "lm_head"), (model.model, "fc")]
+    model = SimpleNamespace(language_model=SimpleNamespace(lm_head=head))
+    assert around_graphs(model) == [(model.language_model, "lm_head")]
+    parameters = Parameters(places=around_graphs(model))
+    assert parameters.moved() is None
+    model.language_model.lm_head = torch.nn.Linear(2, 3)
+    assert "lm_head" in str(parameters.moved())
 
 
 def test_a_head_that_is_put_in_the_place_of_another_leaves_the_step_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

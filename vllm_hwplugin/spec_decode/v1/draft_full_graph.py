@@ -218,7 +218,7 @@ class DraftGraphs:
             if not companion.failed:
                 companion.capture(self._passes, keys, template)
         self._keys, self._first_query_len = keys, first.query_len
-        self._parameters = Parameters(*around_graphs(proposer.model))
+        self._parameters = Parameters(places=around_graphs(proposer.model))
         return True
 
     def _record(self, shape: GraphShape, template: Any) -> None:

@@ -134,7 +134,7 @@ class DraftPhase(Companion):
             )
         drafting = tuple(Drafting)[: 2 if drawn else 1]
         self._recorder = PhaseRecorder(runner, passes, self._buffers, sampling, drafting, filters)
-        self._weights = Parameters(*around_graphs(runner.model))
+        self._weights = Parameters(places=around_graphs(runner.model))
         journal.use(V1_DRAFT_PHASE, False, "the target has no FULL graph of a decode batch")
 
     def capture_behind(self, outputs: Any, template: Any, *, profiling: bool) -> None:

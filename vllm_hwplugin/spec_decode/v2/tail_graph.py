@@ -69,7 +69,7 @@ from vllm_hwplugin.spec_decode.v2.recording import (
     splits_top_p,
 )
 from vllm_hwplugin.spec_decode.v2.tail_buffers import LogitsRows, TailBuffers
-from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters, around_graphs
+from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters, Touched
 
 if TYPE_CHECKING:
     from vllm_hwplugin.spec_decode.v2.step_inputs import StepInputs
@@ -157,6 +157,8 @@ class TailGraphs:
         self._scratch: list[torch.Tensor] = []
         self._fused: FusedWeights | None = None
         self._parameters: Parameters | None = None
+        self._touched = Touched()
+        self._read_whole: torch.nn.Module | None = None
         self._output: Any = None
         self._sampled = False
         # Of this step, where a graph made them.
@@ -208,7 +210,9 @@ class TailGraphs:
             asked_for = _HALVES[Part.V2_DRAFTING] if Part.V2_DRAFTING in left else None
             for companion in () if self._failed or profile_only else self._companions:
                 assert self._buffers is not None
-                companion.capture(self._batches, self._buffers, self._pool, asked_for)
+                with self._touched:
+                    companion.capture(self._batches, self._buffers, self._pool, asked_for)
+                self._watch()
         runner.req_states.draft_tokens.zero_()
         torch.accelerator.synchronize()
         if self._failed:
@@ -257,16 +261,24 @@ class TailGraphs:
             # The target's last graph may have been for adapters. Without any, vLLM launches no kernel for them.
             none = (0,) * shapes[0].num_tokens
             runner._set_active_loras(none, none, set())
-        for shape in shapes:
-            self._graphs.append(self._capture_shape(shape, self._pool))
-        self._scratch = shared_scratch()
         draft = getattr(runner.speculator, "model", None)
-        # What comes before and behind the graphs that vLLM has of its own: it has none of a draft model of its own.
         method = runner.speculative_config.method if Part.V2_DRAFTING not in self._vllms else None
-        of_draft = [draft] if method == "draft_model" else around_graphs(draft)
-        self._parameters = Parameters(*around_graphs(runner.model), *of_draft)
+        # vLLM has no graphs of a draft model of its own.
+        self._touched = Touched(None if method == "draft_model" else draft)
+        self._read_whole = draft if method == "draft_model" else None
+        with self._touched:
+            for shape in shapes:
+                self._graphs.append(self._capture_shape(shape, self._pool))
+        self._scratch = shared_scratch()
+        self._watch()
         if method == "dflash":
             self._fused = FusedWeights(draft)
+
+    def _watch(self) -> None:
+        """Watch the modules that what was recorded so far has called."""
+        runner = self._runner
+        places = self._touched.places(runner.model, getattr(runner.speculator, "model", None))
+        self._parameters = Parameters(self._read_whole, places=places)
 
     def _capture_shape(self, shape: GraphShape, pool: Any) -> _Graphs:
         runner, buffers = self._runner, self._buffers
