@@ -152,6 +152,8 @@ class Side(Engine):
             # Padding has no length.
             "lengths": runner.seq_lens.tolist(),
             "starts": runner.query_start_loc.gpu.tolist(),
+            # What layers with a recurrent state go on from.
+            "accepted": runner.num_accepted_tokens.gpu[: batch.num_reqs].tolist(),
             "blocks": [
                 table.block_table.gpu[row, : table.num_blocks_per_row[row]].tolist() for row in range(batch.num_reqs)
             ],

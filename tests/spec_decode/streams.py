@@ -64,7 +64,8 @@ class _Copies(TorchFunctionMode):
     """Leaves copies that nobody waits for to the current stream."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        # There is no other memory than the host's.
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         if kwargs.get("non_blocking") and Stream.current is not _first:
             if func is torch.Tensor.copy_:
                 Stream.current.launch(torch.inference_mode()(lambda: args[0].copy_(args[1])))

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 #: Others import names that only the installed vLLM needs to have.
 STEPPED = [str(file) for file in Path(__file__).parent.rglob("test_*.py") if "mark.each_vllm" in file.read_text()]
 #: Releases before it ask stand-ins for what these do not have.
-OLDEST = "0.31.0"
+OLDEST = "0.28.0"
 #: The newest first. The others are there with `--all-versions`, in few walks each.
 OLDER = SUPPORTED[SUPPORTED.index(OLDEST) : -1][::-1] if CHECKSUMS else ()
 RELEASES = [NEWEST, *(pytest.param(version, marks=pytest.mark.slow) for version in OLDER)]

@@ -126,7 +126,11 @@ class Side(Engine):
         if drafts:
             runner.speculator.draft_attn_layer_names = {"draft"}
         runner.initialize_kv_cache(self.kv_cache_config)
-        runner.capture_model()
+        self.capture()
+
+    def capture(self) -> None:
+        """What comes last of a start."""
+        self.runner.capture_model()
 
     @contextlib.contextmanager
     def without_graphs(self) -> Iterator[None]:

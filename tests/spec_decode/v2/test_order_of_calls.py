@@ -54,6 +54,18 @@ class InOnePlace(Side):
         return super().inputs()
 
 
+class Hybrid(Side):
+    """A model that also has layers with a recurrent state, as far as the plugin asks; such layers read padding, too."""
+
+    def capture(self) -> None:
+        self.config.model_config.is_hybrid = True
+        super().capture()
+
+    def inputs(self) -> dict[str, Any]:
+        batch, (table,) = self.executed.input_batch, self.runner.block_tables.input_block_tables
+        return super().inputs() | {"padding's blocks": table[batch.num_reqs : batch.num_reqs_after_padding].tolist()}
+
+
 def wander(sides: Sides, kinds: list[dict[str, Any]], walks: int = 8, steps: int = 20) -> None:
     """Add requests of these kinds at random, and compare after each step. The same ways in each run."""
     for number in range(walks):
@@ -292,7 +304,7 @@ def test_nothing_differs_at_the_corners(vllm_here: Any) -> None:
     """Each is met: a request comes at each of some steps, while others are about to end."""
     plain = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}, BEST[0]]
     met: Counter[str] = Counter()
-    with both(vllm_here) as sides:
+    with both(vllm_here, Hybrid) as sides:
         for wait in range(2, 10):
             for kind in plain:
                 sides.add(prompt=[wait, 1, 2], max_tokens=9, **kind)
