@@ -94,9 +94,11 @@ class Sides:
                 side.abort(name)
 
     def come_again(self, number: int) -> None:
-        """Abort a request, and add another of its name before a step."""
+        """Abort a request, and add another of its name when vLLM has seen the last output of the first."""
         for name in list(self.both[0].scheduler.requests)[number : number + 1]:
             self.abort(number)
+            self.step()
+            self.step()
             self.add(name, prompt=[number, 1, 2], max_tokens=9, temperature=0.0)
 
     def preempt(self, number: int) -> None:
