@@ -29,7 +29,10 @@ def doctor(tmp_path: Path, *more: str, **speculation: Any) -> tuple[int, dict[st
     cache = tmp_path / "cache"
     done = subprocess.run(
         [sys.executable, "-m", "vllm_hwplugin", "doctor", "--json", "--gpu", "9.0", "--for", shlex.join(words)],
-        env=kept | {"VLLM_HWPLUGIN_CACHE_DIR": str(cache), "TMPDIR": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        env=kept
+        # vLLM has not inspected these models before.
+        | {"VLLM_HWPLUGIN_CACHE_DIR": str(cache), "VLLM_CACHE_ROOT": str(tmp_path / "vllm"), "TMPDIR": str(tmp_path)}
+        | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=patience(300),

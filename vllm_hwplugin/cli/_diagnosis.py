@@ -404,7 +404,7 @@ def _plan(command: str, gpu: str | None, installed: Installed | None, look: _Loo
         raise NotPlanned("vLLM is not installed here, and its configuration answers --for")
     planned = plan(command, _host.find_platform().kind, gpu, f"{installed.dist} {installed.version}")
     if planned.refused:
-        look.problems.append(f"this engine would not start: {planned.refused}")
+        look.problems.append(f"vLLM refuses this engine, for {planned.device}: {planned.refused}")
     return planned
 
 

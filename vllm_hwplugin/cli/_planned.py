@@ -211,3 +211,7 @@ def _assume_gpu(capability: str) -> None:
     }
     for name, value in answers.items():
         setattr(type(platforms.current_platform), name, classmethod(lambda cls, *_, value=value, **__: value))
+    from vllm.model_executor.models import registry
+
+    # vLLM inspects model classes in processes that assume nothing. To keep the answers it imports kernels.
+    registry._LazyRegisteredModel._save_modelinfo_to_cache = lambda *_: None

@@ -100,7 +100,9 @@ def foresee(config: Any, entry: Journal) -> dict[str, Foreseen]:
     v2 = uses_v2(config)
     spec = config.speculative_config
     configs = {name: getattr(config, name) for name in _CONFIGS} | {"vllm_config": config}
-    drafter = None if spec is None else _Planned(**configs)
+    # DFlash's drafter has it whatever the configuration says.
+    in_parallel = spec is not None and (spec.method == "dflash" or getattr(spec, "parallel_drafting", False))
+    drafter = None if spec is None else _Planned(**configs, parallel_drafting=in_parallel)
     runner = _Planned(
         **configs, **{"speculator" if v2 else "drafter": drafter}, max_num_reqs=config.scheduler_config.max_num_seqs
     )
