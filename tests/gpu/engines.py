@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_hwplugin_lab.bench import engine_environment
 from vllm_hwplugin_lab.bench._entry_points import provide
@@ -43,6 +43,24 @@ DISTURBED = (
     "Memory usage increased after sleeping",
 )
 ATTEMPTS = 3
+
+T = TypeVar("T")
+
+
+def undisturbed(run: Callable[[Path], T], folder: Path) -> T:
+    """Return what `run` returns. Where another engine disturbs it, it runs again, in another folder.
+
+    Args:
+        run: starts an engine that writes into the folder given, and raises AssertionError with the end of its log.
+        folder: the attempts have it with a number behind its name.
+    """
+    for attempt in range(ATTEMPTS):
+        try:
+            return run(folder.with_name(f"{folder.name} {attempt}"))
+        except AssertionError as failure:
+            if attempt == ATTEMPTS - 1 or not any(said in str(failure) for said in DISTURBED):
+                raise
+    raise AssertionError(folder.name)
 
 
 @dataclass

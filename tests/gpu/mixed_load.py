@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +24,7 @@ from vllm_hwplugin_lab.bench._launch import child_environment
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Load, Process, Run
-from .engines import SMALL_ENGINE
+from .engines import SMALL_ENGINE, undisturbed
 
 SMALL = find_checkpoints(None)
 METHODS: Final = {"eagle3": 3, "dflash": 7}
@@ -104,7 +105,10 @@ def run_each(
         gates = {gate_of(feature): sides[side].get(feature, "off") for feature in features}
         return Process({side: made}, environment(folder, side, runner, **gates))
 
-    runs = loads.side_by_side({side: process(side) for side in sides}, folder)
+    processes = {side: process(side) for side in sides}
+    runs = loads.at_once(
+        {side: partial(undisturbed, process.run, folder / side) for side, process in processes.items()}
+    )
     return {side: runs[side][side] for side in sides}
 
 

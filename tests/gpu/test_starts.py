@@ -12,7 +12,7 @@ import pytest
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Load, Process, Run
-from .engines import ATTEMPTS, DISTURBED, PROFILED_ENGINE
+from .engines import PROFILED_ENGINE, undisturbed
 from .mixed_load import SMALL, environment, options
 
 # All of its engines start in one process of the tests.
@@ -103,16 +103,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
     def run(name: str) -> Run:
         runner, asked, waits, _, _ = STARTS[name]
-        load = Load(asked, _FEW, waits=waits)
-        for attempt in range(ATTEMPTS):
-            try:
-                made = folder / f"{name} {attempt}"
-                made.mkdir()
-                return Process({name: load}, environment(made, name, runner)).run(made / "run")[name]
-            except AssertionError as failure:
-                if attempt == ATTEMPTS - 1 or not any(said in str(failure) for said in DISTURBED):
-                    raise
-        raise AssertionError(name)
+        process = Process({name: Load(asked, _FEW, waits=waits)}, environment(folder, name, runner))
+        return undisturbed(process.run, folder / name)[name]
 
     with concurrent.futures.ThreadPoolExecutor(len(STARTS)) as pool:
         return dict(zip(STARTS, pool.map(run, STARTS), strict=True))
