@@ -49,6 +49,11 @@ if importlib.util.find_spec("hypothesis") is not None:
     settings.load_profile("fixed")
 
 
+# Tests call the plugin's entry points, and so does vLLM where it is imported while tests are collected: none of them
+# changes what the others log. `test_log.py` has processes for that.
+log.prepare = lambda: None
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-versions", action="store_true", help="test every vLLM whose texts differ (default: a few)")
     parser.addoption("--vllm", metavar="VERSION", help="import this released vLLM's Python, not the installed vLLM")
@@ -256,12 +261,6 @@ def vllm_tree() -> Callable[[str], Tree]:
         return trees[version]
 
     return tree
-
-
-@pytest.fixture(autouse=True)
-def _no_line_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that calls the plugin's entry points changes no other one's log; `test_log.py` has processes for that."""
-    monkeypatch.setattr(log, "prepare", lambda: None)
 
 
 @pytest.fixture
