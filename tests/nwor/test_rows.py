@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 from vllm_hwplugin.nwor.layout import CacheRows, UnknownLayout, as_rows  # noqa: E402
 from vllm_hwplugin.nwor.reference import ReferenceRows  # noqa: E402
-from vllm_hwplugin.nwor.rows import KernelRows, Rejected  # noqa: E402
+from vllm_hwplugin.nwor.rows import Batch, KernelRows, Rejected  # noqa: E402
 
 from .host_kernels import kernels  # noqa: E402
 from .steps import (  # noqa: E402
@@ -102,3 +102,16 @@ def test_words_divide_whatever_a_row_begins_at(dtype: Any, size: int, word: int)
     memory = torch.zeros(cache.numel() + 4 // dtype.itemsize, dtype=dtype)
     later = memory[4 // dtype.itemsize :].view(cache.shape)
     assert CacheRows("a layer", 0, as_rows("a layer", later, 0, 2)).word == min(word, 4)
+
+
+def test_words_are_those_of_every_cache() -> None:
+    """One launch serves all layers, so it moves what the least aligned of them allows."""
+    names = ("token by token", "single bytes")
+    caches = [
+        CacheRows(name, 0, as_rows(name, LAYOUTS[name].make("cpu"), LAYOUTS[name].block, LAYOUTS[name].token))
+        for name in names
+    ]
+    assert [cache.word for cache in caches] == [16, 1]
+    batch = Batch(torch.tensor([0, 4], dtype=torch.int32), {0: BLOCK + torch.arange(4)}, 1, 3)
+    with kernels():
+        KernelRows(caches, batch, keep=True).log(1)
