@@ -11,14 +11,16 @@ import contextlib
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
+from vllm_hwplugin.spec_decode.v2 import fused_drafts
 from vllm_hwplugin.versions import Versions
 
-from .released_modules import ReleasedModules, by_the_host
+from .released_modules import STAND_INS, ReleasedModules, by_the_host
 
 LAYER, BLOCK, MAX_LEN, MAX_REQS, MAX_TOKENS, HIDDEN, VOCAB = "draft", 4, 64, 8, 64, 8, 97
 RUNGS = [4, 8]
@@ -208,6 +210,10 @@ class Runner:
 
     def capture(self) -> None:
         """What `capture_model` does for the speculator, before there is any request."""
+        with mock.patch.object(fused_drafts, "graph_capture", STAND_INS["graph_capture"]):
+            self._capture()
+
+    def _capture(self) -> None:
         if hasattr(self.speculator, "capture_model"):  # 0.20
             self.speculator.capture_model()
         elif "attn_states" in self.speculator.capture.__code__.co_varnames:  # up to 0.25

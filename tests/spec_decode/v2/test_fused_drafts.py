@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import FeatureRequired
-from vllm_hwplugin.spec_decode import builders
+from vllm_hwplugin.spec_decode import builders, graph_recording
 from vllm_hwplugin.spec_decode.v2 import fused_drafts
 
 from .released_modules import Graph
@@ -188,3 +189,25 @@ def test_block_tables_keep_their_addresses(modules, version: str) -> None:
     assert {name: value.data_ptr() for name, value in after.items()} == addresses
     assert contents
     assert all(torch.equal(after[name], value) for name, value in contents.items())
+
+
+@pytest.mark.parametrize("version", ["0.21.0", "0.27.1"])
+def test_steps_that_cannot_be_captured_are_launched_one_by_one(
+    boot: Any, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        if Graph.capturing is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    used: list[bool] = []
+    monkeypatch.setattr(journal, "use", lambda feature, serves, reason="": used.append(serves))
+    monkeypatch.setattr(graph_recording, "leave_capture", lambda pool, *, broken: None)
+    monkeypatch.setattr(graph_recording, "reserved_memory", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    stock = boot(version, DevicePlan(), 3, **STOCK)
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_drafts.FusedDrafts, "_build_metadata", fails)
+        runner = boot(version, DevicePlan(), 3)
+    assert used == [True, False]
+    for batch in BATCHES:
+        compare(stock, runner, batch, (2, 2))

@@ -229,6 +229,7 @@ def test_nor_does_it_behind_a_module_that_takes_anothers_place(
     assert served > 3
     assert (not tail._graphs) == seen
     assert (tail._sampling.outcomes()["served"] == served) == seen
+    assert ("not_captured" in tail._sampling.outcomes()) == seen
 
 
 def test_nor_does_it_where_the_number_of_drafts_goes_by_that_of_requests(vllm_with_schedules: Any) -> None:

@@ -20,18 +20,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final
 
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.distributed.parallel_state import graph_capture
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_FUSED_DRAFTS
+from vllm_hwplugin.spec_decode.graph_recording import attempt, exchanged_later
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
+
+_STOCK: Final = "a graph is launched for each draft step"
 
 
 class FusedDrafts:
@@ -46,18 +50,40 @@ class FusedDrafts:
         self._generate_draft: Callable[..., None] | None = None
         self._step_counts = StepCounts(V2_FUSED_DRAFTS, "steps")
 
-    def routine(self, generate_draft: Callable[..., None]) -> Callable[..., None]:
-        """What the decode graphs are to hold: all steps, or vLLM's one step if they cannot be one graph.
+    def capture(self, manager: Any, generate_draft: Callable[..., None], *arguments: Any, **settings: Any) -> Any:
+        """Capture the decode graphs of all steps, or of vLLM's one step where that cannot be or fails.
 
         Args:
-            generate_draft: the speculator's method for one step.
+            manager: vLLM's manager of the decode graphs, whose `capture` is called.
+            generate_draft: the speculator's method for one step, its first argument.
 
         Raises:
-            FeatureRequired: they cannot, and the gate says `on`.
+            FeatureRequired: there are no graphs of all steps, and the gate says `on`.
         """
+        routine, done = self._routine(generate_draft), list[Any]()
+        if routine is generate_draft:
+            return manager.capture(generate_draft, *arguments, **settings)
+
+        def record() -> None:
+            with exchanged_later():
+                done.append(manager.capture(routine, *arguments, **settings))
+
+        def forget() -> None:
+            self._generate_draft = None
+            manager.graphs.clear()
+            # As after each failed capture (`added_graphs`).
+            manager.pool = torch.cuda.graph_pool_handle()
+
+        with graph_capture(device=self._speculator.device):
+            if attempt(V2_FUSED_DRAFTS, _STOCK, record, forget, manager.pool, kernels=nullcontext):
+                return done[0]
+        return manager.capture(generate_draft, *arguments, **settings)
+
+    def _routine(self, generate_draft: Callable[..., None]) -> Callable[..., None]:
+        """What the decode graphs are to hold: all steps, or vLLM's one step if they cannot be one graph."""
         self._generate_draft = None
         if (reason := why_not(self._speculator, Part.V2_STEPS)) is not None:
-            stays_stock(V2_FUSED_DRAFTS, "a graph is launched for each draft step", reason)
+            stays_stock(V2_FUSED_DRAFTS, _STOCK, reason)
             return generate_draft
         self._generate_draft = generate_draft
         # Slots are looked up by it while capturing, and -1 from an earlier batch would be a row before the first.
