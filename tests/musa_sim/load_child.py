@@ -10,6 +10,7 @@ import functools
 import gc
 import hashlib
 import importlib
+import importlib.util
 import json
 import pkgutil
 import sys
@@ -249,6 +250,15 @@ def initialise_as_usual() -> None:
     DummyModelLoader.load_weights = load_weights
 
 
+def leave_out_step5() -> None:
+    """Have vLLM not import the model Step5 in each warm-up, as 0.33 does; it needs torchvision, which is not here."""
+    load_plugins()
+    with contextlib.suppress(ImportError):
+        from vllm.model_executor.warmup import step5_dsa_warmup
+
+        step5_dsa_warmup._step5_dsa_impl = lambda worker: None
+
+
 def end_own_sizes_at(ceiling: int) -> None:
     """Have vLLM's own capture sizes end there."""
     from vllm.config import VllmConfig
@@ -318,6 +328,8 @@ def not_knowing(what: str) -> contextlib.AbstractContextManager:
 def one(job: dict, others_follow: bool) -> dict:
     if not job["autotuned"]:
         leave_untuned()
+    if importlib.util.find_spec("torchvision") is None:
+        leave_out_step5()
     if job["initialised"]:
         initialise_as_usual()
     if job["delta_rule"]:

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from vllm_hwplugin.features import gate_of
+from vllm_hwplugin_workshop.sources import IndexUnreachable
 
+from .. import releases
 from ..conftest import cannot_run
 from . import checkpoints, loads, simulated
 from .loads import Engine, Load, Process, Run
@@ -82,10 +84,14 @@ WITH_FUSED = loads.UNPATCHED | {
 
 @pytest.fixture(scope="module")
 def eagle3(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Stock, and with graphs."""
+    """Stock, and with graphs, of the newest release."""
     folder = tmp_path_factory.mktemp("v2 with eagle3")
+    try:
+        newest = releases.NEWEST, releases.package_of(releases.NEWEST)
+    except IndexUnreachable as error:
+        cannot_run(str(error))
     processes = {
-        side: process(folder / f"host, {side}", ["eagle3"], variables=variables)
+        side: process(folder / f"host, {side}", ["eagle3"], newest, variables)
         for side, variables in {"stock": loads.UNPATCHED, "graphs": WITH_GRAPHS}.items()
     }
     return {side: runs["eagle3"] for side, runs in loads.side_by_side(processes, folder).items()}
@@ -160,6 +166,7 @@ def assert_graphs_serve(expected: Run, found: Run) -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.network
 def test_more_graphs_change_nothing(eagle3: dict[str, Run]) -> None:
     assert_graphs_serve(eagle3["stock"], eagle3["graphs"])
 
