@@ -54,6 +54,17 @@ class Layer(AttentionLayerBase):
         return FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
 
 
+class Head(torch.nn.Module):
+    """A module that is called, as that of vLLM's models."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states @ self.weight
+
+
 class Model(torch.nn.Module):
     """The target, or its draft: one layer of attention.
 
@@ -66,8 +77,7 @@ class Model(torch.nn.Module):
         super().__init__()
         chance = torch.Generator().manual_seed(7)
         self.embed = torch.randn(VOCAB, HIDDEN, generator=chance)
-        self.lm_head = torch.nn.Module()
-        self.lm_head.weight = torch.nn.Parameter(torch.randn(HIDDEN, VOCAB, generator=chance), requires_grad=False)
+        self.lm_head = Head(torch.randn(HIDDEN, VOCAB, generator=chance))
         self.mix = torch.randn(HIDDEN, HIDDEN, generator=chance)
         # The last row takes what has no slot.
         self.kv = torch.zeros(NUM_BLOCKS * BLOCK + 1, HIDDEN)
@@ -114,7 +124,7 @@ class Model(torch.nn.Module):
         return (self.kv[rows] * weight[..., None]).sum(1)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states @ self.head
+        return self.lm_head(hidden_states)
 
 
 class Context:
