@@ -37,6 +37,15 @@ def supported_as(version: str) -> str | None:
     return next((item for item in SUPPORTED if Version(item) == public), None)
 
 
+def is_version(text: str) -> bool:
+    """Whether a text is a PEP 440 version."""
+    try:
+        Version(text)
+    except InvalidVersion:
+        return False
+    return True
+
+
 def is_supported(version: str) -> bool:
     """Whether a version is one of `SUPPORTED`, see :func:`supported_as`."""
     return supported_as(version) is not None

@@ -8,7 +8,7 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..versions import SUPPORTED, is_supported, supported_as
+from ..versions import SUPPORTED, is_supported, is_version, supported_as
 from ._apply import Edit, Text, apply_edits, edits_of, first_clash, locate
 from ._errors import NOT_COMPILED, UnreadableFile
 from ._model import VLLM, Catalogue, Conflict, Feature, FeatureVerdict, FileDiff, HunkVerdict, Source, Status, blob_of
@@ -87,7 +87,7 @@ def fit(
         reason = f"{not_needed.reason}; so it is in {last}, and nobody has looked here"
         return Fit(FeatureVerdict(feature.id, version, Status.NOT_NEEDED, reason=reason))
     # A checkout that states no version has all that is said of versions to come.
-    if not_needed := feature.not_needed_for(version if last is None or _is_version(version) else "9999"):
+    if not_needed := feature.not_needed_for(version if last is None or is_version(version) else "9999"):
         return Fit(FeatureVerdict(feature.id, version, Status.NOT_NEEDED, reason=not_needed.reason))
     if try_unlisted:
         like = version if covers else _nearest(feature, version)
@@ -186,17 +186,7 @@ def _is_behind(version: str) -> bool:
     """Whether a version is newer than all of `SUPPORTED`."""
     from packaging.version import Version
 
-    return not is_supported(version) and _is_version(version) and Version(version) > Version(SUPPORTED[-1])
-
-
-def _is_version(text: str) -> bool:
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        Version(text)
-    except InvalidVersion:
-        return False
-    return True
+    return not is_supported(version) and is_version(version) and Version(version) > Version(SUPPORTED[-1])
 
 
 def last_listed(catalogue: Catalogue) -> str | None:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from vllm_hwplugin.cli.text import shortened
 from vllm_hwplugin.patching import VLLM, Feature, NotInstalled, Source, find_installed
 from vllm_hwplugin.patching.outside import find_distribution
+from vllm_hwplugin.versions import is_version
 
 from ._index import Index, IndexSource
 from ._text import NO_VERSION, SourceError, TreeSource, WheelSource
@@ -57,7 +58,7 @@ def open_target(target: str, index: Index, distribution: str = VLLM, *, ahead: b
         if path.is_file():
             return WheelSource(path, "vllm" if distribution == VLLM else None)
         folder, at, version = target.rpartition("@")
-        if at and _is_version(version) and Path(folder).expanduser().is_dir():
+        if at and is_version(version) and Path(folder).expanduser().is_dir():
             return TreeSource(Path(folder).expanduser(), str(Version(version)))
     except (OSError, RuntimeError) as error:
         # No right to look, a name that is too long, or `~name` of a user that there is not.
@@ -84,7 +85,7 @@ def open_installed(distribution: str = VLLM, features: Iterable[Feature] = ()) -
         found = find_installed()
     except NotInstalled as error:
         raise SourceError(f"{error}; or name a TARGET: a version, a wheel file or a folder") from error
-    if not _is_version(found.version):
+    if not is_version(found.version):
         # `dev` is what vLLM calls itself where its build did not learn a version.
         raise SourceError(
             f"the vLLM in {found.root} states the version {found.version!r}, which says nothing of its release; "
@@ -97,21 +98,13 @@ def open_installed(distribution: str = VLLM, features: Iterable[Feature] = ()) -
 
 def _from_index(target: str, distribution: str) -> tuple[str, str] | None:
     """The project and the version of a release; of `distribution`, where the target is a version alone."""
-    if _is_version(target):
+    if is_version(target):
         return distribution, str(Version(target))
     try:
         requirement = Requirement(target)
     except InvalidRequirement:
         return None
     pins = list(requirement.specifier)
-    if len(pins) == 1 and pins[0].operator == "==" and _is_version(pins[0].version):
+    if len(pins) == 1 and pins[0].operator == "==" and is_version(pins[0].version):
         return requirement.name, str(Version(pins[0].version))
     return None
-
-
-def _is_version(text: str) -> bool:
-    try:
-        Version(text)
-    except InvalidVersion:
-        return False
-    return True
