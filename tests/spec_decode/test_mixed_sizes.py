@@ -80,6 +80,9 @@ class Runner:
         self.cudagraph_dispatcher = dispatcher_of(tree, config)
         self.drafter = SimpleNamespace(cudagraph_dispatcher=dispatcher_of(tree, config))
 
+    def _warmup_and_capture(self, desc: Any, *, cudagraph_runtime_mode: CUDAGraphMode, **_: Any) -> None:
+        raise NotImplementedError
+
     def captured(self) -> dict[str, int]:
         """Tokens of the largest graph by mode, as vLLM's `capture_model` would capture them."""
         found = v1_mixed_sizes.settled(self, self.cudagraph_dispatcher.get_capture_descs())

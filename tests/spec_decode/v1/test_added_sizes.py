@@ -14,7 +14,6 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm_hwplugin import journal
 from vllm_hwplugin.spec_decode import graph_recording
 from vllm_hwplugin.spec_decode.v1 import added_sizes, mixed_sizes
-from vllm_hwplugin.spec_decode.v1.added_sizes import without_failed_sizes
 
 from ...conftest import versions
 from ..released import texts
@@ -24,9 +23,9 @@ RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 
 
 @pytest.mark.parametrize("version", versions(RUNNER))
-def test_each_released_runner_captures_by_the_decorated_method(vllm_tree: Any, version: str) -> None:
+def test_each_released_runner_captures_by_the_guarded_method(vllm_tree: Any, version: str) -> None:
     runner = methods(texts(vllm_tree(version))(RUNNER) or "", "GPUModelRunner")
-    assert [ast.unparse(one) for one in runner["_warmup_and_capture"].decorator_list] == ["without_failed_sizes"]
+    assert "_warmup_and_capture" in runner
     for name in ("_capture_cudagraphs", "profile_cudagraph_memory"):
         assert "self._warmup_and_capture(" in ast.unparse(runner[name])
 
@@ -53,7 +52,6 @@ class Runner:
         self.cudagraph_dispatcher = dispatcher_of(self._tree, self._config)
         self.drafter = SimpleNamespace(cudagraph_dispatcher=dispatcher_of(self._tree, self._config))
 
-    @without_failed_sizes
     def _warmup_and_capture(self, desc: Any, cudagraph_runtime_mode: CUDAGraphMode) -> None:
         entries = self.wrappers[cudagraph_runtime_mode].concrete_cudagraph_entries
         # A wrapper has made an entry before it captures.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial, wraps
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -22,27 +22,29 @@ _STOCK: Final = "only the sizes that vLLM captures by itself"
 _LARGEST: Final = "_hwplugin_largest_captured"
 
 
-def without_failed_sizes(warmup_and_capture: Callable[..., None]) -> Callable[..., None]:
-    """Decorate vLLM's `_warmup_and_capture`: what a size of the plugin's raises costs these sizes, not the start.
+def guard(runner: Any) -> None:
+    """Have this runner's `_warmup_and_capture` lose the plugin's sizes where one of them raises, and not end the start.
 
     They come before vLLM's own, which are smaller.
     """
+    if "_warmup_and_capture" not in vars(runner):
+        runner._warmup_and_capture = partial(_captured, runner, runner._warmup_and_capture)
 
-    @wraps(warmup_and_capture)
-    def captured(runner: Any, desc: Any, *arguments: Any, **settings: Any) -> None:
-        capture = partial(warmup_and_capture, runner, desc, *arguments, **settings)
-        failed: int | None = vars(runner).get(_LARGEST)
-        if failed is not None and desc.num_tokens > failed:
-            return
-        own = largest_own(runner.compilation_config)
-        if own is None or desc.num_tokens <= own:
-            capture()
-            return
-        wrappers = _vllms(runner)
-        pool = wrappers[0].graph_pool if wrappers else None
-        attempt(CAPTURE_SIZES, _STOCK, capture, partial(_forget, runner, own), pool, kernels=nullcontext)
 
-    return captured
+def _captured(
+    runner: Any, warmup_and_capture: Callable[..., None], desc: Any, *arguments: Any, **settings: Any
+) -> None:
+    capture = partial(warmup_and_capture, desc, *arguments, **settings)
+    failed: int | None = vars(runner).get(_LARGEST)
+    if failed is not None and desc.num_tokens > failed:
+        return
+    own = largest_own(runner.compilation_config)
+    if own is None or desc.num_tokens <= own:
+        capture()
+        return
+    wrappers = _vllms(runner)
+    pool = wrappers[0].graph_pool if wrappers else None
+    attempt(CAPTURE_SIZES, _STOCK, capture, partial(_forget, runner, own), pool, kernels=nullcontext)
 
 
 def _vllms(runner: Any) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, largest_mixed, largest_own
+from vllm_hwplugin.spec_decode.v1.added_sizes import guard
 
 
 def settled(runner: Any, capture_descs: list[tuple[CUDAGraphMode, list[Any]]]) -> list[tuple[CUDAGraphMode, list[Any]]]:
@@ -23,6 +24,7 @@ def settled(runner: Any, capture_descs: list[tuple[CUDAGraphMode, list[Any]]]) -
     own = largest_own(compilation)
     if own is None:
         return capture_descs
+    guard(runner)
     bounds = {CUDAGraphMode.PIECEWISE: largest_mixed(compilation), CUDAGraphMode.FULL: max(own, LARGEST)}
     drafter = getattr(runner, "drafter", None)
     for dispatcher in (runner.cudagraph_dispatcher, getattr(drafter, "cudagraph_dispatcher", None)):
