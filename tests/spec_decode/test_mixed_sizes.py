@@ -64,6 +64,19 @@ def test_graphs_of_mixed_batches_reach_4096_tokens(
     )
 
 
+@pytest.mark.parametrize("sizes", [[], [1, 2, 4]])
+@pytest.mark.parametrize("version", versions(*V1))
+def test_sizes_of_the_user_stay_as_they_are(version: str, sizes: list[int], vllm_tree: Any) -> None:
+    """None at all, too: vLLM starts without graphs then."""
+    config = config_of()
+    config.compilation_config.cudagraph_capture_sizes = sizes
+    config.compilation_config.max_cudagraph_capture_size = max(sizes, default=0)
+    captured = dispatcher_of(vllm_tree(version), config).get_capture_descs()
+    assert [desc.num_tokens for mode, descs in captured if mode == CUDAGraphMode.PIECEWISE for desc in descs] == sizes[
+        ::-1
+    ]
+
+
 def test_padding_of_a_mixed_batch_is_small() -> None:
     """Below 3 % on average from 512 tokens on."""
     sizes = [size for size in mixed_graphs.SIZES if size >= 512]

@@ -355,13 +355,13 @@ def wants_mixed() -> bool:
     return gates.read(gate_of(CAPTURE_SIZES)).text == "mixed"
 
 
-def largest_mixed(compilation_config: Any) -> int:
-    """Return the tokens of the largest graph of a batch with prompts."""
-    sizes, own = compilation_config.cudagraph_capture_sizes, largest_own(compilation_config)
-    largest: int = (
-        sizes[-1] if own is None else vars(compilation_config).get(_MIXED, sizes[-1] if wants_mixed() else own)
-    )
-    return largest
+def largest_mixed(compilation_config: Any) -> int | None:
+    """Return the tokens of the largest graph of a batch with prompts; None where :func:`largest_own` is None."""
+    own = largest_own(compilation_config)
+    if own is None:
+        return None
+    largest: int = compilation_config.cudagraph_capture_sizes[-1] if wants_mixed() else own
+    return int(vars(compilation_config).get(_MIXED, largest))
 
 
 def piecewise_sizes(compilation_config: Any) -> Sequence[int]:

@@ -21,11 +21,11 @@ def settled(runner: Any, capture_descs: list[tuple[CUDAGraphMode, list[Any]]]) -
         capture_descs: what `CudagraphDispatcher.get_capture_descs` returned; not changed.
     """
     compilation = runner.compilation_config
-    own = largest_own(compilation)
-    if own is None:
+    own, largest = largest_own(compilation), largest_mixed(compilation)
+    if own is None or largest is None:
         return capture_descs
     guard(runner)
-    bounds = {CUDAGraphMode.PIECEWISE: largest_mixed(compilation), CUDAGraphMode.FULL: max(own, LARGEST)}
+    bounds = {CUDAGraphMode.PIECEWISE: largest, CUDAGraphMode.FULL: max(own, LARGEST)}
     drafter = getattr(runner, "drafter", None)
     for dispatcher in (runner.cudagraph_dispatcher, getattr(drafter, "cudagraph_dispatcher", None)):
         for mode, keys in {} if dispatcher is None else dispatcher.cudagraph_keys.items():

@@ -30,11 +30,10 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
         create_forward_fn: the argument of `capture`.
     """
     compilation = manager.compilation_config
-    own = largest_own(compilation)
+    own, largest = largest_own(compilation), largest_mixed(compilation)
     planned = manager._capture_descs
     dropped = dict[Any, Any]()
-    if own is not None:
-        largest = largest_mixed(compilation)
+    if own is not None and largest is not None:
         for desc in (desc for descs in planned.values() for desc in descs):
             if desc.num_tokens > max(own, LARGEST if desc.uniform_token_count else largest):
                 dropped[desc] = None
