@@ -72,6 +72,11 @@ def _relies(project: Project) -> None:
     (project.patches / "texts.json").write_text(f'{{"{relied_on}": {{"0.20.0": "of another"}}}}')
 
 
+def _overrides(project: Project) -> None:
+    table = '[[overrides]]\npath = "vllm/v1/alpha.py"\nclass = "Runner"\n'
+    project.feature("made-up", EDITS, more=table + 'methods = {step = "self, other"}')
+
+
 def _rival(project: Project) -> None:
     project.feature("rival", {"vllm/v1/alpha.py": [("value * 2", "value + value")]}, gate=THIRD)
 
@@ -217,6 +222,7 @@ def attempt():
 PATCHES: dict[str, list[Scenario]] = {
     "a diff does not fit": [Scenario(INSTALL, made_up_with(Project.drift))],
     "reads and does not change": [Scenario(INSTALL, made_up_with(_relies))],
+    "a class of which the feature overrides": [Scenario(INSTALL, made_up_with(_overrides))],
     "two features change the same lines": [
         Scenario(INSTALL + 'attempt = lambda: states(install(), "rival")', made_up_with(_rival), THIRD)
     ],

@@ -539,7 +539,7 @@ def test_json_has_a_stable_shape(diagnose: Diagnose) -> None:
         "problems", "warnings",
     ]  # fmt: skip
     assert set(data["gates"][0]) == {"name", "kind", "value", "source", "raw", "conflict", "error"}
-    assert set(data["features"][0]) == {"id", "title", "gate", "choice", "state", "reason"}
+    assert set(data["features"][0]) == {"id", "title", "gate", "choice", "state", "reason", "overrides"}
     assert set(data["toolchains"]) == {"nvcc", "mcc", "ninja", "ccache"}
     assert set(data["kernels"][0]) == {"kernel", "state", "detail", "library"}
     assert set(data["operations"][0]) == {"operation", "serves", "reason"}

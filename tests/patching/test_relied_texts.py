@@ -27,7 +27,7 @@ TABLE = default_folder() / TEXTS
 
 
 def relied_on() -> set[str]:
-    return {item.path for one in load_catalogue().features for item in one.relies}
+    return {item.path for one in load_catalogue().features for item in one.texts}
 
 
 def test_every_supported_version_was_read(vllm_tree: Callable[[str], Source]) -> None:

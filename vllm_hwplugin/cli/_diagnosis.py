@@ -78,6 +78,7 @@ class FeatureRow:
     choice: str
     state: str
     reason: str
+    overrides: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +368,11 @@ def _decide(
         f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not patched in, vLLM runs unpatched there: {reason}"
         for reason, names in refusals.items()
     ]
-    return tuple(row(item.feature, item.state, item.reason) for item in plan.features.values()), plan.fingerprint
+    rows = [
+        dataclasses.replace(row(item.feature, item.state, item.reason), overrides=item.overridden)
+        for item in plan.features.values()
+    ]
+    return tuple(rows), plan.fingerprint
 
 
 def _platform_class(installed: Installed | None, platform: _host.Platform, look: _Look) -> dict[str, str | None]:

@@ -126,6 +126,14 @@ def sections(found: Diagnosis) -> tuple[Section, ...]:
             tuple((row.id, row.choice, row.state, row.reason) for row in found.features),
             "the catalogue has no feature",
         ),
+        Section(
+            "overridden methods",
+            ("feature", "class", "methods"),
+            tuple(
+                (row.id, name, ", ".join(methods)) for row in found.features for name, methods in row.overrides.items()
+            ),
+            "no live feature overrides any",
+        ),
         *_planned_sections(found),
         Section(
             "the engine's processes",

@@ -19,7 +19,7 @@ from ..gates import BY_NAME, CATALOGUE_PREFIX, Gate, GateError, feature_gate
 from ..versions import SUPPORTED, Versions
 from ._diff import parse_diff
 from ._errors import CatalogueError, DiffError
-from ._model import VLLM, Catalogue, Feature, FileDiff, NotNeeded, Relied, Tree, target_name
+from ._model import VLLM, Catalogue, Feature, FileDiff, NotNeeded, Overridden, Relied, Tree, target_name
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,9 +31,10 @@ PATCH = "patch.toml"
 
 _TEXTS = ("id", "title", "gate", "what", "origin", "removal")
 #: What a `patch.toml` of any catalogue may hold.
-FEATURE_KEYS = frozenset({*_TEXTS, "requires", "versions", "not_needed", "default", "help", "compile_key"})
+FEATURE_KEYS = frozenset({*_TEXTS, "requires", "versions", "not_needed", "default", "help", "compile_key", "overrides"})
 _OWN_KEYS = FEATURE_KEYS | {"since", "aliases", "relies", "trees"}
 _NOT_NEEDED_KEYS = frozenset({"versions", "reason"})
+_OVERRIDE_KEYS = frozenset({"path", "class", "methods", "calls", "also", "versions"})
 _TREE_KEYS = frozenset({"name", "version", "texts"})
 #: The file of the project's own catalogue with the texts that its features rely on (`make docs` writes it).
 TEXTS = "texts.json"
@@ -145,16 +146,23 @@ def load_feature(folder: Path, terms: Terms) -> Feature:
             f"{file}: the range '{versions}' has no end, so it would hold releases that nobody has seen; end it before "
             "the first one"
         )
+    files = _diffs(folder, terms, distribution)
+    overrides = tuple(_override(table, terms, file) for table in _tables(raw, "overrides", _OVERRIDE_KEYS, file))
+    if lost := {item.path for item in overrides} - {item.path for item in files}:
+        raise CatalogueError(
+            f"{file}: [[overrides]]: no diff of the feature changes {sorted(lost)[0]}; a hunk there overrides"
+        )
     return Feature(
         **(texts | {"id": _joined(terms.catalogue, folder.name)}),
         requires=tuple(_required(terms.catalogue, item) for item in requires),
         versions=versions,
         not_needed=tuple(not_needed),
-        files=_diffs(folder, terms, distribution),
+        files=files,
         distribution=distribution,
         switch=_switch(raw, texts, terms, file),
         relies=tuple(Relied(path, terms.texts.get(path, {})) for path in relied_on),
         trees=tuple(_tree(table, file) for table in _tables(raw, "trees", _TREE_KEYS, file)),
+        overrides=overrides,
     )
 
 
@@ -260,6 +268,21 @@ def _tree(table: Mapping[str, Any], file: Path) -> Tree:
         raise CatalogueError(f"{file}: [[trees]]: texts is {texts!r}, expected a table of files and lists of blob ids")
     names = {path: tuple(_list_of(texts, path, "blob ids", file)) for path in texts}
     return Tree(text_of(table, "name", file), text_of(table, "version", file), names)
+
+
+def _override(table: Mapping[str, Any], terms: Terms, file: Path) -> Overridden:
+    methods, calls = table.get("methods", {}), table.get("calls", {})
+    if not isinstance(methods, dict) or not isinstance(calls, dict) or not (methods or calls):
+        raise CatalogueError(f"{file}: [[overrides]]: expected [overrides.methods], [overrides.calls] or both")
+    path = text_of(table, "path", file)
+    return Overridden(
+        Relied(path, terms.texts.get(path, {})),
+        text_of(table, "class", file),
+        {name: text_of(methods, name, file) for name in methods},
+        {name: tuple(_list_of(calls, name, "expressions", file)) for name in calls},
+        tuple(_list_of(table, "also", "methods", file)),
+        _versions(table, file) if "versions" in table else None,
+    )
 
 
 def refuse_unknown(table: Mapping[str, Any], known: frozenset[str], where: str, file: Path) -> None:

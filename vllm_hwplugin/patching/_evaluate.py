@@ -6,12 +6,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..versions import SUPPORTED, is_supported, is_version, supported_as
 from ._apply import Edit, Text, apply_edits, edits_of, first_clash, locate
 from ._errors import NOT_COMPILED, UnreadableFile
-from ._model import VLLM, Catalogue, Conflict, Feature, FeatureVerdict, FileDiff, HunkVerdict, Source, Status, blob_of
+from ._model import (
+    VLLM,
+    Catalogue,
+    Conflict,
+    Feature,
+    FeatureVerdict,
+    FileDiff,
+    HunkVerdict,
+    Overridden,
+    Source,
+    Status,
+    blob_of,
+)
+
+if TYPE_CHECKING:
+    import ast
 
 
 class Texts:
@@ -23,6 +38,7 @@ class Texts:
         self._read: dict[str, str | None] = {}
         self._indexed: dict[str, Text | None] = {}
         self._blobs: dict[str, str | None] = {}
+        self._trees: dict[str, ast.Module | str] = {}
 
     def get(self, path: str) -> Text | None:
         """The text; None where there is none, or none that can be read, which `unreadable` then explains."""
@@ -37,6 +53,17 @@ class Texts:
             text = self._text(path)
             self._blobs[path] = None if text is None else blob_of(text)
         return self._blobs[path]
+
+    def tree(self, path: str) -> ast.Module | str:
+        """Return the text's syntax tree, or why there is none."""
+        if path not in self._trees:
+            import ast
+
+            try:
+                self._trees[path] = ast.parse(self._text(path) or "")
+            except NOT_COMPILED as error:
+                self._trees[path] = f"{path} is no Python here: {error}"
+        return self._trees[path]
 
     def _text(self, path: str) -> str | None:
         if path not in self._read:
@@ -72,13 +99,14 @@ def fit(
 
     Args:
         try_unlisted: on a version that is not listed, take the hunks for the nearest that is, if each fits one place.
-        hints: look for the nearest place of each hunk that is not found; takes milliseconds each.
+        hints: look for the nearest place of each hunk that is not found, and read the classes of overrides also where
+            the text is one that this release has read; takes milliseconds each.
         last: the version that this one comes behind, whatever it calls itself.
     """
     version = texts.source.version
     covers = feature.versions.covers(version) and last is None
-    if covers and _is_listed(version, feature) and (files := feature.files_for(version)):
-        result = _fit_files(feature, files, texts, hints)
+    if covers and _is_listed(version, feature) and feature.files_for(version):
+        result = _fit_files(feature, version, texts, hints)
         found = _relied_on(feature, texts) if result.verdict.status is Status.APPLIES else None
         return result if found is None else Fit(result.verdict._replace(status=found[0], reason=found[1]))
     if last is None and feature.distribution == VLLM and _is_behind(version):
@@ -91,7 +119,7 @@ def fit(
         return Fit(FeatureVerdict(feature.id, version, Status.NOT_NEEDED, reason=not_needed.reason))
     if try_unlisted:
         like = version if covers else _nearest(feature, version)
-        result = _fit_files(feature, feature.files_for(like), texts, hints)
+        result = _fit_files(feature, like, texts, hints)
         if result.verdict.status in (Status.APPLIES, Status.UPSTREAM):
             return result
         reason = f"its hunks for {like} do not fit it: {result.verdict.reason}"
@@ -159,7 +187,7 @@ def _told(feature: Feature) -> list[str]:
 def evaluate_as(feature: Feature, source: Source, version: str) -> FeatureVerdict:
     """The verdict that a source would have if the hunks for that version were meant for it."""
     texts = Texts(source)
-    return _compiled(_fit_files(feature, feature.files_for(version), texts, True), texts)
+    return _compiled(_fit_files(feature, version, texts, True), texts)
 
 
 def _compiled(item: Fit, texts: Texts) -> FeatureVerdict:
@@ -208,7 +236,9 @@ def _is_listed(version: str, feature: Feature) -> bool:
     return feature.is_outside or is_supported(version) or feature.versions.names(version)
 
 
-def _fit_files(feature: Feature, files: tuple[FileDiff, ...], texts: Texts, hints: bool) -> Fit:
+def _fit_files(feature: Feature, like: str, texts: Texts, hints: bool) -> Fit:
+    """Fit the hunks and the overrides for the version `like`."""
+    files = feature.files_for(like)
     hunks: list[HunkVerdict] = []
     edits: dict[str, list[Edit]] = {}
     for diff in files:
@@ -227,8 +257,28 @@ def _fit_files(feature: Feature, files: tuple[FileDiff, ...], texts: Texts, hint
             if clash is not None:
                 status = Status.CONFLICT
                 reason = f"two of its own hunks change {path} at lines {_lines(*clash)}"
+    if status is Status.APPLIES and (troubles := _misfits(feature.overrides_for(like), texts, read=hints)):
+        status, reason = Status.OTHER_CLASS, f"an override does not fit: {'; '.join(troubles)}"
     verdict = FeatureVerdict(feature.id, texts.source.version, status, tuple(hunks), reason)
     return Fit(verdict, edits, feature.distribution) if status is Status.APPLIES else Fit(verdict)
+
+
+def _misfits(overrides: tuple[Overridden, ...], texts: Texts, *, read: bool) -> list[str]:
+    """Return what differs from the classes that the overrides were written for.
+
+    Args:
+        read: also read a text that this release has read; takes a tenth of a second each.
+    """
+    version, troubles = supported_as(texts.source.version), list[str]()
+    for item in overrides:
+        if not read and version is not None and texts.blob(item.path) == item.text.text_of(version):
+            continue
+        # A start that knows the texts has no time for this import.
+        from ._overrides import misfits
+
+        tree = texts.tree(item.path)
+        troubles += [tree] if isinstance(tree, str) else misfits(item, tree)
+    return troubles
 
 
 def _judge(hunks: list[HunkVerdict], target: str) -> tuple[Status, str]:

@@ -105,6 +105,38 @@ class Relied(NamedTuple):
         return next((self.texts[item] for item in reversed(until) if item in self.texts), None)
 
 
+class Overridden(NamedTuple):
+    """A class of which a feature overrides methods, on the class or on objects that it holds.
+
+    Attributes:
+        text: the class's file. The texts that it names were read for this override.
+        owner: the class's name.
+        methods: overridden method -> its parameters; `...` stands for those that are passed on.
+        calls: method that calls what is overridden -> expressions, in order. `|` separates names of one thing.
+        also: methods that use what is overridden, and may do so in any way.
+        versions: what it is for, of the versions that its feature is for; None: all of them.
+    """
+
+    text: Relied
+    owner: str
+    methods: Mapping[str, str]
+    calls: Mapping[str, tuple[str, ...]]
+    also: tuple[str, ...] = ()
+    versions: Versions | None = None
+
+    @property
+    def path(self) -> str:
+        return self.text.path
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is overridden, as the class's object has it: `sample`, `speculator.propose`."""
+        calls = (
+            name.removeprefix("self.") for calls in self.calls.values() for item in calls for name in item.split("|")
+        )
+        return tuple(dict.fromkeys((*self.methods, *calls)))
+
+
 class Tree(NamedTuple):
     """A fork's text of one of `SUPPORTED`, on which somebody has found a feature right, too.
 
@@ -141,6 +173,7 @@ class Feature(NamedTuple):
         switch: its gate, as `patch.toml` declares it, or the table has it.
         relies: on what text of other files it is right. Hunks that fit say nothing of these.
         trees: on which other texts it is right as well.
+        overrides: the classes of which it overrides methods.
     """
 
     id: str
@@ -157,6 +190,7 @@ class Feature(NamedTuple):
     switch: Gate | None = None
     relies: tuple[Relied, ...] = ()
     trees: tuple[Tree, ...] = ()
+    overrides: tuple[Overridden, ...] = ()
 
     @property
     def is_outside(self) -> bool:
@@ -172,6 +206,16 @@ class Feature(NamedTuple):
     def paths(self) -> tuple[str, ...]:
         """The files that it changes, and those that it relies on."""
         return (*(file.path for file in self.files), *(item.path for item in self.relies))
+
+    @property
+    def texts(self) -> tuple[Relied, ...]:
+        """The files whose text it needs to be known: those that it relies on, and of classes that it overrides."""
+        return (*self.relies, *(item.text for item in self.overrides))
+
+    def overrides_for(self, version: str) -> tuple[Overridden, ...]:
+        """Return the overrides for a version, also where the feature is not for it."""
+        like = final(version)
+        return tuple(item for item in self.overrides if item.versions is None or item.versions.covers(like))
 
     def files_for(self, version: str) -> tuple[FileDiff, ...]:
         """Its diffs with the hunks for a version alone, also where the feature is for others than that."""
@@ -229,6 +273,7 @@ class Status(Enum):
     NOT_NEEDED = "not-needed"
     DRIFTED = "drifted"
     OTHER_TEXT = "other-text"
+    OTHER_CLASS = "other-class"
     CONFLICT = "conflict"
     TARGET_MISSING = "target-missing"
     UNREADABLE = "unreadable"
@@ -290,6 +335,14 @@ class FeatureState(NamedTuple):
     state: State
     reason: str
     verdict: FeatureVerdict | None = None
+
+    @property
+    def overridden(self) -> dict[str, tuple[str, ...]]:
+        """What a live feature overrides, by class."""
+        if self.state != "live" or self.verdict is None:
+            return {}
+        overrides = self.feature.overrides_for(self.verdict.version)
+        return {f"{module_name(item.path)}.{item.owner}": item.names for item in overrides}
 
 
 class PatchedFile(NamedTuple):

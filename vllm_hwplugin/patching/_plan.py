@@ -53,8 +53,9 @@ def make_plan(
         strict: a feature that is refused is an error, whatever its gate says.
         refused: feature id -> why the process cannot have it, though its text may fit.
         others: the other distributions that features change.
-        check: raises a PatchingError where the process cannot have a patched file. Its features are refused then; where
-            it is a NotPython, only those whose own change is none, or else the last one of the file.
+        check: raises a PatchingError where the process cannot have a patched file. Its features are refused then, those
+            that override methods there before the others; where it is a NotPython, only those whose own change is
+            none, or else the last one of the file.
     """
     refused = dict(refused)
     sources = {VLLM: source, **others}
@@ -69,7 +70,10 @@ def make_plan(
                 alone = {item.feature: item.reason for item in verdicts if item.status is Status.NO_PYTHON}
                 wrong |= alone or {file.features[-1]: str(error)}
             except PatchingError as error:
-                wrong |= dict.fromkeys(file.features, str(error))
+                # A module that was imported before the plugin takes new bodies, and an override makes another class.
+                users = {name: plan.features[name].feature.overrides for name in file.features}
+                remade = [name for name, items in users.items() if any(item.path == file.path for item in items)]
+                wrong |= dict.fromkeys(remade or file.features, str(error))
         if not wrong:
             return plan
         refused |= wrong

@@ -41,6 +41,7 @@ _WORDS = {
     Status.NOT_NEEDED: "not needed",
     Status.CONFLICT: "conflict",
     Status.OTHER_TEXT: "other text",
+    Status.OTHER_CLASS: "other class",
     Status.TARGET_MISSING: "target missing",
     Status.UNREADABLE: "could not read",
     Status.UNLISTED: "unlisted",
@@ -176,6 +177,7 @@ def _tried(
         outcome = f"is in this {feature.target} already"
     else:
         outcome = f"would {'apply' if best.status is Status.APPLIES else 'not apply'}: {summary(best)}"
+        outcome += f" ({best.reason})" if best.status is Status.OTHER_CLASS else ""
     reason = f"{unlisted.reason}; what is for {version} {outcome}"
     return unlisted._replace(hunks=best.hunks, reason=reason), best.status in EXPECTED
 
@@ -228,7 +230,7 @@ def _changed(
     users: dict[str, list[str]] = {}
     known: dict[str, str | None] = {}
     for feature in catalogue.features:
-        for item in feature.relies if feature.versions.covers(last) else ():
+        for item in feature.texts if feature.versions.covers(last) else ():
             users.setdefault(item.path, []).append(feature.id)
             known[item.path] = item.text_of(last)
     for path, features in sorted(users.items()):

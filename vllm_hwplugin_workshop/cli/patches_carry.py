@@ -59,7 +59,7 @@ def carry(arguments: Sequence[str]) -> int:
         users = [
             item.id
             for item in catalogue.features
-            if item.versions.covers(last) and any(path == relied.path for relied in item.relies)
+            if item.versions.covers(last) and any(path == relied.path for relied in item.texts)
         ]
         line(f"to read: {path}, relied on by {', '.join(users)}")
     for item in left:

@@ -52,7 +52,7 @@ def test_ahead_names_the_work_of_a_release_and_nothing_else(
         assert verdicts[name]["status"] == "not-needed"
         assert f"so it is in {LAST}, and nobody has looked here" in verdicts[name]["reason"]
     texts = json.loads((default_folder() / "texts.json").read_text())
-    used = {item.path for one in load_catalogue(cut).features if one.versions.covers(LAST) for item in one.relies}
+    used = {item.path for one in load_catalogue(cut).features if one.versions.covers(LAST) for item in one.texts}
     assert {item["path"] for item in target["relied_on"]} == {path for path in used if NEWEST in texts[path]}
     counted = {item["path"]: item["changed"] for item in target["relied_on"]}
     shown = program("drift", "--ahead", str(newest), "--quiet", "--show").stdout

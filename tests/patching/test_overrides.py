@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A class that is not the one that overrides were written for is noticed from its text."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin.patching import Catalogue, Feature, Status, evaluate, load_catalogue, make_plan
+from vllm_hwplugin.patching._model import Overridden, Relied, blob_of
+from vllm_hwplugin.patching._overrides import misfits
+from vllm_hwplugin.versions import Versions
+
+from .madeup import GATES, Project
+from .texts import GATE, PATH, Memory, feature, file_diff
+
+TEXT = """\
+import torch
+
+class Runner(Base):
+    @torch.inference_mode()
+    def step(self, batch):
+        made = self.prepare(batch, 1)
+        return self.model.run(made)
+
+    def prepare(self, batch, desc, *, eager=False):
+        return batch
+
+    @property
+    def size(self):
+        return 1
+
+    def warm(self):
+        self.prepare(0, 1)
+"""
+OVERRIDE = Overridden(
+    Relied(PATH, {}),
+    "Runner",
+    {"prepare": "self, ..., desc, *, eager"},
+    {"step": ("self.prepare", "self.model.run|self.model.go")},
+    ("warm",),
+)
+
+
+def found(text: str, override: Overridden = OVERRIDE) -> str:
+    return "; ".join(misfits(override, ast.parse(text)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("", ""),
+        # What an override does not ask for.
+        ("def prepare(self, batch, desc", "def prepare(self, batch, more, desc"),
+        ("return self.model.run(made)", "return self.model.go(made)"),
+        ("self.prepare(0, 1)", "self.prepare(0, self.prepare(0, 1))"),
+        ("return 1", "return self.prepared + self.other.prepare() + self.model.runs"),
+    ],
+)
+def test_a_class_as_declared_fits(old: str, new: str) -> None:
+    assert not found(TEXT.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("def prepare(self, batch, desc", "def prepare(self, batch", "takes (self, batch, *, eager), expected (self, "),
+        ("desc, *, eager=False", "desc, flag=0, *, eager=False", "takes (self, batch, desc, flag, *, eager)"),
+        ("desc, *, eager=False", "desc, /, *eager, **more", "takes (self, batch, desc, /, *eager, **more)"),
+        ("def prepare", "def make", "prepare is defined 0 times"),
+        ("def size", "def prepare", "prepare is defined 2 times"),
+        ("    def prepare", "    @cached\n    def prepare", "is @cached, expected a plain method"),
+        ("    def prepare", "    async def prepare", "is async, expected a plain method"),
+        ("self.prepare(batch, 1)", "batch", "step uses self.model.run of what is overridden, expected self.prepare, "),
+        ("self.prepare(batch, 1)", "self.prepare(self.prepare(batch, 1), 1)", "uses self.prepare, self.prepare, "),
+        ("return self.model.run(made)", "return self.prepare(self.model.run(made), 1)", "self.prepare, self.model.run"),
+        ("return 1", "return self.prepare(1, 2)", "size uses self.prepare of what is overridden, expected nothing"),
+        ("return 1", "return getattr(self, 'prepare')(1, 2)", "size uses self.prepare"),
+        ("return 1", "model = self.model\n        return model.run()", "size uses self.model.run"),
+        ("return 1", "return [one for one in (lambda: self.prepare(1, 2))()]", "size uses self.prepare"),
+        ("return 1", "return super(Runner, self).size", "Runner names itself"),
+        ("import torch", "import torch\n\ndef other():\n    global Runner\n    Runner = 1", "gives the name Runner to"),
+        ("def step", "def steps", "Runner has no step"),
+        ("class Runner", "class Runners", "has 0 classes Runner"),
+        ("import torch", "class Runner: pass", "has 2 classes Runner"),
+    ],
+)
+def test_another_class_is_told_apart(old: str, new: str, said: str) -> None:
+    assert TEXT.count(old) >= 1
+    assert said in found(TEXT.replace(old, new, 1))
+
+
+def overriding(known: str, override: Overridden = OVERRIDE, name: str = "one", gate: str = GATE) -> Feature:
+    """A feature of which this release has read the text `known`."""
+    text = Relied(PATH, {"0.26.0": blob_of(known)})
+    made = feature(file_diff(TEXT, TEXT.replace("class", "@decorated\nclass")), name=name, gate=gate)
+    return made._replace(overrides=(override._replace(text=text),))
+
+
+OTHER = TEXT.replace("return 1", "return self.prepare(1, 2)")
+
+
+@pytest.mark.parametrize(
+    ("text", "known", "version", "state"),
+    [
+        (TEXT, TEXT, "0.32.0", "live"),
+        (TEXT, "", "0.32.0", "live"),
+        # Its hunk fits each of these.
+        (OTHER, TEXT, "0.32.0", "refused"),
+        (OTHER, TEXT, "0.99.0", "refused"),
+        # A start does not read a text that the tests of this release have read.
+        (OTHER, OTHER, "0.32.0", "live"),
+        (OTHER, OTHER, "0.25.1", "refused"),
+        (OTHER, OTHER, "0.99.0", "refused"),
+    ],
+)
+def test_a_start_reads_a_text_that_is_not_known(text: str, known: str, version: str, state: str) -> None:
+    for choice in ("auto", "on"):
+        plan = make_plan(
+            Catalogue((overriding(known),)), Memory({PATH: text}, version), {GATE: choice}, try_unlisted=True
+        )
+        assert plan.features["one"].state == state
+        assert bool(plan.errors) == (choice == "on" and state == "refused")
+        assert plan.features["one"].overridden == (
+            {"vllm.v1.alpha.Runner": ("prepare", "model.run", "model.go")} if state == "live" else {}
+        )
+
+
+def test_the_drift_check_reads_each_text() -> None:
+    verdict = evaluate(overriding(OTHER), Memory({PATH: OTHER}))
+    assert verdict.status is Status.OTHER_CLASS
+    assert verdict.reason.startswith("an override does not fit: in Runner, size uses self.prepare")
+    older = OVERRIDE._replace(versions=Versions("<0.32"))
+    assert evaluate(overriding(OTHER, older), Memory({PATH: OTHER})).status is Status.APPLIES
+
+
+MORE = """
+[[overrides]]
+path = "vllm/v1/alpha.py"
+class = "Runner"
+also = ["untouched"]
+
+[overrides.methods]
+step = "self, value"
+"""
+
+
+def test_overrides_are_read_from_the_catalogue(project: Project) -> None:
+    edit = {"vllm/v1/alpha.py": [("class Runner", "@decorated\nclass Runner")]}
+    project.feature("one", edit, more=MORE)
+    (item,) = load_catalogue(project.patches).features
+    assert item.overrides == (Overridden(Relied(PATH, {}), "Runner", {"step": "self, value"}, {}, ("untouched",)),)
+    assert item.texts == (Relied(PATH, {}),)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('class = "Runner"', "", "class is None, expected a text"),
+        ('"self, value"', "1", "step is 1, expected a text"),
+        (
+            "[overrides.methods]\nstep",
+            "[overrides.calls]\nstep",
+            "step is 'self, value', expected a list of expressions",
+        ),
+        ('[overrides.methods]\nstep = "self, value"', "", "expected [overrides.methods], [overrides.calls] or both"),
+        ("alpha", "beta", "no diff of the feature changes vllm/v1/beta.py"),
+        ("also", "but", "[[overrides]]: unknown key 'but'"),
+    ],
+)
+def test_overrides_that_are_not_well_formed_are_refused(project: Project, old: str, new: str, said: str) -> None:
+    from vllm_hwplugin.patching import CatalogueError
+
+    assert old in MORE
+    project.feature("one", {"vllm/v1/alpha.py": [("LIMIT = 3", "LIMIT = 4")]}, more=MORE.replace(old, new))
+    with pytest.raises(CatalogueError) as error:
+        load_catalogue(project.patches)
+    assert said in str(error.value)
+
+
+def test_a_class_that_was_imported_too_early_costs_only_the_override(project: Project) -> None:
+    """A function that is there takes a new body, and a class that is there no decorator."""
+    project.feature("bodies", {"vllm/v1/alpha.py": [("return value * 2", "return value * 5")]}, gate=GATES[1])
+    project.feature("overrides", {"vllm/v1/alpha.py": [("class Runner", "@type\nclass Runner")]}, more=MORE)
+    code = """
+        import vllm.v1.alpha as alpha
+        features = install().features
+        print([item["state"] for item in features.values()], alpha.double(1), features["overrides"]["reason"])
+        """
+    states, _, reason = project.run(code).partition("] ")
+    assert states == "['live', 'refused'"
+    assert reason.startswith("5 vllm.v1.alpha was imported")
+
+
+def test_a_catalogue_from_outside_may_override(project: Project, tmp_path: Path) -> None:
+    folder = project.catalogue("acme")
+    edit = {"vllm/v1/alpha.py": [("class Runner", "class Runner(object)")]}
+    for name, method in (("fits", "step"), ("not", "untouched")):
+        more = MORE.replace("step =", f"{method} =").replace('"untouched"', "")
+        project.feature(name, edit, gate=None, catalogue=folder, versions=">=0.32,<0.33", more=more)
+    code = "print({name: item['state'] for name, item in install().features.items()})"
+    assert project.run(code, VLLM_HWPLUGIN_PATCHES=str(folder)) == "{'acme/fits': 'live', 'acme/not': 'refused'}\n"

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a class is the one that overrides of its methods were written for, from its text.
+
+A hunk changes one call. An override answers every call of a method, also calls that a later version adds. So a feature
+declares who calls what it overrides, in what order, and is refused where the class calls it elsewhere.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from ._model import Overridden
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def misfits(item: Overridden, module: ast.Module) -> Iterator[str]:
+    """Yield each way in which a module's class differs from what `item` declares."""
+    classes = [node for node in ast.walk(module) if isinstance(node, ast.ClassDef) and node.name == item.owner]
+    if len(classes) != 1 or classes[0] not in module.body:
+        yield f"{item.path} has {len(classes)} classes {item.owner}, expected one at module level"
+        return
+    (owner,) = classes
+    # An override makes a subclass, or another class than the body means.
+    named = [node for node in ast.walk(module) if isinstance(node, ast.Name) and node.id == item.owner]
+    if not {*named}.isdisjoint(ast.walk(owner)):
+        yield f"{item.owner} names itself"
+    if any(isinstance(node.ctx, ast.Store) for node in named):
+        yield f"{item.path} gives the name {item.owner} to something else, too"
+    functions = [node for node in owner.body if isinstance(node, _Function)]
+    for name, expected in item.methods.items():
+        yield from (f"{item.owner}.{name} {trouble}" for trouble in _changed(name, expected, functions))
+    yield from (f"{item.owner} has no {name}" for name in item.calls if name not in {node.name for node in functions})
+    watched = {f"self.{name}" for name in item.methods} | {
+        name for calls in item.calls.values() for name in _all(calls)
+    }
+    for node in owner.body:
+        name = node.name if isinstance(node, _Function) else "the class body"
+        expected_calls = item.calls.get(name, ())
+        calls = _uses(node, watched)
+        if name not in item.also and not _alike(calls, expected_calls):
+            yield (
+                f"in {item.owner}, {name} uses {', '.join(calls) or 'nothing'} of what is overridden, expected "
+                f"{', '.join(expected_calls) or 'nothing'}"
+            )
+
+
+def _all(calls: Sequence[str]) -> Iterator[str]:
+    for call in calls:
+        yield from call.split("|")
+
+
+def _changed(name: str, expected: str, functions: Sequence[_Function]) -> Iterator[str]:
+    """Yield why no plain method of this name takes the expected parameters."""
+    found = [node for node in functions if node.name == name]
+    if len(found) != 1:
+        yield f"is defined {len(found)} times, expected once"
+        return
+    (method,) = found
+    if isinstance(method, ast.AsyncFunctionDef) or method.decorator_list:
+        decorators = [f"@{ast.unparse(node)}" for node in method.decorator_list]
+        yield f"is {', '.join(decorators) or 'async'}, expected a plain method"
+    parameters = _parameters(method.args)
+    if not _accepts(expected.split(", "), parameters):
+        yield f"takes ({', '.join(parameters)}), expected ({expected})"
+
+
+def _parameters(arguments: ast.arguments) -> list[str]:
+    """Return the parameters without defaults and annotations, as a signature spells them."""
+    positional = [item.arg for item in arguments.posonlyargs]
+    names = [*positional, *(["/"] if positional else []), *(item.arg for item in arguments.args)]
+    if arguments.vararg is not None or arguments.kwonlyargs:
+        names.append(f"*{arguments.vararg.arg if arguments.vararg else ''}")
+    names += [item.arg for item in arguments.kwonlyargs]
+    return names if arguments.kwarg is None else [*names, f"**{arguments.kwarg.arg}"]
+
+
+def _accepts(expected: Sequence[str], parameters: Sequence[str]) -> bool:
+    """Whether parameters are the expected ones; `...` stands for any number of others."""
+    if not expected:
+        return not parameters
+    if expected[0] == "...":
+        return any(_accepts(expected[1:], parameters[start:]) for start in range(len(parameters) + 1))
+    return parameters[:1] == expected[:1] and _accepts(expected[1:], parameters[1:])
+
+
+def _alike(calls: Sequence[str], expected: Sequence[str]) -> bool:
+    return len(calls) == len(expected) and all(
+        call in names.split("|") for call, names in zip(calls, expected, strict=True)
+    )
+
+
+def _uses(node: ast.AST, watched: set[str]) -> list[str]:
+    """Return the watched expressions of a method, in the order of the text."""
+    local: dict[str, set[str]] = {}
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Assign | ast.AnnAssign | ast.NamedExpr) and inner.value is not None:
+            targets = inner.targets if isinstance(inner, ast.Assign) else [inner.target]
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    local.setdefault(target.id, set()).add(_dotted(inner.value))
+    found: list[tuple[int, int, str]] = []
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Attribute | ast.Call):
+            head, _, rest = _dotted(inner).partition(".")
+            # `speculator = self.speculator` is no way around it.
+            names = watched & {f"{name}.{rest}" for name in (head, *local.get(head, ()))}
+            found += [(inner.lineno, inner.col_offset, name) for name in names]
+    return [name for *_, name in sorted(found)]
+
+
+def _dotted(node: ast.expr) -> str:
+    """Return an expression such as `self.a.b` or `getattr(self.a, "b")` as `self.a.b`; empty for any other."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=inner, attr=name):
+            pass
+        case ast.Call(func=ast.Name(id="getattr"), args=[inner, ast.Constant(value=str(name)), *_]):
+            pass
+        case _:
+            return ""
+    head = _dotted(inner)
+    return f"{head}.{name}" if head else ""
