@@ -24,6 +24,7 @@ OFF = dict.fromkeys(
 OPERATIONS = """
 import torch
 from types import ModuleType
+from vllm_hwplugin import gates
 from vllm_hwplugin.ops import definitions, overrides
 from vllm_hwplugin.ops.compile import jit
 from vllm_hwplugin.ops.compile.spec import KernelUnavailable
@@ -106,7 +107,7 @@ def attempt():
     other = torch.library.Library("_C", "FRAGMENT")
     other.define(CONCERNED + "(Tensor! out) -> ()")
     definitions.define_missing("CPU")
-    overrides.install()
+    overrides.install(gates.Settings())
     return served()
 """,
             gate=OPS,
@@ -119,7 +120,7 @@ def attempt():
 def attempt():
     definitions.define_missing("CPU")
     {spoil}
-    overrides.install()
+    overrides.install(gates.Settings())
     return served()
 """,
             gate=OPS,
@@ -136,7 +137,7 @@ def no_compiler(kernel, torch):
 def attempt():
     definitions.define_missing("CPU")
     jit.provide = no_compiler
-    overrides.install()
+    overrides.install(gates.Settings())
     out, x, scales = torch.empty(2, 128).to(torch.int8), torch.ones(2, 256).half(), torch.empty(2, 1)
     torch.ops._C.silu_and_mul_per_block_quant(out, x, scales, 128, None, False)
     return served()
@@ -150,7 +151,7 @@ def attempt():
             + """
 def attempt():
     definitions.define_missing("CPU")
-    overrides.install()
+    overrides.install(gates.Settings())
     return served()
 """,
             gate=OPS,

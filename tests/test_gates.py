@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +26,12 @@ OF_FEATURES = load_catalogue().gates
 BY_NAME = {gate.name: gate for gate in (*gates.GATES, *OF_FEATURES)}
 GRAPH = BY_NAME["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"]
 ALIASES = [(gate, alias) for gate in BY_NAME.values() for alias in gate.aliases]
+
+
+def settings_of(environ: Mapping[str, str], more: Iterable[gates.Gate] = OF_FEATURES) -> gates.Settings:
+    settings = gates.Settings(environ)
+    settings.read(more)
+    return settings
 
 
 def test_defaults_are_good_values_of_their_own_gate() -> None:
@@ -68,12 +74,17 @@ def test_every_environment_is_read_as_the_page_says(own: dict[str, str], outside
     for gate in (*WORDED, *OUTSIDE):
         if gate.name not in bad:
             assert gates.read(gate, environ).value == expected[gate.name]
-    if bad:
-        with pytest.raises(gates.GateError) as error:
-            gates.read_each(environ, [*WORDED, *OUTSIDE])
-        assert len(str(error.value).splitlines()) == len(bad)
+    settings = settings_of(environ, (*OF_FEATURES, *OUTSIDE))
+    assert {*settings.errors} == {*bad}
+    of_features = {gate.name for gate in (*BY_NAME.values(), *OUTSIDE) if gate.of_feature}
+    assert len(settings.process_errors) == len({*bad} - of_features)
+    assert settings.choices == {
+        name: expected[name] if expected[name] in ("on", "off") else "auto" for name in of_features
+    }
     demanded = [name for name in sorted(UNKNOWN) if environ.get(name, "").strip().lower() in WORDS_TRUE]
-    assert list(gates.unclaimed(environ, OUTSIDE)) == demanded
+    assert list(settings.unclaimed) == demanded
+    assert settings.strict is (expected[gates.STRICT] is not False)
+    assert settings.demanded is (settings.strict or "on" in settings.choices.values() or bool(demanded))
 
 
 @pytest.mark.parametrize(
@@ -140,11 +151,11 @@ def test_own_name_wins_over_its_alias_and_says_so_where_that_says_something_else
 
 def test_a_misspelt_gate_is_found_with_the_name_that_was_meant() -> None:
     environ = {"VLLM_HWPLUGIN_DRAFT_FUL_GRAPH": "off", GRAPH.name: "on", gates.FINGERPRINT: "abc", "VLLM_USE_V1": "1"}
-    (line,) = gates.unknown(environ, OF_FEATURES)
+    (line,) = settings_of(environ).unknown()
     assert line.startswith("VLLM_HWPLUGIN_DRAFT_FUL_GRAPH is set")
     assert line.endswith(f"did you mean {GRAPH.name}?")
     # One of a catalogue that is not in force has no other name.
-    (line,) = gates.unknown({f"{gates.CATALOGUE_PREFIX}ACME_FIX": "on"}, OF_FEATURES)
+    (line,) = settings_of({f"{gates.CATALOGUE_PREFIX}ACME_FIX": "on"}).unknown()
     assert line.endswith("its folder has to be in VLLM_HWPLUGIN_PATCHES")
 
 
@@ -157,10 +168,10 @@ def test_a_misspelt_gate_is_found_with_the_name_that_was_meant() -> None:
     ],
 )
 def test_a_variable_of_an_older_build_names_what_replaced_it(name: str, instead: str) -> None:
-    (line,) = gates.unknown({name: "1"})
+    (line,) = settings_of({name: "1"}).unknown()
     assert line.startswith(f"{name} is set")
     assert instead in line
-    assert gates.unknown({name: " "}) == ()
+    assert settings_of({name: " "}).unknown() == ()
 
 
 def _key_with(monkeypatch: pytest.MonkeyPatch, **environ: str) -> dict[str, object]:

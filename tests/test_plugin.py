@@ -85,11 +85,11 @@ def test_switched_off_its_variables_are_known_to_vllm(monkeypatch: pytest.Monkey
 
 
 def test_a_bad_master_switch_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(patching, "install", lambda: calls.append("install"))
+    handed_on: list[gates.Settings] = []
+    monkeypatch.setattr(patching, "install", handed_on.append)
     monkeypatch.setenv("VLLM_HWPLUGIN", "perhaps")
     plugin.register()
-    assert calls == ["install"]
+    assert [len(settings.process_errors) for settings in handed_on] == [1]
 
 
 @pytest.mark.parametrize("version", versions("vllm/envs.py"))

@@ -310,9 +310,6 @@ GATES: Final[tuple[Gate, ...]] = (
     ),
 )
 
-#: Those that no feature has for itself.
-OF_PROCESS: Final[tuple[Gate, ...]] = tuple(gate for gate in GATES if not gate.of_feature)
-
 BY_NAME: Final[Mapping[str, Gate]] = MappingProxyType({gate.name: gate for gate in GATES})
 
 #: Variables of older builds that neither vLLM nor the plugin reads: by name, what to use in their place.
@@ -406,58 +403,89 @@ def demands(name: str, environ: Mapping[str, str] | None = None) -> bool:
     return (_present(name, os.environ if environ is None else environ) or "").strip().lower() in WORDS_TRUE
 
 
-def read_each(environ: Mapping[str, str] | None = None, gates: Iterable[Gate] = OF_PROCESS) -> dict[str, GateValue]:
-    """Read every variable that no feature has for itself, or the given ones.
+class Settings:
+    """One reading of the environment, which a start hands on.
 
-    Raises:
-        GateError: one or more values are bad; the message has one line for each of them.
+    Attributes:
+        environ: where it was read.
+        values: by gate; the default where the value is bad.
+        errors: by gate, what is wrong with its value.
     """
-    values: dict[str, GateValue] = {}
-    faults: list[str] = []
-    for gate in gates:
-        try:
-            values[gate.name] = read(gate, environ)
-        except GateError as error:
-            faults.append(str(error))
-    if faults:
-        raise GateError("\n".join(faults))
-    return values
 
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        self.environ = os.environ if environ is None else environ
+        self.values: dict[str, GateValue] = {}
+        self.errors: dict[str, GateError] = {}
+        self.read(GATES)
 
-def unknown(environ: Mapping[str, str] | None = None, more: Iterable[Gate] = ()) -> tuple[str, ...]:
-    """A line for each variable that is set and changes nothing: those that look like gates and are none, older ones.
+    def read(self, gates: Iterable[Gate]) -> None:
+        """Read further gates, once it is known which features declare them."""
+        for gate in gates:
+            try:
+                self.values[gate.name] = read(gate, self.environ)
+            except GateError as error:
+                self.values[gate.name] = GateValue(gate, gate.default, error.source, error.raw)
+                self.errors[gate.name] = error
 
-    Args:
-        more: gates that features declare.
-    """
-    import difflib  # a third of this module's import time, and only a mistaken user needs it
+    @property
+    def process_errors(self) -> list[str]:
+        """Return what is wrong with process-wide variables; the plugin then does nothing."""
+        return [str(self.errors[gate.name]) for gate in GATES if gate.name in self.errors and not gate.of_feature]
 
-    environ = os.environ if environ is None else environ
-    good = sorted({*BY_NAME, *(gate.name for gate in more)})
-    lines = []
-    for name in sorted(name for name in environ if name.startswith(PREFIX) and name not in (*good, FINGERPRINT)):
-        if name.startswith(CATALOGUE_PREFIX):
-            hint = "; a catalogue of your own may have it: its folder has to be in VLLM_HWPLUGIN_PATCHES"
-        else:
-            nearest = next(iter(difflib.get_close_matches(name, good, n=1)), None)
-            hint = f"; did you mean {nearest}?" if nearest else ""
-        lines.append(f"{name} is set, but it is not a variable of this release{hint}")
-    older = ((name, instead) for name, instead in REPLACED.items() if _present(name, environ) is not None)
-    return (*lines, *(f"{name} is set, but nothing reads it: {instead}" for name, instead in older))
+    def require_process(self) -> None:
+        """Raise a GateError with one line per bad value of a process-wide variable."""
+        if self.process_errors:
+            raise GateError("\n".join(self.process_errors))
 
+    @property
+    def gates(self) -> tuple[Gate, ...]:
+        return tuple(value.gate for value in self.values.values())
 
-def unclaimed(environ: Mapping[str, str], known: Iterable[Gate]) -> tuple[str, ...]:
-    """Variables that demand a feature of a catalogue from outside, by their prefix, and are no gate here.
+    @property
+    def switched_on(self) -> bool:
+        """Whether the plugin is to do anything; a bad value is for the engine to report."""
+        return self.values[PREFIX].flag
 
-    Args:
-        known: the gates of the catalogues that there are.
-    """
-    names = {gate.name for gate in known}
-    return tuple(
-        name
-        for name in sorted(environ)
-        if name.startswith(CATALOGUE_PREFIX) and name not in names and demands(name, environ)
-    )
+    @property
+    def strict(self) -> bool:
+        """Whether strict mode is on; a bad value asked for it in a wrong word."""
+        return STRICT in self.errors or self.values[STRICT].flag
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """Return by switch of a feature ``auto``, ``on`` or ``off``; ``auto`` where its value is bad."""
+        of_features = {name: value for name, value in self.values.items() if value.gate.of_feature}
+        return {name: "auto" if name in self.errors else value.choice for name, value in of_features.items()}
+
+    @property
+    def demanded(self) -> bool:
+        """Whether strict mode or a feature's switch does not let an unpatched vLLM pass."""
+        return self.strict or "on" in self.choices.values() or bool(self.unclaimed)
+
+    @property
+    def unclaimed(self) -> tuple[str, ...]:
+        """Variables that say ``on`` and can only be switches of features that are not here."""
+        # Without the project's own catalogue any variable may be one.
+        prefix = CATALOGUE_PREFIX if len(self.values) > len(GATES) else f"{PREFIX}_"
+        names = sorted(name for name in self.environ if name.startswith(prefix) and name not in self.values)
+        return tuple(name for name in names if demands(name, self.environ))
+
+    def unknown(self) -> tuple[str, ...]:
+        """Return a line for each variable that is set and changes nothing: a mistyped gate, or an older one."""
+        import difflib  # a third of this module's import time, and only a mistaken user needs it
+
+        lines = []
+        for name in sorted(self.environ):
+            if not name.startswith(PREFIX) or name in self.values or name == FINGERPRINT:
+                continue
+            if name.startswith(CATALOGUE_PREFIX):
+                hint = "; a catalogue of your own may have it: its folder has to be in VLLM_HWPLUGIN_PATCHES"
+            else:
+                nearest = next(iter(difflib.get_close_matches(name, sorted(self.values), n=1)), None)
+                hint = f"; did you mean {nearest}?" if nearest else ""
+            lines.append(f"{name} is set, but it is not a variable of this release{hint}")
+        older = ((name, instead) for name, instead in REPLACED.items() if _present(name, self.environ) is not None)
+        return (*lines, *(f"{name} is set, but nothing reads it: {instead}" for name, instead in older))
 
 
 def register_with_vllm(envs_module: Any, more: Iterable[Gate] = ()) -> None:

@@ -42,22 +42,19 @@ def register() -> None:
     from . import __version__, gates, journal, log
 
     log.prepare()
-    try:
-        if not gates.read("VLLM_HWPLUGIN").flag:
-            # Most of the cost of a start is importing the engine; a plugin that is switched off need not pay it.
-            if (envs := sys.modules.get("vllm.envs")) is not None:
-                # vLLM calls every VLLM_ variable that it does not know a mistake, the one that switches this off too.
-                gates.register_with_vllm(envs)
-            journal.begin_off(__version__)
-            return
-    except gates.GateError:
-        # The engine reports a bad value, or raises it: it knows what the other gates ask for.
-        pass
+    settings = gates.Settings()
+    if not settings.switched_on:
+        # Most of the cost of a start is importing the engine; a plugin that is switched off need not pay it.
+        if (envs := sys.modules.get("vllm.envs")) is not None:
+            # vLLM calls every VLLM_ variable that it does not know a mistake, the one that switches this off too.
+            gates.register_with_vllm(envs)
+        journal.begin_off(__version__)
+        return
 
     from . import patching, platforms
     from .ops import overrides
 
-    patching.install()
-    overrides.install()
+    patching.install(settings)
+    overrides.install(settings)
     platforms.note_used()
-    platforms.must_hold()
+    platforms.must_hold(settings)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin import gates
 from vllm_hwplugin.cli import _diagnosis
 from vllm_hwplugin.cli._host import Tool
 from vllm_hwplugin.cli._operations import operation_problems, operation_rows
+from vllm_hwplugin.gates import Settings
 from vllm_hwplugin.ops.compile.built import Built
 from vllm_hwplugin.ops.operations import OPS
 
@@ -20,7 +20,7 @@ TOPK = "_moe_C::topk_softmax"
 
 
 def rows(kind: str = "cuda", libraries: tuple[Built, ...] = (LIBRARY,), **environ: str) -> dict[str, tuple[str, str]]:
-    found = operation_rows(kind, gates.read_each(environ), TOOLS, libraries, extension=True)
+    found = operation_rows(kind, Settings(environ), TOOLS, libraries, extension=True)
     assert [row.operation for row in found] == [op.qualname for op in OPS.values()]
     return {row.operation: (row.serves, row.reason) for row in found}
 
@@ -55,8 +55,8 @@ def test_whose_kernel_serves(kind: str, environ: dict[str, str], serves: str, wo
     ],
 )
 def test_what_a_vllm_without_kernels_lacks_on_musa_is_the_plugins(environ: dict[str, str], serves: str) -> None:
-    values = gates.read_each(environ)
-    found = {row.operation: row for row in operation_rows("musa", values, TOOLS, (LIBRARY,), extension=False)}
+    settings = Settings(environ)
+    found = {row.operation: row for row in operation_rows("musa", settings, TOOLS, (LIBRARY,), extension=False)}
     assert found[TOPK].serves == serves
     assert ("_C::weak_ref_tensor" in found) is (serves != "vllm")
     assert serves == "vllm" or found["_C::weak_ref_tensor"].serves == "torch"
@@ -71,21 +71,19 @@ def test_a_kernel_that_is_not_built_says_what_is_missing() -> None:
     assert found[1].endswith("nvcc is not found (install it, or set CUDA_HOME), and without it vLLM's kernel serves")
 
 
-def test_bad_values_decide_nothing() -> None:
-    values = {**gates.read_each({"VLLM_HWPLUGIN_OPS": "on"}), "VLLM_HWPLUGIN_STRICT": gates.GateError("bad")}
-    assert {row.serves for row in operation_rows("cuda", values, TOOLS, (), extension=True)} == {"vllm"}
-    assert operation_problems("cpu", values) == ()
+def test_bad_settings_decide_nothing() -> None:
+    settings = Settings({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_STRICT": "bad"})
+    assert {row.serves for row in operation_rows("cuda", settings, TOOLS, (), extension=True)} == {"vllm"}
+    assert operation_problems("cpu", settings) == ()
 
 
 def test_on_where_it_cannot_be_is_one_problem_that_names_the_way_out() -> None:
-    assert operation_problems("cpu", gates.read_each({})) == ()
-    assert operation_problems("cpu", gates.read_each({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN": "0"})) == ()
-    (problem,) = operation_problems("cpu", gates.read_each({"VLLM_HWPLUGIN_OPS": "on"}))
+    assert operation_problems("cpu", Settings({})) == ()
+    assert operation_problems("cpu", Settings({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN": "0"})) == ()
+    (problem,) = operation_problems("cpu", Settings({"VLLM_HWPLUGIN_OPS": "on"}))
     assert problem.endswith(f"VLLM_HWPLUGIN_OPS_SKIP={','.join(OPS)} lets it")
     names = ",".join(OPS)
-    assert (
-        operation_problems("cpu", gates.read_each({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_OPS_SKIP": names})) == ()
-    )
+    assert operation_problems("cpu", Settings({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_OPS_SKIP": names})) == ()
 
 
 def test_a_wrong_name_in_the_skip_list_is_said_as_a_process_takes_it(tmp_path: Path) -> None:

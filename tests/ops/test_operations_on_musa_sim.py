@@ -26,7 +26,7 @@ from tests.ops.vllms_names import WithoutExtension
 WithoutExtension.install()
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
-from vllm_hwplugin import journal
+from vllm_hwplugin import gates, journal
 from vllm_hwplugin.ops import overrides
 
 load_general_plugins()
@@ -76,7 +76,7 @@ found = [[served(), calls_of_own()]]
 # The same with the plugin's operations in front, which have no kernel here and so run as their references.
 overrides.remove()
 overrides.load_kernel = lambda op: True
-overrides.install({})
+overrides.install(gates.Settings({}))
 check_all()
 found.append([served(), calls_of_own()])
 print(json.dumps(found))

@@ -239,17 +239,17 @@ def test_on_cuda_nothing_is_done_unless_it_is_asked_for(
     loads: list[str] = []
     monkeypatch.setattr(overrides, "load_extension", lambda: loads.append("load"))
     for environ in ({}, {"VLLM_HWPLUGIN_OPS": "off"}, {**ON, "VLLM_HWPLUGIN_OPS_SKIP": cuda.op.name}):
-        overrides.install({**environ, "VLLM_HWPLUGIN_STRICT": strict})
+        overrides.install(gates.Settings({**environ, "VLLM_HWPLUGIN_STRICT": strict}))
         assert torch._C._dispatch_dump(cuda.op.qualname) == untouched
     assert loads == ["load"]
     for role in ("api-server", "inspection"):
         monkeypatch.setattr(journal, "role", lambda role=role: role)
-        overrides.install(ON)
+        overrides.install(gates.Settings(ON))
     assert loads == ["load"]
     monkeypatch.setattr(journal, "role", lambda: "worker")
-    overrides.install(ON)
+    overrides.install(gates.Settings(ON))
     once = torch._C._dispatch_dump(cuda.op.qualname)
-    overrides.install(ON)
+    overrides.install(gates.Settings(ON))
     assert torch._C._dispatch_dump(cuda.op.qualname) == once != untouched
     assert cuda(None) == 2
 
@@ -260,7 +260,7 @@ def test_on_musa_kernels_serve_what_vllm_has_none_of(
 ) -> None:
     own, vllms = musa
     untouched = torch._C._dispatch_dump(vllms.op.qualname)
-    overrides.install({"VLLM_HWPLUGIN_STRICT": strict})
+    overrides.install(gates.Settings({"VLLM_HWPLUGIN_STRICT": strict}))
     assert [own(None), own(None), vllms(None), own(None, dtype=torch.float64)] == [2, 2, 1, 1]
     assert own.calls == ["load", "plugin", "plugin", "plugin", "stock"]
     assert torch._C._dispatch_dump(vllms.op.qualname) == untouched
@@ -269,7 +269,7 @@ def test_on_musa_kernels_serve_what_vllm_has_none_of(
 
 @pytest.mark.parametrize("environ", [ON, {"VLLM_MUSA_OP_PERF_OVERRIDES": "1"}])
 def test_asked_for_they_stand_in_front_of_vllms_too(environ: dict[str, str], musa: tuple[Toy, Toy]) -> None:
-    overrides.install(environ)
+    overrides.install(gates.Settings(environ))
     assert [toy(None) for toy in musa] == [2, 2]
 
 
@@ -279,7 +279,7 @@ def test_switched_off_or_left_out_the_definition_stays(
 ) -> None:
     own, vllms = musa
     definitions.define_missing("CPU")
-    overrides.install({"VLLM_HWPLUGIN_OPS_SKIP": own.op.name} if environ is None else environ)
+    overrides.install(gates.Settings({"VLLM_HWPLUGIN_OPS_SKIP": own.op.name} if environ is None else environ))
     assert [own(None), vllms(None)] == [1, 1]
     assert "load" not in own.calls
     assert _said(entry, own) == "the plugin's definition in torch"
@@ -302,11 +302,11 @@ def test_without_the_kernel_what_there_is_serves_unless_it_was_asked_for(
 ) -> None:
     own, vllms = musa
     monkeypatch.setattr(overrides, "load_kernel", load)
-    overrides.install({"VLLM_HWPLUGIN_STRICT": "1"})
+    overrides.install(gates.Settings({"VLLM_HWPLUGIN_STRICT": "1"}))
     assert [own(None), own(None)] == [1, 1]
     assert _said(entry, own) == "the plugin's definition in torch"
     overrides.remove()
-    overrides.install(ON)
+    overrides.install(gates.Settings(ON))
     for toy in (own, vllms):
         with pytest.raises(overrides.OverrideError, match=toy.op.name):
             toy(None)
@@ -345,29 +345,29 @@ def test_whatever_fails_what_there_is_serves_unless_the_kernels_were_demanded(
     definitions.define_missing("CPU")
     cause = spoil(monkeypatch)
     with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
-        overrides.install({})
+        overrides.install(gates.Settings({}))
     assert [own(None), vllms(None)] == [1, 1]
     assert cause in caplog.text
     with pytest.raises(overrides.OverrideError, match=cause):
-        overrides.install(ON)
+        overrides.install(gates.Settings(ON))
 
 
 def test_a_wrong_name_in_the_skip_list_is_said(cuda: Toy, caplog: pytest.LogCaptureFixture) -> None:
     skip = {"VLLM_HWPLUGIN_OPS_SKIP": "rope"}
     with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
-        overrides.install(skip)
+        overrides.install(gates.Settings(skip))
     assert "rope" in caplog.text
     for demand in (ON, {"VLLM_HWPLUGIN_STRICT": "1"}):
         with pytest.raises(overrides.OverrideError, match="rope"):
-            overrides.install({**demand, **skip})
+            overrides.install(gates.Settings({**demand, **skip}))
 
 
 def test_a_bad_value_is_left_to_the_engine() -> None:
-    overrides.install({"VLLM_HWPLUGIN_OPS": "perhaps"})
+    overrides.install(gates.Settings({"VLLM_HWPLUGIN_OPS": "perhaps"}))
     assert overrides.states() == {}
     # What was demanded cannot be had then.
     with pytest.raises(gates.GateError, match="VLLM_HWPLUGIN_SLP"):
-        overrides.install({**ON, "VLLM_HWPLUGIN_SLP": "perhaps"})
+        overrides.install(gates.Settings({**ON, "VLLM_HWPLUGIN_SLP": "perhaps"}))
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

@@ -26,8 +26,9 @@ def fingerprints(source: Source) -> dict[str, str]:
     catalogue = load_catalogue()
     paths = {path for feature in catalogue.features for path in feature.paths}
     read = Memory({path: text for path in paths if (text := source.read(path)) is not None}, source.version)
-    every = gates.read_each({}, (*gates.GATES, *catalogue.gates))
-    default = {name: value.choice for name, value in every.items() if value.gate.switches}
+    settings = gates.Settings({})
+    settings.read(catalogue.gates)
+    default = settings.choices
     asked = {"": default}
     for feature in catalogue.features:
         sign, other = ("+", "on") if default[feature.gate] == "off" else ("-", "off")

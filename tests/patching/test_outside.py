@@ -48,7 +48,7 @@ def folders(project: Project, *names: str) -> dict[str, str]:
 
 
 def found(project: Project, *names: str) -> Found:
-    return find_outside(folders(project, *names), load_catalogue(project.patches))
+    return find_outside([str(project.folder / name) for name in names], load_catalogue(project.patches))
 
 
 STATE = """

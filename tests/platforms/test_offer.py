@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin import journal, plugin
+from vllm_hwplugin import gates, journal, plugin
 from vllm_hwplugin.platforms import _offer
 from vllm_hwplugin.platforms._offer import CLASSES
 
@@ -79,13 +79,13 @@ def test_strict_mode_stops_the_process_that_was_refused_the_class_it_named_and_n
         monkeypatch.setenv("VLLM_HWPLUGIN_PLATFORM", choice)
         _offer.decision.cache_clear()
         assert plugin.platform() is None
-        _offer.must_hold()
+        _offer.must_hold(gates.Settings())
     monkeypatch.setenv("VLLM_HWPLUGIN_PLATFORM", "cuda")
     _offer.decision.cache_clear()
     # vLLM swallows what is raised here.
     assert plugin.platform() is None
     with pytest.raises(_offer.PlatformError, match="VLLM_HWPLUGIN_PLATFORM=off to run without a class"):
-        _offer.must_hold()
+        _offer.must_hold(gates.Settings())
 
 
 @pytest.mark.parametrize("name", ["VLLM_HWPLUGIN", "VLLM_HWPLUGIN_PLATFORM"])

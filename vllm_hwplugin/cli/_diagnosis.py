@@ -11,8 +11,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import logging
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,43 +120,11 @@ class Diagnosis:
 
 @dataclass(slots=True)
 class _Look:
-    """What was found so far.
+    """What was found so far; `problems` and `warnings` as in :class:`Diagnosis`."""
 
-    Attributes:
-        environ: where the gates are read.
-        values: by gate, of those that are known; or what is wrong with the value.
-        problems, warnings: see :class:`Diagnosis`.
-    """
-
-    environ: Mapping[str, str]
-    values: dict[str, gates.GateValue | gates.GateError] = dataclasses.field(default_factory=dict)
+    settings: gates.Settings
     problems: list[str] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
-
-    def read(self, of: Iterable[gates.Gate]) -> None:
-        for gate in of:
-            value: gates.GateValue | gates.GateError
-            try:
-                value = gates.read(gate, self.environ)
-                self.warnings += [value.conflict] if value.conflict else []
-            except gates.GateError as error:
-                value = error
-                # One of a feature costs the feature, which is said of it.
-                self.problems += [] if gate.of_feature else [str(error)]
-            self.values[gate.name] = value
-
-    def good(self, name: str) -> gates.GateValue | None:
-        """None where the value is bad."""
-        value = self.values[name]
-        return value if isinstance(value, gates.GateValue) else None
-
-    @property
-    def switched_off(self) -> bool:
-        return (value := self.good("VLLM_HWPLUGIN")) is not None and not value.flag
-
-    @property
-    def strict(self) -> bool:
-        return (value := self.good(gates.STRICT)) is not None and value.flag
 
     def lines(self, problem: bool) -> list[str]:
         return self.problems if problem else self.warnings
@@ -184,14 +151,12 @@ def diagnose(
         NoSuchEngine: no journal of that process can be read.
         NotPlanned: `command` cannot be read.
     """
-    look = _Look(os.environ if environ is None else environ)
-    look.read(gates.GATES)
+    settings = gates.Settings(environ)
+    look = _Look(settings, settings.process_errors)
     _check_skip_list(look)
     installed = _find_vllm(look)
     _check_entry_points(look)
     own = _own_catalogue(catalogue, look)
-    of_features = own.gates if own is not None else ()
-    look.read(of_features)
     outside = _find_outside(own, look)
     cache = _cache(look)
     features, fingerprint = _decide(installed, own, outside, cache, look)
@@ -199,15 +164,15 @@ def diagnose(
     left_out = (FeatureRow(item.where, "a catalogue", "", "", "refused", item.reason) for item in outside.troubles)
     features = (*left_out, *features)
     states = {row.state for row in features}
-    if not look.problems and not look.switched_off and "refused" in states and "live" not in states:
+    if not look.problems and settings.switched_on and "refused" in states and "live" not in states:
         look.problems.append("the plugin would do nothing: no feature is patched in")
     engines, processes = find_engines(_journals(cache, look), engine)
     planned = None if command is None else _plan(command, gpu, installed, look)
     look.warnings += warn_of_orphans(processes) + fingerprints_differ(processes)
     platform = _host.find_platform()
-    tools = _host.find_tools(environ=look.environ)
+    tools = _host.find_tools(environ=settings.environ)
     libraries = built.read_all(cache.trusted, look.warnings)
-    look.problems += operation_problems(platform.kind, look.values)
+    look.problems += operation_problems(platform.kind, settings)
     platform_class = _platform_class(installed, platform, look)
     extension = installed is not None and any((installed.root / "vllm").glob("_C*.so"))
     return Diagnosis(
@@ -217,14 +182,14 @@ def diagnose(
         musa=_musa(platform.kind, installed, platform_class["class"], look),
         toolchains=tools,
         kernels=kernel_rows(platform.kind, libraries, tools),
-        operations=operation_rows(platform.kind, look.values, tools, libraries, extension=extension),
+        operations=operation_rows(platform.kind, settings, tools, libraries, extension=extension),
         plugin={"version": vllm_hwplugin.__version__, "path": str(Path(vllm_hwplugin.__file__).parent)},
         vllm=_describe(installed),
         packages={
             name: musa_versions.installed(name) for name in ("torch", "triton", "torch_musa", "torchada", "mate")
         },
         cache={str(place): state for place, state in cache.states.items()},
-        gates=tuple(_row(gate, look.values[gate.name]) for gate in (*gates.GATES, *of_features, *outside.gates)),
+        gates=tuple(_row(value, settings.errors.get(name)) for name, value in settings.values.items()),
         features=features,
         fingerprint=fingerprint,
         engines=engines,
@@ -236,10 +201,10 @@ def diagnose(
 
 
 def _check_skip_list(look: _Look) -> None:
-    skip, ops = look.good(SKIP), look.good(OPS)
-    if skip is not None and ops is not None and (wrong := unknown_names(skip.names)):
+    skip, ops = look.settings.values[SKIP].names, look.settings.values[OPS].text
+    if wrong := unknown_names(skip):
         names = shortened(printable(", ".join(wrong), keep=""))
-        said = look.lines(ops.text == "on" or (ops.text != "off" and look.strict))
+        said = look.lines(ops == "on" or (ops != "off" and look.settings.strict))
         said.append(f"{SKIP} names {names}, which no kernel is for")
 
 
@@ -253,23 +218,25 @@ def _own_catalogue(catalogue: Catalogue | None, look: _Look) -> Catalogue | None
 
 def _find_outside(own: Catalogue | None, look: _Look) -> Found:
     """The catalogues from outside, with their gates and what is wrong with them."""
-    outside = Found()
-    if own is not None and look.good(FOLDERS) is not None:
-        outside = find_outside(look.environ, own)
-        look.read(outside.gates)
-    look.warnings += gates.unknown(look.environ, (*own.gates, *outside.gates) if own is not None else ())
-    look.lines(look.strict and not look.switched_off).extend(
+    outside, settings = Found(), look.settings
+    if own is not None:
+        settings.read(own.gates)
+        outside = find_outside(settings.values[FOLDERS].names, own)
+        settings.read(outside.gates)
+    look.warnings += [*(value.conflict for value in settings.values.values() if value.conflict), *settings.unknown()]
+    look.lines(settings.strict and settings.switched_on).extend(
         f"{item.where} is not patched in, vLLM runs unpatched there: {item.reason}" for item in outside.troubles
     )
-    look.lines(not look.switched_off).extend(
-        f"{name}=on, but no catalogue of patches has this gate" for name in gates.unclaimed(look.environ, outside.gates)
+    look.lines(settings.switched_on).extend(
+        f"{name}=on, but no catalogue of patches has this gate" for name in settings.unclaimed
     )
     return outside
 
 
-def _row(gate: gates.Gate, value: gates.GateValue | gates.GateError) -> GateRow:
-    if isinstance(value, gates.GateError):
-        return GateRow(gate.name, gate.kind, value.raw, value.source, value.raw, error=str(value))
+def _row(value: gates.GateValue, fault: gates.GateError | None) -> GateRow:
+    gate = value.gate
+    if fault is not None:
+        return GateRow(gate.name, gate.kind, fault.raw, fault.source, fault.raw, error=str(fault))
     return GateRow(gate.name, gate.kind, gates.show(value.value, gate.kind), value.source, value.raw, value.conflict)
 
 
@@ -279,7 +246,7 @@ def _find_vllm(look: _Look) -> Installed | None:
         look.warnings += installed.troubles
         return installed
     except NotInstalled as error:
-        look.lines(isinstance(error, VersionUnknown) and not look.switched_off).append(str(error))
+        look.lines(isinstance(error, VersionUnknown) and look.settings.switched_on).append(str(error))
         return None
 
 
@@ -296,14 +263,14 @@ def _describe(installed: Installed | None) -> dict[str, Any] | None:
 
 def _check_entry_points(look: _Look) -> None:
     """vLLM must find the plugin by its entry points, and must be allowed to load it."""
-    said = look.lines(not look.switched_off)
+    said = look.lines(look.settings.switched_on)
     for group, what in ((_GROUP, "the plugin"), (platforms.GROUP, "its platform class")):
         if ENTRY_POINT not in {point.name for point in importlib.metadata.entry_points(group=group)}:
             said.append(
                 f"vLLM will not load {what}: no installed distribution offers {ENTRY_POINT} in the entry-point group "
                 f"{group}; install vllm-hwplugin with pip, a path on PYTHONPATH is not enough"
             )
-    allowed = look.environ.get("VLLM_PLUGINS")
+    allowed = look.settings.environ.get("VLLM_PLUGINS")
     if allowed is not None and ENTRY_POINT not in allowed.split(","):
         said.append(f"vLLM will not load the plugin: VLLM_PLUGINS={allowed!r} does not name it; add {ENTRY_POINT}")
 
@@ -318,9 +285,8 @@ def _decide(
     """
     if own is None:
         return (), "none"
-    catalogue = outside.behind(own)
-    good = {name: value for name, value in look.values.items() if isinstance(value, gates.GateValue)}
-    choices, mistaken = catalogue.choices(look.environ)
+    catalogue, settings = outside.behind(own), look.settings
+    choices = settings.choices
 
     def row(feature: Feature, state: str, reason: str) -> FeatureRow:
         return FeatureRow(feature.id, feature.title, feature.gate, choices.get(feature.gate, ""), state, reason)
@@ -330,10 +296,10 @@ def _decide(
         said += [f"{one.gate}=on, but {one.id} is not patched in: {reason}" for one in rows if one.choice == "on"]
         return rows, "none"
 
-    if any(gate.name not in good for gate in gates.OF_PROCESS):
+    if settings.process_errors:
         reason = "a variable has a bad value, and the plugin does nothing until it is right"
         return all_of("refused", reason, look.problems)
-    if look.switched_off:
+    if not look.settings.switched_on:
         # Stock vLLM is what was asked for, whatever else is set.
         return all_of("off", "VLLM_HWPLUGIN=0 switches the plugin off", look.warnings)
     if installed is None:
@@ -353,16 +319,16 @@ def _decide(
         catalogue,
         installed,
         choices,
-        try_unlisted=good["VLLM_HWPLUGIN_TRY_UNLISTED"].flag,
-        strict=look.strict,
-        refused=missing | mistaken,
+        try_unlisted=settings.values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag,
+        strict=settings.strict,
+        refused=missing | catalogue.mistaken(settings),
         others=others,
         check=check,
     )
     look.problems += plan.errors
     refusals: dict[str, list[str]] = {}
     for name, item in plan.features.items():
-        if item.state == "refused" and not look.strict and choices[item.feature.gate] != "on":
+        if item.state == "refused" and not settings.strict and choices[item.feature.gate] != "on":
             refusals.setdefault(item.reason, []).append(name)
     look.warnings += [
         f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not patched in, vLLM runs unpatched there: {reason}"
@@ -381,22 +347,22 @@ def _platform_class(installed: Installed | None, platform: _host.Platform, look:
     A process asks vLLM's own detection and the other plugins; here their answers are foreseen from the driver and from
     what is installed, because asking them would import vLLM.
     """
-    choice = look.good(platforms.GATE)
-    if choice is None or look.good("VLLM_HWPLUGIN") is None:
+    choice = look.settings.values[platforms.GATE].text
+    if not look.settings.errors.keys().isdisjoint((platforms.GATE, gates.PREFIX)):
         return {"class": None, "reason": "a variable has a bad value"}
-    if look.switched_off:
+    if not look.settings.switched_on:
         return {"class": None, "reason": "VLLM_HWPLUGIN=0"}
     if installed is None:
         return {"class": None, "reason": "no vLLM is installed"}
     builtins: tuple[str, ...] = ("cuda",) if platform.kind == "cuda" else ()
     if "cpu" in f"{installed.dist} {installed.version}":
         builtins = ("cpu",)
-    decision, rivals = platforms.foresee(choice.text, builtins, look.environ)
+    decision, rivals = platforms.foresee(choice, builtins, look.settings.environ)
     if decision.level >= logging.ERROR:
-        look.lines(look.strict).append(decision.reason)
+        look.lines(look.settings.strict).append(decision.reason)
     if rivals:
         names = " and ".join(f"{point.name} ({point.value})" for point in rivals)
-        then = "this one steps aside" if choice.text == "auto" else "vLLM stops, because it takes one plugin's only"
+        then = "this one steps aside" if choice == "auto" else "vLLM stops, because it takes one plugin's only"
         look.warnings.append(
             f"another platform plugin is installed: {names}; where it offers a class, too, {then}: name the plugins "
             "that are to be loaded in VLLM_PLUGINS"
@@ -447,7 +413,7 @@ class _Cache:
 def _cache(look: _Look) -> _Cache:
     notes: list[str] = []
     try:
-        places = cachedir.places(look.environ, notes)
+        places = cachedir.places(look.settings.environ, notes)
     except gates.GateError:
         return _Cache({})
     states: dict[Path, str] = {}
@@ -469,7 +435,7 @@ def _cache(look: _Look) -> _Cache:
             warnings.append(f"the cache is not used: {error}")
     if usable or read_only:
         look.warnings += warnings
-    other = "another" if "VLLM_HWPLUGIN_CACHE_DIR" in look.environ else "a"
+    other = "another" if "VLLM_HWPLUGIN_CACHE_DIR" in look.settings.environ else "a"
     way_out = f"set VLLM_HWPLUGIN_CACHE_DIR to {other} folder, one that only this user can write to"
     trouble = f"no folder for patched copies: {'; '.join(notes)}: {way_out}"
     return _Cache(states, tuple(read_only), tuple(trusted), None if usable else trouble)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,7 +30,7 @@ class OperationRow:
 
 def operation_rows(
     kind: str,
-    values: Mapping[str, gates.GateValue | gates.GateError],
+    settings: gates.Settings,
     tools: Sequence[Tool],
     libraries: Sequence[Built],
     *,
@@ -43,31 +43,31 @@ def operation_rows(
 
     Args:
         kind: of the platform: ``cuda``, ``musa`` or ``cpu``.
-        values: of the gates.
+        settings: of the processes.
         tools: the compilers and build tools of this host.
         libraries: what lies in the wheel and in the cache.
         extension: the installed vLLM has compiled kernels.
     """
     defined = kind == "musa" and not extension
     stock: Literal["torch", "vllm"] = "torch" if defined else "vllm"
-    good = {name: value for name, value in values.items() if isinstance(value, gates.GateValue)}
+    values, trusted = settings.values, not settings.process_errors
     rows = []
     for op in OPS.values():
-        if len(good) < len(values):
+        if not trusted:
             row = OperationRow(op.qualname, "vllm", "a variable has a bad value")
-        elif not good["VLLM_HWPLUGIN"].flag:
+        elif not settings.switched_on:
             row = OperationRow(op.qualname, "vllm", "VLLM_HWPLUGIN=0")
         elif kind not in GPUS:
             row = OperationRow(op.qualname, "vllm", NO_GPU)
         else:
-            choice = choose(op, good[GATE].text, good[SKIP].names, defined=defined)
+            choice = choose(op, values[GATE].text, values[SKIP].names, defined=defined)
             reason = choice.reason
             if choice.wanted and not any(item.kernel == op.name for item in libraries):
                 other = "its definition in torch serves" if defined else "vLLM's kernel serves"
                 reason += f"; not built so far: {missing(KERNELS[op.name], kind, tools)} {other}"
             row = OperationRow(op.qualname, "plugin" if choice.wanted else stock, reason)
         rows.append(row)
-    if defined and len(good) == len(values) and good["VLLM_HWPLUGIN"].flag:
+    if defined and trusted and settings.switched_on:
         rows += [
             OperationRow(item.qualname, "torch", f"this vLLM has no kernel of it, for {item.caller}")
             for item in DEFINED.values()
@@ -76,11 +76,11 @@ def operation_rows(
     return tuple(rows)
 
 
-def operation_problems(kind: str, values: Mapping[str, gates.GateValue | gates.GateError]) -> tuple[str, ...]:
+def operation_problems(kind: str, settings: gates.Settings) -> tuple[str, ...]:
     """Operations that the gate demands and that cannot have the plugin's kernel here: a process of vLLM would stop."""
-    good = {name: value for name, value in values.items() if isinstance(value, gates.GateValue)}
-    if len(good) < len(values) or not good["VLLM_HWPLUGIN"].flag or good[GATE].text != "on":
+    values = settings.values
+    if settings.process_errors or not settings.switched_on or values[GATE].text != "on":
         return ()
-    if kind in GPUS or not (names := [name for name in OPS if name not in good[SKIP].names]):
+    if kind in GPUS or not (names := [name for name in OPS if name not in values[SKIP].names]):
         return ()
     return (f"{GATE}=on, but {NO_GPU}, so vLLM would not start; {SKIP}={','.join(names)} lets it",)

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import gates
 from ..errors import HwpluginError
 from ..patching import VLLM, Catalogue, Feature, load_catalogue
-from ..patching.outside import OWN, Outside, Trouble, find_outside, load_outside, refuse_taken
+from ..patching.outside import FOLDERS, OWN, Outside, Trouble, find_outside, load_outside, refuse_taken
 from .text import printable
 
 
@@ -58,7 +59,7 @@ def select(own: Catalogue, named: Sequence[str] = ()) -> Selection:
         PatchingError: a folder that is named is not as a catalogue has to be.
         GateError: ``VLLM_HWPLUGIN_PATCHES`` has a bad value.
     """
-    found = find_outside(os.environ, own)
+    found = find_outside(gates.read(FOLDERS).names, own)
     if not named:
         catalogue = found.behind(own)
         return Selection(catalogue, catalogue.features, found.troubles)

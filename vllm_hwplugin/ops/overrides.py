@@ -23,7 +23,7 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -82,7 +82,7 @@ _lock = threading.RLock()
 _overrides: dict[str, Override] = {}
 
 
-def install(environ: Mapping[str, str] | None = None) -> None:
+def install(settings: gates.Settings) -> None:
     """Put the chosen kernels in front, in this process. Calling it again changes nothing.
 
     Whatever goes wrong, an operation that did not get the plugin's kernel has the one that it had.
@@ -92,22 +92,21 @@ def install(environ: Mapping[str, str] | None = None) -> None:
             mode is on, and a name in the list of exceptions is unknown.
         GateError: the gate says ``on``, and another variable has a bad value.
     """
-    environ = os.environ if environ is None else environ
+    choice, skip = settings.values[GATE].text, settings.values[SKIP].names
+    # The defaults promise no kernel: where one cannot be had, what would serve without it does.
+    required = choice == "on"
     try:
-        values = gates.read_each(environ)
+        settings.require_process()
     except gates.GateError:
-        if _asked_for(environ):
+        if required:
             raise
         # The patch engine has reported it; the plugin does nothing until it is right.
         return
-    choice, skip = values[GATE].text, values[SKIP].names
     if choice == "off":
         return
-    # The defaults promise no kernel: where one cannot be had, what would serve without it does.
-    required = choice == "on"
     if wrong := unknown_names(skip):
         text = f"{SKIP} names {', '.join(wrong)}, which no kernel is for; expected some of {', '.join(OPS)}"
-        if required or values[gates.STRICT].flag:
+        if required or settings.strict:
             raise OverrideError(text)
         if not journal.repeats_another():
             logger.warning("%s", text)
@@ -131,13 +130,6 @@ def install(environ: Mapping[str, str] | None = None) -> None:
                 f"{GATE}=on, but these operations cannot get the plugin's kernel: {text}. Name them in {SKIP} to go on"
             )
         logger.warning("these operations keep the kernels that they have: %s", text)
-
-
-def _asked_for(environ: Mapping[str, str]) -> bool:
-    try:
-        return gates.read(GATE, environ).text == "on"
-    except gates.GateError:
-        return False
 
 
 def _put_all(choice: str, skip: Sequence[str], required: bool) -> dict[str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Final, Literal, NamedTuple, Protocol
 
-from ..gates import BY_NAME, Gate, GateError, read
+from ..gates import BY_NAME, Gate, Settings
 from ..versions import SUPPORTED, Versions, final
 
 HunkStatus = Literal["exact", "moved", "upstream", "drifted", "ambiguous", "missing"]
@@ -247,19 +247,10 @@ class Catalogue(NamedTuple):
             if (switch := of[0].switch) is not None
         )
 
-    def choices(self, environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-        """Read the value of each switch, and by feature what is wrong with its switch, for which ``auto`` stands then.
-
-        A mistake in a variable of one feature costs that feature, not the others.
-        """
-        values: dict[str, str] = {}
-        bad: dict[str, str] = {}
-        for name, switch in {feature.gate: feature.switch for feature in self.features if feature.switch}.items():
-            try:
-                values[name] = read(switch, environ).choice
-            except GateError as error:
-                values[name], bad[name] = "auto", str(error)
-        return values, {feature.id: bad[feature.gate] for feature in self.features if feature.gate in bad}
+    def mistaken(self, settings: Settings) -> dict[str, str]:
+        """Return by feature what is wrong with the value of its switch, which costs no other feature."""
+        errors = settings.errors
+        return {feature.id: str(errors[feature.gate]) for feature in self.features if feature.gate in errors}
 
     def feature(self, feature_id: str) -> Feature | None:
         return next((item for item in self.features if item.id == feature_id), None)

@@ -96,14 +96,14 @@ _lock = threading.RLock()
 _state: _State | None = None
 
 
-def install(environ: Mapping[str, str] | None = None, *, catalogue: Catalogue | None = None) -> Journal:
+def install(settings: gates.Settings | None = None, *, catalogue: Catalogue | None = None) -> Journal:
     """Put the patches of this process into force. Calling it again changes nothing.
 
     Whatever goes wrong, a feature is live completely or not at all, and vLLM runs stock where nothing is live. What was
     decided is in the returned journal, in one log line, and in a file for ``vllm-hwplugin doctor``.
 
     Args:
-        environ: where the gates are read; ``os.environ`` by default.
+        settings: what the environment says; it is read here by default.
         catalogue: features in place of the project's own. Those of catalogues from outside come behind them.
 
     Raises:
@@ -115,7 +115,7 @@ def install(environ: Mapping[str, str] | None = None, *, catalogue: Catalogue | 
     global _state
     with _lock:
         if _state is None:
-            _state = _install(os.environ if environ is None else environ, catalogue)
+            _state = _install(gates.Settings() if settings is None else settings, catalogue)
         elif _state.finder is not None:
             _state.finder.put_first()
         _register_with_vllm()
@@ -177,18 +177,18 @@ def force(features: Collection[str]) -> None:
             journal.save()
 
 
-def _install(environ: Mapping[str, str], catalogue: Catalogue | None) -> _State:
+def _install(settings: gates.Settings, catalogue: Catalogue | None) -> _State:
     state = _State(journal.new(__version__))
     try:
-        values = gates.read_each(environ)
-        if not values["VLLM_HWPLUGIN"].flag:
+        settings.require_process()
+        if not settings.switched_on:
             return _State(journal.begin_off(__version__))
-        _activate(state, environ, values, catalogue)
+        _activate(state, settings, catalogue)
     except BaseException as error:
         state.withdraw()
         # Only an error of the plugin itself deserves a traceback; the others say all there is in one line.
         expected = isinstance(error, PatchingError | gates.GateError)
-        required = isinstance(error, InstallError) or _must_hold(environ, state.gates)
+        required = isinstance(error, InstallError) or settings.demanded
         if not isinstance(error, Exception) or (expected and required):
             raise
         text = str(error) if expected else f"{type(error).__name__}: {error}"
@@ -201,7 +201,7 @@ def _install(environ: Mapping[str, str], catalogue: Catalogue | None) -> _State:
         # Placing the copies may have found that the first place has no room.
         base = state.overlay.writable_base() if state.overlay is not None else None
         state = _State(_of_stock(state.journal, text))
-        if not compare_with_first(state.journal, environ, stop=False):
+        if not compare_with_first(state.journal, settings.environ, stop=False):
             logger.error(
                 "nothing is patched in, vLLM runs unpatched in this process (%s): %s",
                 state.journal.role,
@@ -227,31 +227,29 @@ def _of_stock(entry: Journal, error: str) -> Journal:
     return plain
 
 
-def _activate(
-    state: _State, environ: Mapping[str, str], values: Mapping[str, gates.GateValue], catalogue: Catalogue | None
-) -> None:
+def _activate(state: _State, settings: gates.Settings, catalogue: Catalogue | None) -> None:
     installed = find_installed()
     entry = state.journal
     entry.vllm_dist, entry.vllm_version, entry.vllm_root = installed.dist, installed.version, str(installed.root)
-    overlay = Overlay(environ)
-    try_unlisted, strict = values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag, values[gates.STRICT].flag
+    overlay = Overlay(settings.environ)
+    try_unlisted, strict = settings.values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag, settings.strict
     if catalogue is None:
         catalogue = load_catalogue()
-    state.gates = catalogue.gates
-    found = outside.find_outside(environ, catalogue)
-    state.gates = (*state.gates, *found.gates)
+    settings.read(catalogue.gates)
+    found = outside.find_outside(settings.values[outside.FOLDERS].names, catalogue)
+    settings.read(found.gates)
+    state.gates = settings.gates
     for trouble in found.troubles:
         if strict:
             raise InstallError(f"{gates.STRICT}=1, but the patches of {trouble.where} are off: {trouble.reason}")
         # Among the features, because it may have had some.
         entry.features[trouble.where] = {"state": "refused", "reason": trouble.reason}
     catalogue = found.behind(catalogue)
-    choices, mistaken = catalogue.choices(environ)
     others, missing = outside.find_targets(catalogue.features)
     if journal.starts_engines():
-        for text in (*installed.troubles, *gates.unknown(environ, state.gates)):
+        for text in (*installed.troubles, *settings.unknown()):
             logger.warning("%s", text)
-    if demanded := gates.unclaimed(environ, state.gates):
+    if demanded := settings.unclaimed:
         left_out = "; ".join(f"{name}: {item['reason']}" for name, item in entry.features.items())
         raise InstallError(
             f"{demanded[0]}=on, but no catalogue of patches has this gate{left_out and f' ({left_out})'}; name the "
@@ -259,7 +257,8 @@ def _activate(
         )
     state.overlay = overlay
     targets = {VLLM: installed, **others}
-    wanted = state.wanted = _Wanted(targets, missing | mistaken, catalogue, choices, try_unlisted, strict, overlay)
+    refused, choices = missing | catalogue.mistaken(settings), settings.choices
+    wanted = state.wanted = _Wanted(targets, refused, catalogue, choices, try_unlisted, strict, overlay)
     settled = _put_in_force(state, wanted)
     plan = state.plan = settled.plan
     if plan.errors:
@@ -274,7 +273,7 @@ def _activate(
     entry.modules = {name: "re-applied" if name in swapped else "pending" for name in settled.copies} | {
         name: "served" for name in entry.modules if entry.modules[name] == "served"
     }
-    if not compare_with_first(entry, environ, stop=strict or "on" in choices.values()):
+    if not compare_with_first(entry, settings.environ, stop=settings.demanded):
         _report(entry, plan, installed, overlay, try_unlisted)
     journal.begin(entry, overlay.writable_base())
 
@@ -388,19 +387,6 @@ def _apply(swaps: Mapping[str, Swap], undo: list[Callable[[], None]]) -> tuple[s
             return name, str(error)
     undo += done
     return None
-
-
-def _must_hold(environ: Mapping[str, str], more: tuple[gates.Gate, ...]) -> bool:
-    """Whether running without any patch is not acceptable: strict mode, or a feature of this engine is required."""
-    try:
-        strict = gates.read(gates.STRICT, environ).flag
-    except gates.GateError:
-        strict = True  # it asked for strictness, in a wrong word
-    every = (*gates.GATES, *more)
-    known = {gate.name: gate.kind == "switch" and "patches" in gate.affects for gate in every}
-    # Where the project's own catalogue could not be read, it is not known which gates there are.
-    prefix = gates.CATALOGUE_PREFIX if more else f"{gates.PREFIX}_"
-    return strict or any(known.get(name, name.startswith(prefix)) and gates.demands(name, environ) for name in environ)
 
 
 def _check_live() -> None:

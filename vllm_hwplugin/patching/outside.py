@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -175,23 +175,20 @@ class Found(NamedTuple):
         return Catalogue((*own.features, *(feature for each in self.catalogues for feature in each.features)))
 
 
-def find_outside(environ: Mapping[str, str], own: Catalogue) -> Found:
-    """The catalogues in ``VLLM_HWPLUGIN_PATCHES``, in its order, then those of installed packages, by name.
+def find_outside(folders: Sequence[str], own: Catalogue) -> Found:
+    """The catalogues in these folders, in their order, then those of installed packages, by name.
 
     A catalogue is taken as a whole, or left out with a reason. Its features may require those of the project and of the
     catalogues before it.
 
     Args:
+        folders: what ``VLLM_HWPLUGIN_PATCHES`` names.
         own: the project's own features.
-
-    Raises:
-        GateError: ``VLLM_HWPLUGIN_PATCHES`` is no list of absolute paths.
     """
     catalogues: list[Outside] = []
     troubles: list[Trouble] = []
     places: list[tuple[str, Callable[[], Path], Callable[[Path], bytes]]] = [
-        (folder, functools.partial(cachedir.code_folder, Path(folder)), cachedir.read_code)
-        for folder in gates.read(FOLDERS, environ).names
+        (folder, functools.partial(cachedir.code_folder, Path(folder)), cachedir.read_code) for folder in folders
     ]
     # A package is not judged by its owner: Python imports the code of whoever can write to it without asking.
     places += [

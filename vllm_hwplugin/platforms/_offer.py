@@ -123,13 +123,13 @@ def foresee(
     return found, tuple(others(environ)) if found.kind is not None else ()
 
 
-def must_hold() -> None:
+def must_hold(settings: gates.Settings) -> None:
     """Say in strict mode what vLLM would swallow if :func:`offer` raised it.
 
     Raises:
         PlatformError: this process was asked for a class and could offer none, through a fault or against its gate.
     """
-    if not decision.cache_info().currsize or not gates.read(gates.STRICT).flag:
+    if not decision.cache_info().currsize or not settings.strict:
         return
     found = decision()
     if found.kind is None and found.level >= logging.ERROR:

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from packaging.version import Version
 
+from vllm_hwplugin import gates
 from vllm_hwplugin.cli.parser import Parser
 from vllm_hwplugin.patching import default_folder, load_catalogue, outside
 
@@ -147,7 +147,7 @@ def _folder_of(feature: str) -> Path:
     own = load_catalogue()
     if own.feature(feature) is not None:
         return default_folder() / feature
-    for each in outside.find_outside(os.environ, own).catalogues:
+    for each in outside.find_outside(gates.read(outside.FOLDERS).names, own).catalogues:
         if any(item.id == feature for item in each.features):
             return each.manifest.folder / feature.rpartition("/")[2]
     return path

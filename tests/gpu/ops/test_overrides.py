@@ -15,6 +15,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
+from vllm_hwplugin import gates  # noqa: E402
 from vllm_hwplugin.ops import overrides  # noqa: E402
 from vllm_hwplugin.ops.compile.jit import ensure  # noqa: E402
 from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
@@ -83,7 +84,7 @@ def test_the_plugins_kernel_runs_under_vllms_name(name: str) -> None:
     wanted = case(name)
     plugins = run(own, wanted[: len(own.default._schema.arguments)])
     assert not stock & plugins
-    overrides.install(ON)
+    overrides.install(gates.Settings(ON))
     found = case(name)
     assert run(theirs(name), found) == plugins
     assert bits(found) == bits(wanted)
@@ -95,20 +96,20 @@ def test_the_plugins_kernel_runs_under_vllms_name(name: str) -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_a_skipped_operation_keeps_vllms_kernel(name: str) -> None:
     stock = run(theirs(name), case(name))
-    overrides.install({**ON, "VLLM_HWPLUGIN_OPS_SKIP": name})
+    overrides.install(gates.Settings({**ON, "VLLM_HWPLUGIN_OPS_SKIP": name}))
     assert set(overrides.states()) == set(OPS) - {name}
     assert run(theirs(name), case(name)) == stock
 
 
 def test_by_default_nothing_stands_in_front() -> None:
-    overrides.install({})
+    overrides.install(gates.Settings({}))
     assert overrides.states() == {}
 
 
 def test_a_call_that_the_kernel_refuses_gets_vllms() -> None:
     """Heads of 12 bytes, which it does not move 16 at a time; vLLM's kernel reports what it refuses, too."""
     name = "merge_attn_states"
-    overrides.install(ON)
+    overrides.install(gates.Settings(ON))
     run(theirs(name), case(name))
     output, lse = torch.zeros(2, 3, 6, device="cuda", dtype=torch.bfloat16), torch.zeros(3, 2, device="cuda")
     args = [output, lse, torch.ones_like(output), lse.clone(), torch.ones_like(output), lse.clone()]
@@ -120,7 +121,7 @@ def test_a_call_that_the_kernel_refuses_gets_vllms() -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_captured_it_replays_with_what_the_tensors_hold_then(name: str) -> None:
-    overrides.install(ON)
+    overrides.install(gates.Settings(ON))
     wanted, args = case(name), case(name)
     theirs(name)(*case(name))
     torch.cuda.synchronize()
@@ -142,7 +143,7 @@ def test_a_first_call_inside_a_capture_gets_vllms_kernel_and_decides_nothing() -
     wanted, args = case(name), case(name)
     torch.cuda.synchronize()
     theirs(name)(*wanted)
-    overrides.install(ON)
+    overrides.install(gates.Settings(ON))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         theirs(name)(*args)
