@@ -86,7 +86,7 @@ def test_a_row_that_was_not_restored_is_found_by_layer_and_slot(layout: Layout, 
 
 def test_a_layout_that_needs_more_than_two_dimensions_of_runs_is_refused() -> None:
     cache = torch.zeros(2, 3, 2, 4, 8, 5)[..., ::2]
-    with pytest.raises(UnknownLayout, match=r"of a layer, .* two dimensions of runs at most"):
+    with pytest.raises(UnknownLayout, match=r"of a layer, .* at most two dimensions of runs"):
         as_rows("a layer", cache, 1, 3)
 
 

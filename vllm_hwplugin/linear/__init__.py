@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of few tokens that overlap, and the norms between them."""
+"""Linear layers of few tokens whose weight loads overlap, and the norms between them."""

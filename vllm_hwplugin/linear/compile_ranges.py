@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM compiles steps that the kernels serve apart from those of more tokens, where :mod:`.restore_pass` has its turn.
+"""A separate compile range for steps with more tokens than the kernels take; :mod:`.restore_pass` changes its graph.
 
-Imports neither vLLM nor torch before the feature is known to be live: every engine's platform class asks.
+Imports neither vLLM nor torch before the feature is patched in: every engine's platform class calls it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from vllm_hwplugin import features, journal
 
 
 def check_and_update_config(vllm_config: Any) -> None:
-    """End a range of ``CompilationConfig.compile_ranges_endpoints`` at the most tokens that the kernels serve.
+    """End a range of ``compile_ranges_endpoints`` at the kernels' most tokens.
 
-    For `check_and_update_config` of a platform. vLLM itself leaves out a bound above ``max_num_batched_tokens``. With
-    two ranges it runs no graph whose shapes are all static, and an encoder's may be such.
-
-    Args:
-        vllm_config: the `VllmConfig` that is being made.
+    For `check_and_update_config` of a platform. vLLM drops a bound above ``max_num_batched_tokens``. With two ranges it
+    runs no graph whose shapes are all static, and an encoder's may be.
     """
     entry = journal.current()
     if entry is None or features.LINEAR not in entry.live:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's layers are those of :mod:`.operations`.
+"""Choice of vLLM's layers that :mod:`.operations` computes.
 
-The functions are traced by torch.compile, so what they ask is known when a graph is made: types and sizes of weights,
-and not the number of tokens.
+torch.compile traces these functions, so they only ask for types and sizes of weights, never for the number of tokens.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from vllm_hwplugin.linear.operations import norm_fits, tile_for
 
 _CAPABILITY: Final = (9, 0)
 
-# Heads have norms as well, which Inductor joins with what comes before and after.
+# Smaller norms belong to heads, and Inductor fuses them with their neighbours.
 _SMALLEST_NORM: Final = 512
 
 
 def _on_hopper() -> bool:
-    # cuBLAS serves more tokens, so a token's result would depend on how many are in the batch.
+    # cuBLAS computes larger batches, so a token's result would depend on the size of the batch.
     if not current_platform.is_cuda() or envs.VLLM_BATCH_INVARIANT:
         return False
     capability = current_platform.get_device_capability()
     return capability is not None and (capability.major, capability.minor) == _CAPABILITY
 
 
-#: Whether this process's GPU is one that the kernels are for. Asked once: torch.compile cannot trace the question.
+#: Whether the kernels are for this process's GPU. A constant, because torch.compile cannot trace the query.
 ON_HOPPER: Final = _on_hopper()
 
 
 def gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """As vLLM's `default_unquantized_gemm`: ``x @ weight.T + bias``.
+    """Return ``x @ weight.T + bias``, like vLLM's `default_unquantized_gemm`.
 
     Args:
         x: [..., inputs]
@@ -49,12 +48,12 @@ def gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> to
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _on_one_gpu() -> bool:
-    """With tensor parallelism vLLM may join a norm with the all-reduce in front of it."""
+    # With tensor parallelism vLLM may fuse a norm with the all-reduce before it.
     return not model_parallel_is_initialized() or get_tp_group().world_size == 1
 
 
 def takes_norm(layer: Any, x: torch.Tensor) -> bool:
-    """Whether the plugin's kernel serves this `RMSNorm`: one of hidden states, between linear layers of one GPU."""
+    """Whether the kernel computes this `RMSNorm` of hidden states."""
     return (
         ON_HOPPER
         and _on_one_gpu()
@@ -71,7 +70,7 @@ def takes_norm(layer: Any, x: torch.Tensor) -> bool:
 def norm(
     layer: Any, x: torch.Tensor, residual: torch.Tensor | None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """As `RMSNorm.forward_native`."""
+    """Compute `RMSNorm.forward_native` by the plugin's operations."""
     weight = layer.weight.data
     if residual is None:
         return torch.ops.hwplugin.rms_norm(x, weight, layer.variance_epsilon)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An MLP whose activation is part of the linear layer before it: Llama's and Qwen2's, which Qwen3 has.
+"""An MLP whose activation is fused into the linear layer before it: `LlamaMLP` and `Qwen2MLP`, which Qwen3 has.
 
-Apart from :mod:`.layers`, which vLLM's linear layers import themselves.
+A module apart from :mod:`.layers`, because vLLM's linear layers import :mod:`.layers`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from vllm_hwplugin.linear.layers import serves
 
 
 def takes(mlp: Any, x: torch.Tensor) -> bool:
-    """Whether :func:`forward` serves a `LlamaMLP` or `Qwen2MLP`."""
+    """Whether :func:`forward` computes a `LlamaMLP` or `Qwen2MLP`."""
     layer = mlp.gate_up_proj
     return (
-        # Not their relatives: adapters wrap a layer, and a quantized one has another method.
+        # No subclasses: adapters wrap a layer, and a quantized layer has another method.
         type(layer) is MergedColumnParallelLinear
         and type(layer.quant_method) is UnquantizedLinearMethod
         and type(mlp.act_fn) is SiluAndMul
@@ -31,11 +31,6 @@ def takes(mlp: Any, x: torch.Tensor) -> bool:
 
 
 def forward(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    """As that of vLLM.
-
-    Args:
-        mlp: one that :func:`takes` says so of.
-        x: [tokens, hidden]
-    """
+    """Compute an MLP that :func:`takes` accepts, for [tokens, hidden]."""
     out: torch.Tensor = mlp.down_proj(torch.ops.hwplugin.linear(x, mlp.gate_up_proj.weight, True))[0]
     return out

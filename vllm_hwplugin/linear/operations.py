@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``torch.ops.hwplugin.linear``, ``rms_norm`` and ``add_rms_norm``: layers of few tokens that overlap, on Hopper.
 
-A step of a few tokens is the time of reading weights, and between two linear layers the memory idles: a kernel ends,
-the next starts, and only then asks for its weights. These kernels ask for theirs while the one before them ends
-(csrc/skinny_linear). Up to 32 tokens are served so. What vLLM compiles for more has none of these operations
-(:mod:`.restore_pass`); where it compiles nothing, or nothing apart, other calls are cuBLAS's inside the operation.
+A step of a few tokens takes the time of reading the weights, and memory idles between two linear layers: a kernel ends,
+the next one starts, and only then loads its weights. These kernels load them while the kernel before them ends
+(csrc/skinny_linear), for up to 32 tokens. Graphs that vLLM compiles for more tokens do not use the operations
+(:mod:`.restore_pass`); without compilation, or without a separate range, larger calls run cuBLAS inside the operation.
 
 Sums are in float32 and in a fixed order: the same operands give the same bits, with overlap and without.
 """
@@ -24,13 +24,13 @@ from vllm_hwplugin.ops.define import define
 
 _KERNEL: Final = KERNELS["skinny_linear"]
 
-#: More tokens than these are cuBLAS's.
+#: cuBLAS computes more tokens.
 MOST_TOKENS: Final = 32
 
-#: Rows and columns of weights of a block's tile, as ``csrc/skinny_linear`` has them.
+#: Rows and columns of weights in a block's tile, as in ``csrc/skinny_linear``.
 TILES: Final = ((16, 512), (32, 256), (32, 512), (48, 256), (64, 256))
 
-# Of a layer with fewer outputs too few blocks would read.
+# With fewer outputs too few blocks would read weights.
 _FEWEST_OUTPUTS: Final = 1024
 
 define("skinny_linear(Tensor(a!) out, Tensor x, Tensor weight, bool gated, int rows, int depth, bool overlap) -> ()")
@@ -41,11 +41,11 @@ define(
 
 
 def tile_for(outputs: int, inputs: int) -> tuple[int, int] | None:
-    """The tile for weights [outputs, inputs]; None where the kernel is not for them."""
+    """Return the tile for weights [outputs, inputs], or None."""
     if outputs < _FEWEST_OUTPUTS:
         return None
     order: tuple[tuple[int, int], ...]
-    # Large tiles read x less often; small ones are enough for all multiprocessors.
+    # Large tiles read x less often; small tiles make enough blocks for all multiprocessors.
     if outputs >= 64 * 132:
         order = ((64, 256), (48, 256), (32, 256))
     elif outputs >= 48 * 64:
@@ -58,17 +58,16 @@ def tile_for(outputs: int, inputs: int) -> tuple[int, int] | None:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
-    """``x @ weight.T``, or of halves of that ``silu(first) * second``.
+    """Return ``x @ weight.T``; if gated, ``silu(first half) * second half``.
 
     Args:
         x: [tokens, inputs], bfloat16 for the kernel.
-        weight: [outputs, inputs], contiguous for the kernel. Nothing may write to it in the kernels before this call.
-        gated: the first half of the weight's rows are gates.
+        weight: [outputs, inputs], contiguous for the kernel. No kernel just before this call may write to it.
 
     Returns:
         [tokens, outputs], or [tokens, outputs / 2]; contiguous.
     """
-    # Also where it is not needed now: what loads the kernel must come before any graph is captured.
+    # First, even if the kernel does not compute this call: the kernel must be loaded before any graph is captured.
     if _is_loaded(x) and (tile := _tile_of(x, weight)) is not None:
         out = x.new_empty(x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0])
         torch.ops.hwplugin.skinny_linear(out, x, weight, gated, *tile, True)
@@ -78,12 +77,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMS norm of each row, in float32 up to the result.
-
-    Args:
-        x: [tokens, hidden]
-        weight: [hidden]
-    """
+    """Return the RMS norm of each row of x, computed in float32."""
     if _is_loaded(x) and _norm_serves(x, weight):
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         torch.ops.hwplugin.skinny_norm(out, None, x, None, weight, epsilon, True)
@@ -94,7 +88,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMS norm of each row of ``x + residual``, and that sum. See :func:`rms_norm`."""
+    """Return the RMS norm of ``x + residual``, and that sum."""
     if _is_loaded(x) and _norm_serves(x, weight, residual):
         out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
         torch.ops.hwplugin.skinny_norm(out, total, x, residual, weight, epsilon, True)
@@ -104,10 +98,10 @@ def add_rms_norm(
 
 
 def _is_loaded(x: torch.Tensor) -> bool:
-    """Whether the kernel can serve this device; loads it at the first call outside a graph.
+    """Whether the kernel is for this device; loads it outside captures.
 
     Raises:
-        FeatureRequired: it cannot be had, and the gate says ``on``.
+        FeatureRequired: it cannot be loaded, and the switch says ``on``.
     """
     global _loaded
     if _loaded is None and x.device.type in GPUS and not torch.cuda.is_current_stream_capturing():
@@ -115,8 +109,8 @@ def _is_loaded(x: torch.Tensor) -> bool:
         if _loaded:
             journal.note(features.LINEAR, f"linear layers of up to {MOST_TOKENS} tokens are the plugin's kernels")
         else:
-            # What torch.compile would have joined with the norms stays apart.
-            stays_stock(features.LINEAR, "linear layers are cuBLAS's", "the kernel cannot be had, the log says why")
+            # torch.compile has not fused the norms with their neighbours then.
+            stays_stock(features.LINEAR, "linear layers are cuBLAS's", "the kernel cannot be loaded, the log says why")
     return bool(_loaded) and x.device.type in GPUS
 
 
@@ -124,7 +118,7 @@ _loaded: bool | None = None
 
 
 def _rows_serve(rows: torch.Tensor) -> bool:
-    """What the copy engine and loads of 16 bytes ask."""
+    # The copy engine and loads of 16 bytes need these strides and addresses.
     return (
         rows.dim() == 2
         and rows.dtype is torch.bfloat16
@@ -136,7 +130,7 @@ def _rows_serve(rows: torch.Tensor) -> bool:
 
 def _tile_of(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int] | None:
     serves = x.dim() == 2 and 0 < x.shape[0] <= MOST_TOKENS and _rows_serve(x) and _rows_serve(weight)
-    # Weights that are kept on the host are on another device.
+    # Offloaded weights are on another device.
     if not serves or weight.device != x.device or not weight.is_contiguous():
         return None
     return tile_for(weight.shape[0], weight.shape[1])

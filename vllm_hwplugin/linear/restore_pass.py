@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of more tokens than the kernels serve are compiled as vLLM's.
+"""A compiler pass that puts vLLM's operations back in place of the plugin's.
 
-In a graph that is for such steps alone (:mod:`.compile_ranges`) this puts vLLM's operations back in the places of the
-plugin's. It comes before any other pass of vLLM's, and Inductor joins what it put there with what is around it.
+It changes only graphs for more tokens than the kernels take (:mod:`.compile_ranges`). It comes before vLLM's other
+passes, and Inductor fuses the operations as usual.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_hwplugin.linear.operations import MOST_TOKENS
 
 
 class RestorePass(InductorPass):  # type: ignore[misc]  # vLLM is not there where the types are checked
-    """Begins the passes of vLLM's patched `PostGradPassManager`."""
+    """The first pass of vLLM's patched `PostGradPassManager`."""
 
     def __init__(self) -> None:
         self._patterns = PatternMatcherPass("hwplugin_restore")
@@ -35,7 +35,7 @@ class RestorePass(InductorPass):  # type: ignore[misc]  # vLLM is not there wher
         self._patterns.apply(graph)
 
     def is_applicable_for_range(self, compile_range: Any) -> bool:
-        """Whether the kernels serve no step of a range of tokens."""
+        """Whether a range has only steps too large for the kernels."""
         return bool(compile_range.start > MOST_TOKENS)
 
     @staticmethod

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of draft rows among vLLM's own metrics. They count what the scheduler knows; no number leaves the device."""
+"""Prometheus counters of draft rows, from what the scheduler knows: no number is read from the device."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _COUNTERS: Final = {
 
 
 class RowCounters:
-    """The counters ``vllm:nwor_{drafted,accepted,rejected}_rows``, of each engine that reports to this process.
+    """The counters ``vllm:nwor_{drafted,accepted,rejected}_rows`` of each engine that reports to this process.
 
     Args:
-        counter_class: vLLM's, which is prometheus_client's or Ray's.
+        counter_class: vLLM's, from prometheus_client or Ray.
         labelnames: of vLLM's metrics.
-        per_engine_labelvalues: their values, by engine.
+        per_engine_labelvalues: their values, by engine index.
     """
 
     def __init__(
@@ -44,12 +44,7 @@ class RowCounters:
             }
 
     def observe(self, stats: Any, engine_idx: int) -> None:
-        """Count what the scheduler says of a step.
-
-        Args:
-            stats: `SpecDecodingStats`.
-            engine_idx: of the engine that says it.
-        """
+        """Count a step's `SpecDecodingStats`."""
         counts = {
             "drafted": stats.num_draft_tokens,
             "accepted": stats.num_accepted_tokens,
@@ -62,13 +57,13 @@ class RowCounters:
 def counters_for(
     config: Any, counter_class: Any, labelnames: Sequence[str], per_engine_labelvalues: Mapping[int, Sequence[object]]
 ) -> RowCounters | None:
-    """Counters for engines of `config`; None where none are asked for, or where rejected drafts stay in the KV cache.
+    """Return counters for engines of `config`, or None if it needs none.
 
-    It does not know what the engine's own process finds against it, such as the layout of its KV cache.
+    What only the engine's process can find, such as the layout of its KV cache, is not known here.
     """
     if not gates.read(EMIT_METRICS).flag:
         return None
     if (reason := obstacles.of_config(config, obstacles.vllm_version())) is not None:
-        logger.warning("%s: nothing is counted, because rejected drafts stay in the KV cache: %s", NWOR, reason)
+        logger.warning("%s: no counters, because rejected drafts stay in the KV cache: %s", NWOR, reason)
         return None
     return RowCounters(counter_class, labelnames, per_engine_labelvalues)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where KV caches keep the bytes of a token: one strided view of bytes for each part of each layer.
 
-The layers' own tensors say it, by their strides: keys before values or block by block, heads outside or inside, packed,
-quantised with scales in the page. Nothing is read as a number.
+The strides of the layers' tensors tell, for any order of dimensions, packed formats, and scales in the page.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_hwplugin.errors import HwpluginError
 
-#: Attention backends that keep a token's keys and values in bytes of its own, at the place its slot names. Those of
-#: sparse attention are not among them: an indexer's scales lie behind all values of a block.
+#: Attention backends that store a token's keys and values at its slot, in bytes that no other token shares. Sparse
+#: attention is missing: an indexer stores its scales behind all values of a block.
 _BACKENDS: Final = frozenset(
     (
         "FLASH_ATTN",
@@ -33,13 +32,13 @@ _BACKENDS: Final = frozenset(
     )
 )
 _CPU: Final = "CPU_ATTN"
-#: How ``CacheConfig.cache_dtype`` begins where a token's bytes are its own; nvfp4's scales, for one, are swizzled.
+#: Prefixes of ``CacheConfig.cache_dtype`` whose tokens share no bytes. nvfp4 is missing: its scales are swizzled.
 _CACHE_DTYPES: Final = ("auto", "float", "half", "bfloat16", "fp8", "int8", "int4")
 _ALIGNMENTS: Final = (16, 4, 1)
 
 
 class UnknownLayout(HwpluginError, RuntimeError):
-    """It is not known where a KV cache keeps the bytes of a token."""
+    """A KV cache's layout does not tell where a token's bytes are."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,8 @@ class CacheRows:
     """A part of a layer's KV cache, token by token.
 
     Attributes:
-        layer: the name of the first layer that uses it; others may share it.
-        group: the index of the layer's KV cache group, whose slots it has.
+        layer: name of the first layer that uses it; others may share it.
+        group: index of the layer's KV cache group, which has its slots.
         rows: [blocks, tokens of a block, outer, inner, run] uint8; the last dimension is contiguous.
     """
 
@@ -66,24 +65,24 @@ class CacheRows:
 
     @property
     def num_bytes(self) -> int:
-        """Of one token."""
+        """Bytes of one token."""
         return int(self.rows[0, 0].numel())
 
     @property
     def word(self) -> int:
-        """How many bytes can be moved at once, wherever a token's row begins."""
+        """Bytes that one access can move at the start of any token's row."""
         numbers = (self.rows.data_ptr(), self.rows.shape[4], *self.rows.stride()[:4])
         return next(word for word in _ALIGNMENTS if all(number % word == 0 for number in numbers))
 
 
 @dataclass(frozen=True)
 class ModelCaches:
-    """What a model has of KV caches.
+    """A model's KV caches.
 
     Attributes:
-        rows: of the layers that keep keys and values, each piece of memory once.
-        left_out: names of layers whose state is no row for each token, such as Mamba's.
-        groups: the KV cache groups with layers that keep keys and values, of the drafter too.
+        rows: of layers with keys and values, each piece of memory once.
+        left_out: names of layers whose state has no row for each token, such as Mamba's.
+        groups: KV cache groups with such layers, the drafter's included.
     """
 
     rows: tuple[CacheRows, ...]
@@ -94,19 +93,17 @@ class ModelCaches:
 def rows_of(
     kv_cache_config: Any, layers: Mapping[str, Any], cache_dtype: str, wanted: Iterable[torch.nn.Module]
 ) -> ModelCaches:
-    """Where the wanted layers keep the bytes of a token.
+    """Return where the wanted layers keep the bytes of a token.
 
     Args:
-        kv_cache_config: vLLM's ``KVCacheConfig``, with the layers of each group.
-        layers: ``CompilationConfig.static_forward_context``, whose layers have their ``kv_cache``.
-        cache_dtype: ``CacheConfig.cache_dtype``.
-        wanted: modules; layers that are not among them are passed over.
+        layers: ``CompilationConfig.static_forward_context``; its layers have their ``kv_cache``.
+        wanted: modules; other layers are skipped.
 
     Raises:
-        UnknownLayout: a wanted layer keeps keys and values where this module does not know a token's bytes.
+        UnknownLayout: the layout of a wanted layer's keys and values is unknown.
     """
     if not cache_dtype.startswith(_CACHE_DTYPES):
-        raise UnknownLayout(f"with kv_cache_dtype={cache_dtype} a token's bytes may not be its own")
+        raise UnknownLayout(f"with kv_cache_dtype={cache_dtype} tokens may share bytes")
     modules = {id(module) for module in wanted}
     rows: dict[tuple[Any, ...], CacheRows] = {}
     left_out: list[str] = []
@@ -114,8 +111,8 @@ def rows_of(
     for group, kv_cache_group in enumerate(kv_cache_config.kv_cache_groups):
         for name in kv_cache_group.layer_names:
             if (layer := layers.get(name)) is None:
-                # A store of vLLM's beside the layers' caches, such as the host's part of them.
-                raise UnknownLayout(f"{name} is a KV cache of no layer, of which it is not known what it keeps")
+                # vLLM also stores caches that belong to no layer, such as offloaded ones.
+                raise UnknownLayout(f"{name}: this KV cache belongs to no attention layer, so its layout is unknown")
             spec = getattr(kv_cache_group.kv_cache_spec, "kv_cache_specs", {}).get(name, kv_cache_group.kv_cache_spec)
             if isinstance(spec, AttentionSpec):
                 groups[group] = None
@@ -132,14 +129,11 @@ def rows_of(
 
 
 def _check_slots(name: str, rows: torch.Tensor, num_blocks: int, block_size: int) -> None:
-    """Whether a cache has a row for each slot, which counts tokens: some models keep a row for several, or several.
-
-    An attention kernel may have several blocks of its own for one of the scheduler's; they have as many slots together.
-    """
+    """Refuse a cache without one row per token: some models' differ."""
     if rows.shape[0] * rows.shape[1] != num_blocks * block_size:
         raise UnknownLayout(
-            f"the KV cache of {name} has {rows.shape[0]} blocks of {rows.shape[1]} rows, and {num_blocks} of "
-            f"{block_size} tokens were planned; expected a row for each token"
+            f"the KV cache of {name} has {rows.shape[0]} blocks of {rows.shape[1]} rows; expected a row for each token "
+            f"of {num_blocks} blocks of {block_size} tokens"
         )
 
 
@@ -150,38 +144,39 @@ def _parts(name: str, layer: Any, spec: Any, cache_dtype: str) -> Iterator[torch
     if backend.get_name() == _CPU:
         yield from _cpu_parts(name, layer, cache)
     elif backend.get_name() not in _BACKENDS:
-        raise UnknownLayout(f"{name} has {backend.get_name()}, of which it is not known where a token's bytes are")
+        raise UnknownLayout(f"{name} has the attention backend {backend.get_name()}, whose cache layout is unknown")
     else:
         yield as_rows(name, cache, *_block_and_token(name, backend, spec, cache, cache_dtype))
 
 
 def _block_and_token(name: str, backend: Any, spec: Any, cache: torch.Tensor, cache_dtype: str) -> tuple[int, int]:
-    """The dimensions of a cache that count blocks and the tokens of a block."""
+    """Return the dimensions that count blocks and tokens of a block."""
     if not hasattr(backend, "get_kv_cache_shape"):
-        # From 0.29 on it is [blocks, heads, tokens, content] for all; MLA layers take the one head off.
+        # From 0.29 on all caches are [blocks, heads, tokens, content]; MLA layers drop the single head.
         return 0, cache.dim() - 2
 
     def shape(blocks: int, tokens: int) -> tuple[int, ...]:
-        found: tuple[int, ...] = backend.get_kv_cache_shape(
+        sizes: tuple[int, ...] = backend.get_kv_cache_shape(
             blocks, tokens, spec.num_kv_heads, spec.head_size, cache_dtype_str=cache_dtype
         )
-        return found
+        return sizes
 
     plain, more_blocks, more_tokens = shape(3, 128), shape(5, 128), shape(3, 256)
-    by_block = [i for i, (one, other) in enumerate(zip(plain, more_blocks, strict=True)) if one != other]
-    by_token = [i for i, (one, other) in enumerate(zip(plain, more_tokens, strict=True)) if one != other]
+    by_block = [i for i, (size, other) in enumerate(zip(plain, more_blocks, strict=True)) if size != other]
+    by_token = [i for i, (size, other) in enumerate(zip(plain, more_tokens, strict=True)) if size != other]
     if len(plain) != cache.dim() or len(by_block) != 1 or len(by_token) != 1:
         raise UnknownLayout(
-            f"{backend.get_name()} says that the KV cache of {name} is {plain} for 3 blocks of 128 tokens, and it is "
-            f"{tuple(cache.shape)}"
+            f"the KV cache of {name} is {tuple(cache.shape)}, which does not fit {backend.get_name()}'s shape "
+            f"for 3 blocks of 128 tokens, {plain}"
         )
     return by_block[0], by_token[0]
 
 
 def _cpu_parts(name: str, layer: Any, cache: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Of each head and block, keys by element and then values by token. AMX interleaves tokens within a word."""
+    """Yield views of keys (by element) and of values (by token)."""
+    # AMX interleaves tokens within a word.
     if (isa := getattr(layer, "isa", None)) not in ("vec", "vec16"):
-        raise UnknownLayout(f"{name} has CPU_ATTN in a layout of which no more is known than its name, {isa}")
+        raise UnknownLayout(f"{name} has CPU_ATTN with the layout {isa}, which is unknown; expected vec or vec16")
     blocks, heads, tokens, content = cache.shape
     size = content // 2
     keys, values = cache.view(blocks, heads, 2, tokens, size).unbind(2)
@@ -192,13 +187,12 @@ def _cpu_parts(name: str, layer: Any, cache: torch.Tensor) -> Iterator[torch.Ten
 
 
 def as_rows(name: str, cache: torch.Tensor, block: int, token: int) -> torch.Tensor:
-    """A cache as [blocks, tokens of a block, outer, inner, run] bytes; nothing is copied.
+    """Return a view as bytes: [blocks, block's tokens, outer, inner, run].
 
     Args:
         name: the layer's, for the error.
-        cache: of any type and strides.
-        block: its dimension that counts blocks.
-        token: its dimension that counts tokens of a block.
+        block: dimension of `cache` that counts blocks.
+        token: dimension of `cache` that counts tokens of a block.
 
     Raises:
         UnknownLayout: a token's bytes lie in more than two dimensions of runs.
@@ -217,11 +211,11 @@ def as_rows(name: str, cache: torch.Tensor, block: int, token: int) -> torch.Ten
     if len(outer) > 2:
         raise UnknownLayout(
             f"the KV cache of {name}, {tuple(cache.shape)} with strides {cache.stride()}, has a token's bytes in runs "
-            f"of {run} by {' by '.join(str(size) for size, _ in outer)}; expected two dimensions of runs at most"
+            f"of {run} by {' by '.join(str(size) for size, _ in outer)}; expected at most two dimensions of runs"
         )
     outer += [(1, 0)] * (2 - len(outer))
     (inner_size, inner_stride), (outer_size, outer_stride) = outer
     shape = (cache.shape[block], cache.shape[token], outer_size, inner_size, run)
     strides = (cache.stride(block) * element, cache.stride(token) * element, outer_stride, inner_stride, 1)
-    found = torch.empty(0, dtype=torch.uint8, device=cache.device)
-    return found.set_(cache.untyped_storage(), cache.storage_offset() * element, shape, strides)
+    view = torch.empty(0, dtype=torch.uint8, device=cache.device)
+    return view.set_(cache.untyped_storage(), cache.storage_offset() * element, shape, strides)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft rows in plain torch: what CPUs use, GPUs without the kernels, and the check of each restore."""
+"""Draft rows in PyTorch: for CPUs, for GPUs without the kernels, and to check each restore."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from vllm_hwplugin.nwor.rows import Batch, Rejected
 
 
 class ReferenceRows:
-    """See :class:`vllm_hwplugin.nwor.rows.DraftRows`.
+    """:class:`vllm_hwplugin.nwor.rows.DraftRows` in PyTorch.
 
-    Rows that must not be written get what they hold, at slot 0. It is in vLLM's null block, which no request reads. An
-    index that depends on the data would be a wait for the device.
+    An index that depends on data would wait for the device. So rows that must not change are rewritten with their own
+    content, at slot 0: it is in vLLM's null block, which no request reads.
 
     Args:
-        caches: of the layers.
-        batch: of the runner.
-        keep: whether what is overwritten is kept.
+        keep: whether overwritten bytes are kept.
     """
 
     def __init__(self, caches: Sequence[CacheRows], batch: Batch, keep: bool):
         self._caches, self._batch, self._keep = caches, batch, keep
         self._column = torch.arange(batch.drafts, device=batch.query_start_loc.device)
         rows = batch.max_num_reqs * batch.drafts if keep else 0
-        # Of groups that the drafter has for itself the mapping alone is of interest.
+        # Only the drafter uses the other groups: their slot mappings are updated, not their caches.
         self._num_slots = {cache.group: cache.num_slots for cache in caches}
         self._log = [cache.rows.new_empty((rows, cache.num_bytes)) for cache in caches]
         self._slots = {group: self._column.new_full((rows,), -1) for group in batch.slot_mappings}
@@ -49,13 +47,13 @@ class ReferenceRows:
         rows = self._tokens(rejected.num_reqs).flatten()
         for group, slots in by_group.items():
             mapping = self._batch.slot_mappings[group]
-            # The batch's first token is never a draft: it gets what it has.
+            # The batch's first token is never a draft: rewriting its slot changes nothing.
             tokens = torch.where(slots >= 0, rows, 0)
             mapping[tokens] = torch.where(slots >= 0, -1, mapping[tokens])
             self._slots[group][: len(slots)].fill_(-1)
 
     def rejected_slots(self, rejected: Rejected) -> dict[int, torch.Tensor]:
-        """By KV cache group [requests * drafts] int64: the slot of each rejected draft, and -1 for other rows."""
+        """Return slots of rejected drafts, else -1: by group, [requests * drafts]."""
         num_reqs, drafts = rejected.num_reqs, self._batch.drafts
         out = (self._column >= drafts - _counts(rejected)[:, None]).flatten()
         slots = (
@@ -63,49 +61,50 @@ class ReferenceRows:
             if self._keep
             else self._slots_now(num_reqs)
         )
-        return {group: torch.where(out, one, -1) for group, one in slots.items()}
+        return {group: torch.where(out, rows, -1) for group, rows in slots.items()}
 
     def differing(self, slots: dict[int, torch.Tensor], zeros: bool) -> list[tuple[CacheRows, int, int]]:
-        """The rejected rows that do not hold what they should: the part, the slot, and how many bytes differ.
-
-        It waits for the device.
+        """Wait for the device, and list rejected rows with wrong bytes.
 
         Args:
-            slots: what :meth:`rejected_slots` said before the caches were restored.
-            zeros: whether they should hold zeros, and not what was kept.
+            slots: :meth:`rejected_slots` from before the caches were restored.
+            zeros: whether zeros are expected, not the kept bytes.
+
+        Returns:
+            Cache, slot, and number of wrong bytes.
         """
-        found = []
+        differing = []
         for cache, log in zip(self._caches, self._log, strict=True):
             rows = (slots[cache.group] >= 0).nonzero().flatten()
             where = slots[cache.group][rows]
             expected = log.new_zeros((1, cache.num_bytes)) if zeros else log[rows]
             wrong = (_read(cache, where) != expected).sum(1)
-            found += [
+            differing += [
                 (cache, int(slot), int(count))
                 for slot, count in zip(where.tolist(), wrong.tolist(), strict=True)
                 if count
             ]
-        return found
+        return differing
 
     @property
     def num_bytes(self) -> int:
         return int(sum(log.numel() for log in self._log) + sum(8 * slots.numel() for slots in self._slots.values()))
 
     def _tokens(self, num_reqs: int) -> torch.Tensor:
-        """[requests, drafts]: the token of each row; that of another request or none where a request has fewer."""
+        """Return [requests, drafts] tokens; missing drafts get other requests' or negative ones."""
         ends = self._batch.query_start_loc[1 : num_reqs + 1]
         return ends[:, None] - self._batch.drafts + self._column
 
     def _slots_now(self, num_reqs: int) -> dict[int, torch.Tensor]:
         tokens = self._tokens(num_reqs)
         drafted = tokens > self._batch.query_start_loc[:num_reqs, None]
-        found = {}
+        by_group = {}
         for group, mapping in self._batch.slot_mappings.items():
             slots = mapping[tokens.clamp(min=0)]
-            # What a dummy batch has not mapped is of an earlier one or, after a sleep, anything.
+            # A dummy batch leaves old slots in the mapping, and a sleep leaves arbitrary ones.
             there = drafted & (slots < self._num_slots[group]) if group in self._num_slots else drafted
-            found[group] = torch.where(there, slots, -1).flatten()
-        return found
+            by_group[group] = torch.where(there, slots, -1).flatten()
+        return by_group
 
 
 def _counts(rejected: Rejected) -> torch.Tensor:

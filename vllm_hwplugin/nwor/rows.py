@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft rows of all layers: kept before a step writes them, and taken out of the KV caches if they are rejected."""
+"""Draft rows of all layers: saved before a step overwrites them, restored in the KV caches if drafts are rejected."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from vllm_hwplugin.ops.compile.jit import GPUS, ensure
 from vllm_hwplugin.ops.compile.spec import KERNELS
 from vllm_hwplugin.ops.define import define
 
-# They have no torch reference: their table holds addresses, and where the kernels cannot be loaded :mod:`.reference`
-# does the same with tensors.
+# Without a PyTorch implementation, because their table holds addresses. :mod:`.reference` does the same with tensors.
 define(
     "log_draft_rows(Tensor table, Tensor(a!) log, Tensor(b!) slots, Tensor query_start_loc, int num_reqs, int drafts, "
     "int word) -> ()"
 )
-# What is written is in no argument but by its address in the table, so the table stands for it: a compiler drops calls
-# that write nothing.
+# A compiler drops calls that write nothing, and the table only has addresses of what is written: so it is declared as
+# written.
 define(
     "restore_draft_rows(Tensor(a!) table, Tensor? log, Tensor(b!)? slots, Tensor query_start_loc, "
     "Tensor? num_rejected, Tensor? sampled_token_ids, Tensor? cu_num_draft_tokens, int num_reqs, int drafts, "
@@ -31,13 +30,13 @@ define(
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step's batch is read from: tensors on the device that stay where they are.
+    """Device tensors that describe a step's batch and never move.
 
     Attributes:
-        query_start_loc: [at least max_num_reqs + 1] int32: where each request's tokens begin, and the end of the last.
-        slot_mappings: by KV cache group [tokens] int64: where each token of the batch is written; -1 for nowhere.
-        max_num_reqs: requests of the largest batch.
-        drafts: how many drafts a request has at most.
+        query_start_loc: [at least max_num_reqs + 1] int32: start of each request's tokens, and the end of the last.
+        slot_mappings: by KV cache group [tokens] int64: the slot of each token of the batch, -1 for none.
+        max_num_reqs: of the largest batch.
+        drafts: most drafts of a request.
     """
 
     query_start_loc: torch.Tensor
@@ -48,12 +47,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rejected:
-    """How many drafts of each request were rejected, as the device has it: by number, or by what was sampled.
+    """The rejected drafts of each request on the device: as counts, or as sampled tokens.
 
     Attributes:
         num_rejected: [requests] int32.
-        sampled_token_ids: [requests, sampled] int32: the accepted drafts and one token more, then -1.
-        cu_num_draft_tokens: [requests] int32: drafts that were verified, up to and with each request.
+        sampled_token_ids: [requests, sampled] int32: the accepted drafts and one more token, then -1.
+        cu_num_draft_tokens: [requests] int32: cumulative number of verified drafts.
     """
 
     num_rejected: torch.Tensor | None = None
@@ -68,35 +67,31 @@ class Rejected:
 
 
 class DraftRows(Protocol):
-    """The last drafts of each request are its draft rows: row ``request * drafts + j`` is its token ``drafts - j`` from
-    the end. A request's first token is never a draft, so it has no more rows than tokens less one.
+    """Saves and restores draft rows: row ``request * drafts + j`` is the request's token ``drafts - j`` from the end.
 
-    Neither method waits for the device, and both can be captured in a CUDA graph.
+    A request's first token is never a draft. No method waits for the device, and a CUDA graph can capture them all.
     """
 
     def log(self, num_reqs: int) -> None:
-        """Keep what the caches hold where the drafts of so many requests will be written, and where that is."""
+        """Save what drafts of `num_reqs` requests will overwrite."""
 
     def restore(self, rejected: Rejected) -> None:
-        """Put back what was kept of rejected drafts; if nothing is kept, write zeros. What was kept is used up.
+        """Restore rejected drafts' bytes, or zero them; set their slots to -1.
 
-        Their slots become -1, so that a drafter whose first pass reads them does not write these tokens either.
+        The saved bytes are consumed. Without slots a drafter's first pass does not write these tokens again.
         """
 
     @property
     def num_bytes(self) -> int:
-        """Device memory that is held."""
+        """Device memory in bytes."""
 
 
 class KernelRows:
-    """Two kernels, one launch each for all layers. See :class:`DraftRows`.
-
-    It holds addresses of the caches and not the tensors.
+    """:class:`DraftRows` by two kernels, one launch each for all layers. They read the caches by address.
 
     Args:
-        caches: of the layers; on one GPU.
-        batch: of the runner.
-        keep: whether what is overwritten is kept.
+        caches: on one GPU.
+        keep: whether overwritten bytes are kept.
     """
 
     def __init__(self, caches: Sequence[CacheRows], batch: Batch, keep: bool):
@@ -114,9 +109,9 @@ class KernelRows:
                     *(num_outer, outer, num_inner, inner, run, offset, cache.num_slots),
                 ]
             )
-            # Each layer's bytes begin where whole words do.
+            # Each layer's bytes begin at a 16-byte boundary.
             offset += -(-cache.num_bytes // 16) * 16
-        # Of groups that the drafter has for itself the slots alone are of interest.
+        # Only the drafter uses the other groups: their slots are updated, not their caches.
         others = batch.slot_mappings.keys() - {cache.group for cache in caches}
         any_slot = torch.iinfo(torch.int64).max
         lines += [[0, batch.slot_mappings[group].data_ptr(), 1, *[0] * 8, any_slot] for group in sorted(others)]
@@ -155,12 +150,12 @@ class KernelRows:
 
 
 def kernels_for(device: torch.device) -> bool:
-    """Whether the kernels serve a device; the first call may run a compiler."""
+    """Whether the kernels run on a device; may compile them."""
     return device.type in GPUS and all(
         ensure(kernel) for kernel in (KERNELS["log_draft_rows"], KERNELS["restore_draft_rows"])
     )
 
 
 def as_int32(tensor: torch.Tensor) -> torch.Tensor:
-    """What kernels read as int32: the samplers of vLLM have it so, but for batches that were sharded and gathered."""
+    """Return int32 for the kernels; only gathered sharded batches need the conversion."""
     return tensor if tensor.dtype == torch.int32 else tensor.to(torch.int32)

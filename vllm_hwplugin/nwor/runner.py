@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the patched model runners call: `attach` when their KV cache is there, `restore` when a step has been sampled.
+"""Hooks of the patched model runners: `attach` after the KV cache is made, `restore` after sampling.
 
-A hook before the target's forward pass keeps what draft tokens overwrite. So it is the first node of a captured FULL
-graph, and one launch without a graph. Rejected drafts are taken out as soon as the sampler has counted them: before the
-drafter writes into the same blocks, and before a step's work is handed on.
+A hook before the target's forward pass saves what draft tokens overwrite, as the first node of a captured FULL graph or
+in one launch. Rejected drafts are taken out as soon as the sampler has counted them, before the drafter writes into the
+same blocks and before a step's results are passed on.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ DEBUG_SYNC: Final = "VLLM_HWPLUGIN_NWOR_DEBUG_SYNC"
 
 
 class NotRestored(HwpluginError, RuntimeError):
-    """The KV cache does not hold what it should where a draft was rejected."""
+    """The KV cache has wrong bytes at the slot of a rejected draft."""
 
 
 class NoRoom(HwpluginError, RuntimeError):
-    """The device has no memory left for what drafts overwrite."""
+    """The device has too little memory to save what drafts overwrite."""
 
 
 def attach(runner: Any, is_profiling: bool = False) -> None:
-    """Take rejected drafts out of a runner's KV cache from now on, if the mode says so and nothing is against it.
+    """Take rejected drafts out of a new KV cache, if asked for.
 
     Args:
-        runner: a `GPUModelRunner` of V1 or V2, whose KV cache was just made.
-        is_profiling: whether that is one that vLLM measures graphs with and gives up again.
+        runner: a `GPUModelRunner` of V1 or V2.
+        is_profiling: whether vLLM made the KV cache only to measure graphs.
     """
     nwor = getattr(runner, "nwor", None)
     if nwor is None:
@@ -53,20 +53,14 @@ def attach(runner: Any, is_profiling: bool = False) -> None:
 
 
 def restore(runner: Any, *, num_rejected: Any, num_draft_tokens: int) -> None:
-    """Called by Model Runner V2 when it has sampled.
-
-    Args:
-        runner: a `GPUModelRunner`.
-        num_rejected: [requests] integers on the device.
-        num_draft_tokens: of the batch.
-    """
+    """Take rejected drafts out, [requests] integers, after V2 has sampled."""
     if num_draft_tokens and (nwor := getattr(runner, "nwor", None)) is not None:
         nwor.restore(Rejected(num_rejected=as_int32(num_rejected)))
 
 
 @contextmanager
 def deferred(runner: Any) -> Iterator[None]:
-    """Have :func:`restore` do nothing within, for a batch that is sampled in chunks and restored as a whole."""
+    """Skip :func:`restore` within: chunks are sampled, the batch is restored."""
     attached = vars(runner).pop("nwor", None)
     try:
         yield
@@ -76,11 +70,7 @@ def deferred(runner: Any) -> Iterator[None]:
 
 
 def replayed(runner: Any, num_rejected: torch.Tensor) -> None:
-    """Called when a graph with a restore in it was replayed.
-
-    Args:
-        runner: a `GPUModelRunner` of V2.
-        num_rejected: [requests] integers on the device.
+    """Check the KV cache after replaying a V2 graph with a restore.
 
     Raises:
         NotRestored: see :meth:`RejectedDrafts.restore`.
@@ -90,13 +80,7 @@ def replayed(runner: Any, num_rejected: torch.Tensor) -> None:
 
 
 def restore_sampled(runner: Any, metadata: Any, sampler_output: Any) -> None:
-    """Called by the V1 runner when it has sampled a batch with drafts.
-
-    Args:
-        runner: a `GPUModelRunner`.
-        metadata: the batch's `SpecDecodeMetadata`.
-        sampler_output: `SamplerOutput`, with -1 for what was not sampled.
-    """
+    """Take rejected drafts out after V1 has sampled; unsampled tokens are -1."""
     if (nwor := getattr(runner, "nwor", None)) is not None:
         nwor.restore(
             Rejected(
@@ -107,28 +91,27 @@ def restore_sampled(runner: Any, metadata: Any, sampler_output: Any) -> None:
 
 
 class RejectedDrafts:
-    """Of one `GPUModelRunner`, which holds it as `nwor`.
+    """The rejected drafts of one `GPUModelRunner`, which holds this object as `nwor`.
 
-    Buffers are made before the first forward pass and not with the KV cache: what is allocated with that loses its
-    contents when vLLM sleeps.
+    The first forward pass allocates the buffers: with the KV cache they would lose their contents when vLLM sleeps.
     """
 
     def __init__(self, runner: Any):
-        # The model, which may outlive it, has the hook.
+        # The model holds the hook and may outlive the runner.
         self._runner = weakref.proxy(runner)
         self._mode = "scrub" if gates.read(MODE).text == "scrub" else "restore"
         self._checks = gates.read(DEBUG_SYNC).flag
         self._hook: Any = None
-        self._found: ModelCaches | None = None
+        self._caches: ModelCaches | None = None
         self._rows: DraftRows | None = None
-        # Keeps the same rows apart from what is checked.
+        # A second copy of the rows, to check the first.
         self._witness: ReferenceRows | None = None
-        # Those of both that keep what is overwritten.
+        # Which of the two keep overwritten bytes.
         self._keepers: tuple[DraftRows, ...] = ()
 
     def begin(self, is_profiling: bool) -> None:
-        """Find where the KV cache has its rows; see :func:`attach`."""
-        self._found = self._rows = self._witness = None
+        """Find the KV cache's rows; see :func:`attach`."""
+        self._caches = self._rows = self._witness = None
         self._keepers = ()
         if is_profiling:
             return
@@ -136,30 +119,30 @@ class RejectedDrafts:
         reason = obstacles.of_config(config, obstacles.vllm_version()) or obstacles.of_model(model)
         if reason is None:
             try:
-                found = rows_of(
+                caches = rows_of(
                     self._runner.kv_cache_config,
                     config.compilation_config.static_forward_context,
                     config.cache_config.cache_dtype,
                     model.modules(),
                 )
-                reason = None if found.rows else "the target keeps no row for each token in its KV cache"
+                reason = None if caches.rows else "the target's KV cache has no row for each token"
             except UnknownLayout as error:
                 reason = str(error)
         if reason is not None:
             stays_stock(NWOR, "rejected drafts stay in the KV cache", reason)
             return
-        self._found = found
+        self._caches = caches
         if self._hook is None:
-            # The innermost module: vLLM's wrappers capture what is called inside them.
+            # The hook belongs to the innermost module, because vLLM's wrappers capture what they call.
             self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        left = f"; left out, without a row for each token: {', '.join(found.left_out)}" if found.left_out else ""
-        journal.note(NWOR, f"{self._mode} of {len({cache.layer for cache in found.rows})} layers{left}")
+        left = f"; left out, without a row for each token: {', '.join(caches.left_out)}" if caches.left_out else ""
+        journal.note(NWOR, f"{self._mode} of {len({cache.layer for cache in caches.rows})} layers{left}")
         journal.use(NWOR, True)
-        if found.left_out:
-            logger.warning("%s: %d layers are left out, which have no row for each token", NWOR, len(found.left_out))
+        if caches.left_out:
+            logger.warning("%s: left out %d layers without a row for each token", NWOR, len(caches.left_out))
 
-    def _make(self, found: ModelCaches) -> None:
-        batch, caches = _batch_of(self._runner, found.groups), found.rows
+    def _make(self, model_caches: ModelCaches) -> None:
+        batch, caches = _batch_of(self._runner, model_caches.groups), model_caches.rows
         assert all(slots.dtype == torch.int64 for slots in batch.slot_mappings.values())
         keep, kernels = self._mode == "restore", kernels_for(batch.query_start_loc.device)
         try:
@@ -167,25 +150,25 @@ class RejectedDrafts:
             if self._checks:
                 self._witness = ReferenceRows(caches, batch, keep=True)
         except torch.OutOfMemoryError as error:
-            kept = batch.max_num_reqs * batch.drafts * sum(cache.num_bytes for cache in caches)
+            num_bytes = batch.max_num_reqs * batch.drafts * sum(cache.num_bytes for cache in caches)
             times = "twice " if keep and self._checks else ""
             raise NoRoom(
                 f"{NWOR}: {batch.max_num_reqs} requests with {batch.drafts} drafts each overwrite "
-                f"{kept / 2**20:.1f} MiB, which are kept {times}beside the KV cache, and the device has less; lower "
-                f"gpu_memory_utilization or max_num_seqs, or set {MODE}=scrub without {DEBUG_SYNC}, which keeps nothing"
+                f"{num_bytes / 2**20:.1f} MiB, which are kept {times}outside the KV cache, and the device has less "
+                f"memory; lower gpu_memory_utilization or max_num_seqs, or set {MODE}=scrub without {DEBUG_SYNC}"
             ) from error
         keepers = (rows if keep else None, self._witness)
-        self._keepers = tuple(one for one in keepers if one is not None)
+        self._keepers = tuple(keeper for keeper in keepers if keeper is not None)
         how = "kernels" if kernels else "PyTorch operations"
         journal.note(f"{NWOR} rows", f"by {how}, with {rows.num_bytes / 2**20:.1f} MiB")
 
     def _before_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if self._found is not None:
-            self._make(self._found)
-            self._found = None
+        if self._caches is not None:
+            self._make(self._caches)
+            self._caches = None
         if not self._keepers:
             return
-        # A request has a token at least. Some models have several positions for each.
+        # A request has at least one token. Some models have several positions per token, in the first dimension.
         num_reqs = min(kwargs["positions"].shape[-1], self._runner.max_num_reqs)
         for rows in self._keepers:
             rows.log(num_reqs)
@@ -194,17 +177,17 @@ class RejectedDrafts:
         """Take the rejected drafts of a batch out of the KV cache.
 
         Raises:
-            NotRestored: with `VLLM_HWPLUGIN_NWOR_DEBUG_SYNC`, where the cache does not hold what it should.
+            NotRestored: with `VLLM_HWPLUGIN_NWOR_DEBUG_SYNC`, if the cache has wrong bytes.
         """
         if self._rows is None:
             return
         self._rows.restore(rejected)
-        # While a graph is captured nothing has happened yet.
+        # A capture executes nothing, so there is nothing to check.
         if self._witness is not None and not _is_capturing(self._runner.device):
             self.check(rejected)
 
     def check(self, rejected: Rejected) -> None:
-        """Wait for the device and compare, where that was asked for. See :meth:`restore`."""
+        """Wait for the device and compare, if `VLLM_HWPLUGIN_NWOR_DEBUG_SYNC` asks for it."""
         if self._witness is None:
             return
         wrong = self._witness.differing(self._witness.rejected_slots(rejected), zeros=self._mode == "scrub")
@@ -214,18 +197,18 @@ class RejectedDrafts:
             block, token = divmod(slot, cache.block_size)
             raise NotRestored(
                 f"{NWOR}: {cache.layer} does not hold {expected} at slot {slot} (block {block}, token {token}): "
-                f"{count} of {cache.num_bytes} bytes differ; so do {len(wrong) - 1} other rows. Set {DEBUG_SYNC}=0 to "
-                f"go on without this check, or {MODE}=off"
+                f"{count} of {cache.num_bytes} bytes differ, and {len(wrong) - 1} other rows are wrong; set "
+                f"{DEBUG_SYNC}=0 to continue without this check, or {MODE}=off"
             )
 
 
 def _is_capturing(device: torch.device) -> bool:
-    # A CPU build of torch does not have the question.
+    # A CPU build of torch does not have this function.
     return device.type != "cpu" and bool(torch.cuda.is_current_stream_capturing())
 
 
 def _batch_of(runner: Any, groups: Iterable[int]) -> Batch:
-    """What a runner's steps are read from, for the KV cache groups that are of interest."""
+    """Return a runner's batch tensors, for the KV cache groups `groups`."""
     drafts = runner.vllm_config.speculative_config.num_speculative_tokens
     if hasattr(runner, "input_buffers"):
         slots, starts = runner.block_tables.slot_mappings, runner.input_buffers.query_start_loc
