@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the build that pyproject.toml cannot say.
+"""The part of the build that pyproject.toml cannot express.
 
-``patches/`` and ``csrc/`` are rooms of their own in the source tree, because they are read and edited apart from the
-Python code; in the wheel they lie inside the package, where ``vllm_hwplugin`` finds them next to itself.
+``patches/`` and ``csrc/`` lie apart from the Python code in the source tree; in the wheel they lie inside the package,
+where ``vllm_hwplugin`` finds them.
 
-Kernels are built ahead of time where torch and its compiler are at hand, that is by ``pip install
---no-build-isolation .``, and the wheel is then one for this platform and every Python version. Otherwise the wheel is
-pure Python and the kernels are built at first use. No failure of a compiler fails the installation.
+If torch and its compiler are present, as with ``pip install --no-build-isolation .``, kernels are built ahead of time
+and the wheel is for this platform and every Python version. Otherwise the wheel is pure Python and kernels are built at
+first use. No failure of a compiler fails the installation.
 """
 
 import gzip
@@ -20,8 +20,9 @@ from pathlib import Path
 
 import setuptools
 
-# Without build isolation the environment's own setuptools builds, whatever pyproject.toml asks for; an older one fails
-# further on with a message that names neither itself nor a way out.
+# Without build isolation pyproject.toml's requirement does not count, and an older setuptools fails later with a
+# message
+# that names neither itself nor a way out.
 if int(setuptools.__version__.partition(".")[0]) < 77:
     raise SystemExit(
         f"vllm-hwplugin is built with setuptools 77 or newer, and this environment has {setuptools.__version__}: "
@@ -45,7 +46,7 @@ def say(text):
 def build_kernels(package):
     """Build into a copy of the package; return the libraries."""
     if importlib.util.find_spec("torch") is None:
-        say("no kernel is built ahead of time: torch is not here; `pip install --no-build-isolation` lets it be seen")
+        say("no kernel is built ahead of time: torch is not visible here; use `pip install --no-build-isolation`")
         return ()
     sys.path.insert(0, str(ROOT))
     try:
@@ -62,15 +63,15 @@ class BuildWithKernels(build_py):
     libraries = ()
 
     def run(self):
-        # An editable installation runs from the source tree, where nothing is to be left, and nothing to be removed.
+        # An editable installation runs from the source tree, where the build adds and removes no file.
         if self.editable_mode:
             super().run()
             return
         for name in PACKAGES:
             package = (Path(self.build_lib) / name).absolute()
             if package.exists() and not package.samefile(ROOT / name):
-                # setuptools only ever adds to this folder: a patch or module that an earlier build left in it, and that
-                # the tree no longer has, would be installed and applied.
+                # setuptools only adds to this folder: a patch or module of an earlier build that the tree no longer has
+                # would be installed and applied.
                 shutil.rmtree(package)
         super().run()
         self.libraries = build_kernels((Path(self.build_lib) / "vllm_hwplugin").absolute())
@@ -81,7 +82,7 @@ class BuildWithKernels(build_py):
 
 
 class PlatformWheel(bdist_wheel):
-    """The libraries know the platform, but not Python: they use the stable ABI of PyTorch and no header of Python."""
+    """A wheel for a platform but any Python: libraries use PyTorch's stable ABI and no header of Python."""
 
     def has_libraries(self):
         return bool(self.get_finalized_command("build_py").libraries)
@@ -98,7 +99,7 @@ class PlatformWheel(bdist_wheel):
 
 
 class SourceArchive(sdist):
-    """Of a release that anybody can make again: nothing of the user, the clock or the file system is in it."""
+    """A reproducible archive: nothing of the user, the clock or the file system is in it."""
 
     def make_archive(self, base_name, format, root_dir=None, base_dir=None, **more):
         epoch = os.environ.get("SOURCE_DATE_EPOCH")

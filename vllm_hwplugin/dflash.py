@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done for DFlash when its configuration is there.
+"""Check of a DFlash engine's configuration and patches.
 
-vLLM calls a platform when everything in `VllmConfig.__post_init__` is decided. It does so for each configuration, also
-for those made by `dataclasses.replace` and for the draft's own, in the parent and in workers. Where the platform is
-another's, the drafter of the V1 runner calls first, before weights are loaded.
+vLLM calls a platform at the end of `VllmConfig.__post_init__`: for each configuration, also for copies by
+`dataclasses.replace` and for the draft's, in the parent and in workers. On another plugin's platform the V1 runner's
+drafter calls before weights are loaded.
 """
 
 from __future__ import annotations
@@ -20,24 +20,21 @@ logger = logging.getLogger("vllm.hwplugin")
 
 _CHECK = "dflash-config"
 _GATE = gate_of(DFLASH_FULL_GRAPH)
-# DFlash's proposer is a subclass of the one that the drafter features patch, and shares the runner's code with it.
+# DFlash's proposer is a subclass of the proposer that the drafter features patch, and shares the runner's code.
 _FAMILIES = ("dflash-", "draft-")
 
 
 def check_and_update_config(vllm_config: Any) -> None:
-    """Check a DFlash configuration, and see that DFlash's patches are in force.
+    """Check a DFlash configuration, and that DFlash's patches are active.
 
     For `check_and_update_config` of a platform, after its base class has decided the cudagraph mode, and for the
-    patched `DFlashProposer`. Configurations without DFlash are left alone.
-
-    Args:
-        vllm_config: the `VllmConfig` that is being made.
+    patched `DFlashProposer`. Other configurations are not touched.
 
     Raises:
         DFlashConfigError: draft, target and settings do not fit together.
-        InstallError: a patched module was imported too early to be patched in place, and its features would be half
-            in force; or a whole feature is lost that way, or the plugin failed through a fault in it, which a gate at
-            `on` or strict mode does not allow.
+        InstallError: a module was imported too early to be patched and a feature would be half patched; or a switch at
+            `on`
+            or strict mode demands a feature that this, or an internal error, takes away.
     """
     spec = vllm_config.speculative_config
     if spec is None or not spec.use_dflash():
@@ -48,15 +45,15 @@ def check_and_update_config(vllm_config: Any) -> None:
     except DFlashConfigError:
         raise
     except Exception as error:
-        # What vLLM may well be able to serve.
+        # vLLM may be able to serve this configuration.
         if _must_hold():
             raise patching.InstallError(
-                f"a fault in vllm-hwplugin at {_CHECK}, which strict mode or {_GATE}=on does not let pass: "
-                f"{type(error).__name__}: {error}; set {_GATE}=auto and no strict mode to go on, and report it"
+                f"a bug in vllm-hwplugin at {_CHECK}, which is an error in strict mode or with {_GATE}=on: "
+                f"{type(error).__name__}: {error}; set {_GATE}=auto without strict mode to continue, and report it"
             ) from error
         logger.exception("DFlash: %s is left to vLLM, because the plugin failed", _CHECK)
         journal.note(_CHECK, f"left to vLLM: {type(error).__name__}: {error}")
-    # Normally all of them run patched: vLLM loads the plugin before it imports what the patches touch.
+    # Usually this changes nothing: vLLM loads the plugin before it imports what the patches touch.
     patching.force([name for name in entry.live if name.startswith(_FAMILIES)])
 
 
@@ -64,5 +61,5 @@ def _must_hold() -> bool:
     try:
         return gates.read(gates.STRICT).flag or gates.demands(_GATE)
     except gates.GateError:
-        # Reported when the patches were to be put in force, and an error then if strictness was asked for.
+        # Reported when the patches were applied, and an error there in strict mode.
         return False

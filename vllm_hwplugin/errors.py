@@ -5,5 +5,5 @@
 class HwpluginError(Exception):
     """Base of every error that the project raises on purpose.
 
-    The message says what, where, found, expected, and the way out; the command line prints it without a traceback.
+    The message says what, where, found, expected, and the way out. The command line prints it without a traceback.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log and journal that a live feature turns out not to apply to this engine; refuse the start if its gate is `on`."""
+"""Log and note that a patched-in feature does not apply to this engine; refuse the start if its switch is `on`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ logger = logging.getLogger("vllm.hwplugin")
 
 
 class FeatureRequired(HwpluginError, RuntimeError):
-    """A gate says ``on``, and the engine that was configured cannot have the feature."""
+    """A switch says ``on``, and the configured engine cannot have the feature."""
 
 
 def refuse_if_required(feature: str, reason: str) -> None:
-    """End the start of an engine that does not use ``feature``, if the user demands it.
+    """End the start of an engine without ``feature``, if demanded.
 
     Raises:
-        FeatureRequired: the gate says ``on``.
+        FeatureRequired: the switch says ``on``.
     """
     gate = gate_of(feature)
     if gates.demands(gate):
@@ -30,18 +30,14 @@ def refuse_if_required(feature: str, reason: str) -> None:
 
 
 def stays_stock(feature: str, effect: str, reason: str, level: int = logging.INFO) -> None:
-    """Put in the journal and in the log that ``feature`` leaves things as they are.
-
-    Whether a patch fits is settled before vLLM is imported; whether the engine has a use for it only shows here.
+    """Log and note that this engine has no use for ``feature``.
 
     Args:
-        feature: one of `features`.
-        effect: what happens instead, as the log and ``vllm-hwplugin doctor`` say it.
-        reason: why.
-        level: of the log's line.
+        effect: what happens instead, for the log and ``vllm-hwplugin doctor``.
+        level: of the log line.
 
     Raises:
-        FeatureRequired: the gate says ``on``.
+        FeatureRequired: the switch says ``on``.
     """
     refuse_if_required(feature, reason)
     journal.note(feature, f"{effect}: {reason}")
@@ -50,14 +46,9 @@ def stays_stock(feature: str, effect: str, reason: str, level: int = logging.INF
 
 
 def gives_up(feature: str, effect: str, reason: str) -> None:
-    """Put in the journal and in the log that ``feature`` leaves things as they are from now on.
+    """Log and note that ``feature`` is disabled from here on.
 
-    While an engine serves: requests are under way, so no gate makes this an error.
-
-    Args:
-        feature: one of `features`.
-        effect: what happens instead.
-        reason: why.
+    An engine with requests under way calls it, so no switch makes it an error.
     """
     journal.note(feature, f"{effect}: {reason}")
     journal.use(feature, False, reason)

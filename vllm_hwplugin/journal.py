@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin did in each process, as one JSON file a process.
+"""The run record of each process: one JSON file with what the plugin did there.
 
-vLLM runs a parent, an engine core, workers and short-lived inspection processes, and a log line in one of them says
-nothing about the others. Each writes ``<cache>/records/<start in ms>-<pid>.json``; ``vllm-hwplugin doctor`` shows them.
-A journal is information for people: if it cannot be written, vLLM runs on without it.
+vLLM runs a parent, an engine core, workers and short-lived inspection processes, and a log line in one of them tells
+nothing about the others. Each writes ``<cache>/records/<start in ms>-<pid>.json``, and ``vllm-hwplugin doctor`` shows
+them. They are only information for people: if a record cannot be written, vLLM runs on without it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FOLDER = "records"
 
 _LONG_OPTION = re.compile("--[A-Za-z][A-Za-z0-9_-]*")
 
-# The name of a process that `multiprocessing` has not started, and what begins the names that vLLM gives to the others.
+# The name of a process that `multiprocessing` has not started, and prefixes of the names that vLLM gives to others.
 _FIRST = "MainProcess"
 _ROLES = {
     "EngineCore": "engine-core",
@@ -46,8 +46,8 @@ _ROLES = {
     "ApiServer": "api-server",
     "APIServer": "api-server",
 }
-# `vllm serve`, `python -m vllm.entrypoints.cli.main serve`, `python -m vllm.entrypoints.openai.api_server`, over the
-# arguments joined by zeros.
+# `vllm serve`, `python -m vllm.entrypoints.cli.main serve`, `python -m vllm.entrypoints.openai.api_server`: arguments
+# joined by zeros.
 _SERVER = re.compile(
     r"(^|\0|/)(vllm|vllm\.entrypoints\.cli\.main)\0serve(\0|$)|vllm[./]entrypoints[./]\w+[./]api_server"
 )
@@ -59,10 +59,10 @@ class _Said(TypedDict):
 
 
 class Use(_Said, total=False):
-    """Whether an engine uses a feature that is patched in, and why not.
+    """Whether an engine uses a patched-in feature, and why not.
 
-    `cause`, `wants` and `cure` are there where the engine's configuration gives the reason; see
-    :class:`vllm_hwplugin.spec_decode.engine_report.Unused`.
+    `cause`, `wants` and `cure` are set if the engine's configuration is the reason; see
+    `spec_decode.engine_report.Unused`.
     """
 
     cause: str
@@ -72,24 +72,23 @@ class Use(_Said, total=False):
 
 @dataclass
 class Journal:
-    """The state of the plugin in one process.
+    """The plugin's state in one process.
 
     Attributes:
-        pids: where a process's id is its own, see :func:`pids`; empty in a journal of an older plugin.
-        ticks: when the process began, see :func:`ticks`; -1 in a journal of an older plugin.
-        role: see :func:`role`.
-        argv: the interpreter and the names of long options, without any value: journals go into bug reports.
+        pids: see :func:`pids`; empty in a record of an older plugin.
+        ticks: see :func:`ticks`; -1 in a record of an older plugin.
+        argv: the interpreter and the names of long options, without values: records go into bug reports.
         features: feature id -> ``{"state": ..., "reason": ...}`` with the states of the plan.
-        modules: patched module -> ``pending`` (not imported yet), ``served`` (from its copy), ``re-applied`` (was
-            imported before the plugin and got new code in place).
-        uses: live feature -> whether the engine of this process uses it; empty where the process built no engine, and
-            without the features that work in another process of the engine.
-        decisions: what code of the plugin decided at run time, by key; see :func:`note`.
-        engine: index of vLLM's engine, where this process's `steps` are that engine's; None in the other ones.
-        steps: fast path (a feature and a part of a step) -> outcome -> how many steps of the engine had it.
-        error: one line, where the plugin could not do its work at all.
-        off: ``VLLM_HWPLUGIN=0``: the plugin did nothing here. `features` and `modules` are empty, vLLM's version and
-            root are those of the vLLM that the process had imported, or None, and `vllm_dist` is None.
+        modules: patched module -> ``pending`` (not imported yet), ``served`` (from its copy), ``re-applied`` (imported
+            before the plugin, got new code in place).
+        uses: patched-in feature that works in this process -> whether its engine uses it; empty without an engine.
+        decisions: run-time decisions by key; see :func:`note`.
+        engine: index of the vLLM engine that `steps` count; None if the process counts none.
+        steps: fast path (feature and part of a step) -> outcome -> number of steps.
+        error: one line, if the plugin could not work at all.
+        off: ``VLLM_HWPLUGIN=0``, the plugin did nothing. Then `features`, `modules` and `vllm_dist` are empty, and
+            version
+            and root are taken from an imported vLLM.
     """
 
     pid: int
@@ -119,7 +118,7 @@ class Journal:
 
     @property
     def process(self) -> tuple[str, int]:
-        """What no other process that runs has, in whatever container."""
+        """What distinguishes a process from all others that run, in any container."""
         return self.pids, self.pid
 
     @property
@@ -131,49 +130,51 @@ _lock = threading.RLock()
 _current: Journal | None = None
 _folder: Path | None = None
 _path: Path | None = None
-# Looks whether what is live runs; what is patched in asks for it, and must not know who answers.
+# Checks that patched-in features run. Patched code calls it, and must not import the package that sets it.
 _check: Callable[[], None] | None = None
-# Decisions that were noted before the plugin began its journal.
+# Decisions that were noted before the run record began.
 _early: dict[str, str] = {}
-# What features said of themselves since an engine's uses were last settled.
+# Reports of features since an engine's uses were last settled.
 _said: dict[str, Use] = {}
 
 
 def role(name: str | None = None, argv: Sequence[str] | None = None) -> str:
-    """Return what this process is for vLLM, as far as its name and command line tell.
+    """Return this process's role in vLLM, from its name and command line.
 
     Returns:
-        ``engine-core`` or ``worker``; ``api-server``: it answers clients, as the first process of ``vllm serve`` does,
-        or one of several that it has started; ``inspection``: it looks at a model class and ends; ``child``: another
-        child of `multiprocessing`; ``parent``: any other first process, such as one that calls ``LLM()``. The worker's
-        command line under Ray is Ray's own. With ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` a ``parent`` is also engine core
-        and worker.
+        ``engine-core`` or ``worker``; ``api-server``, which answers clients: the first process of ``vllm serve``, or
+            one of
+        several that it has started; ``inspection``, which looks at a model class and ends; ``child``, another child of
+        `multiprocessing`; ``parent``, any other first process, such as one that calls ``LLM()``. With
+        ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` a ``parent`` is also engine core and worker.
     """
     name = multiprocessing.current_process().name if name is None else name
     argv = sys.orig_argv if argv is None else argv
     if name != _FIRST:
-        return next((found for prefix, found in _ROLES.items() if name.startswith(prefix)), "child")
+        return next((role for prefix, role in _ROLES.items() if name.startswith(prefix)), "child")
     if any(argument.endswith(("vllm.model_executor.models.registry", "models/registry.py")) for argument in argv):
         return "inspection"
+    # Under Ray the command line is Ray's.
     if any(argument.endswith("ray/_private/workers/default_worker.py") for argument in argv):
         return "worker"
-    # Without an API server of its own, `vllm serve --headless` only starts engine cores.
+    # `vllm serve --headless` only starts engine cores.
     return "api-server" if _SERVER.search("\0".join(argv)) and "--headless" not in argv else "parent"
 
 
 def starts_engines() -> bool:
-    """Whether no process of vLLM has started this one: it is the first process of its engines."""
+    """Whether this is the first process of its engines."""
     return multiprocessing.current_process().name == _FIRST and role() in ("parent", "api-server")
 
 
 def repeats_another() -> bool:
-    """Whether another process of this engine on this host has said what both decide alike when they start."""
+    """Whether another process of this engine already logs common decisions."""
     return multiprocessing.current_process().name != _FIRST or role() == "inspection"
 
 
 def pids() -> str:
-    """This process's namespace of process ids, and the boot of its kernel: containers that share a cache folder have
-    processes of the same ids. Empty where the system does not say.
+    """Return the namespace of process ids and the boot id, or "".
+
+    Containers that share a cache folder have processes of equal ids.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -183,9 +184,9 @@ def pids() -> str:
 
 
 def ticks(pid: int) -> int:
-    """When a process began, in the kernel's clock ticks since boot, which no change of the clock moves.
+    """Return a process's start in clock ticks since boot, or -1.
 
-    -1 where there is no such process, or one that has ended and is still listed.
+    No change of the clock moves these ticks. -1 also for a zombie.
     """
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
@@ -196,13 +197,12 @@ def ticks(pid: int) -> int:
 
 
 def new(plugin_version: str) -> Journal:
-    """A journal of this process that says nothing yet about vLLM."""
     return Journal(
         pid=os.getpid(),
         ppid=os.getppid(),
         role=role(),
         started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds"),
-        argv=[*sys.orig_argv[:1], *(found[0] for found in map(_LONG_OPTION.match, sys.orig_argv) if found)],
+        argv=[*sys.orig_argv[:1], *(option[0] for option in map(_LONG_OPTION.match, sys.orig_argv) if option)],
         python=sys.version.split()[0],
         plugin_version=plugin_version,
         pids=pids(),
@@ -211,7 +211,7 @@ def new(plugin_version: str) -> Journal:
 
 
 def begin(journal: Journal, base: Path | None) -> None:
-    """Make ``journal`` this process's own and write it below the cache folder ``base`` (None: keep it in memory)."""
+    """Make ``journal`` this process's, written below ``base`` unless None."""
     global _current, _folder, _path
     with _lock:
         journal.decisions = {**_early, **journal.decisions}
@@ -223,9 +223,9 @@ def begin(journal: Journal, base: Path | None) -> None:
 
 
 def begin_off(plugin_version: str) -> Journal:
-    """Begin a journal that says that the plugin is switched off in this process, so that ``doctor`` confirms it.
+    """Begin a record that the plugin is switched off in this process.
 
-    The log says it once: in the first process, and in a child of one in which the plugin is on.
+    The log says so in the first process, and in a child of a process in which the plugin is on.
     """
     differs = os.environ.get(gates.FINGERPRINT) is not None
     if starts_engines():
@@ -250,27 +250,24 @@ def _first_writable() -> Path | None:
                 if writable(folder := private_folder(place)):
                     return folder
     except HwpluginError as error:
-        logger.debug("no process journal: %s", error)
+        logger.debug("no run record: %s", error)
     return None
 
 
 def current() -> Journal | None:
-    """This process's journal, if it has begun one."""
     return _current
 
 
 def save() -> None:
-    """Write this process's journal again, after a change to it. Without a journal nothing happens."""
     with _lock:
         adopt()
         _write()
 
 
 def note(key: str, text: str) -> None:
-    """Note a decision that was made at run time, such as which call a feature chose and why.
+    """Note a decision made at run time, and why; callable any time.
 
-    Callable from any code of the plugin at any time, also before the journal has begun; saying the same again costs
-    nothing. ``note(feature, ...)``, under a feature's own id, also takes back its earlier ``use(feature, ...)``.
+    A repetition costs nothing. ``note(feature, ...)`` also takes back the feature's earlier ``use(feature, ...)``.
     """
     with _lock:
         adopt()
@@ -283,33 +280,27 @@ def note(key: str, text: str) -> None:
 
 
 def use(feature: str, used: bool, reason: str = "") -> None:
-    """Note that a live feature takes part in this engine, or that it found out that it cannot.
+    """Note whether a patched-in feature takes part in this engine.
 
-    Callable at any time: while the engine is built it is kept for :func:`settle_uses`, and it corrects what that has
-    written. What is said last holds.
-
-    Args:
-        feature: its id.
-        used: whether it takes part.
-        reason: why not.
+    Callable at any time: :func:`settle_uses` reads it, and later calls correct the record.
     """
     with _lock:
         adopt()
-        said = Use(used=used, reason=reason)
-        _said[feature] = said
-        if _current is not None and feature in _current.uses and _current.uses[feature] != said:
-            _current.uses[feature] = said
+        report = Use(used=used, reason=reason)
+        _said[feature] = report
+        if _current is not None and feature in _current.uses and _current.uses[feature] != report:
+            _current.uses[feature] = report
             _write()
 
 
 def check_with(check: Callable[[], None]) -> None:
-    """Have `check` called by :func:`check_live`; it corrects the journal, or raises."""
+    """Set the function of :func:`check_live`: it corrects the record, or raises."""
     global _check
     _check = check
 
 
 def check_live() -> None:
-    """Make sure that what the journal calls live runs in this process, whose part of an engine stands by now.
+    """Make sure that patched-in features run in this process.
 
     Raises:
         HwpluginError: a feature does not, and the engine must not run without it, or with half of it.
@@ -319,20 +310,20 @@ def check_live() -> None:
 
 
 def settle_uses(by_configuration: Mapping[str, Use], engine: int | None = None) -> dict[str, Use]:
-    """Note which live features the engine uses that this process has just built.
+    """Note which patched-in features the engine just built uses.
 
-    What a feature said of itself since the last call takes precedence; the cause in the configuration stays with it.
+    A feature's own report since the last call takes precedence; the configuration's cause is kept with it.
 
     Args:
-        by_configuration: feature -> what the engine's configuration says.
+        by_configuration: feature -> answer of the engine's configuration.
         engine: see :class:`Journal`.
 
     Returns:
-        What is in the journal now for those features.
+        The record's entries for those features.
     """
     with _lock:
         adopt()
-        settled = {name: _settled(item, _said.pop(name, None)) for name, item in by_configuration.items()}
+        settled = {name: _settled(use, _said.pop(name, None)) for name, use in by_configuration.items()}
         if _current is not None:
             _current.uses.update(settled)
             _current.engine = engine if engine is not None else _current.engine
@@ -340,14 +331,13 @@ def settle_uses(by_configuration: Mapping[str, Use], engine: int | None = None) 
         return settled
 
 
-def _settled(configured: Use, said: Use | None) -> Use:
-    if said is None:
+def _settled(configured: Use, report: Use | None) -> Use:
+    if report is None:
         return configured
-    return said if said["used"] else {**configured, **said}
+    return report if report["used"] else {**configured, **report}
 
 
 def keep_steps(steps: dict[str, dict[str, int]]) -> None:
-    """Note how many steps each fast path has served; see :class:`Journal`."""
     with _lock:
         adopt()
         if _current is not None and _current.steps != steps:
@@ -356,9 +346,9 @@ def keep_steps(steps: dict[str, dict[str, int]]) -> None:
 
 
 def adopt() -> None:
-    """Give a forked child a journal of its own, with what its parent's said of the plugin, but not of an engine.
+    """Give a forked child its own record, without its parent's engine.
 
-    `multiprocessing` runs this in its children; one of a plain `os.fork` gets here with the first that it has to say.
+    `multiprocessing` calls this in its children; after a plain `os.fork` the child's first note does.
     """
     with _lock:
         if _current is None or _current.pid == os.getpid():
@@ -372,7 +362,7 @@ def adopt() -> None:
 
 
 def forget() -> None:
-    """Drop this process's journal from memory (its file stays). For tests."""
+    """Drop this process's record from memory, for tests."""
     global _current, _folder, _path
     with _lock:
         _current = _folder = _path = None
@@ -383,20 +373,18 @@ def forget() -> None:
 def _write() -> None:
     if _path is None or _current is None:
         return
-    # `vars`, and on one line: copying it first, or laying it out, would take most of the time that a journal costs.
+    # `vars` and one line: a copy or an indented layout would take most of the time of a record.
     data = json.dumps(vars(_current)).encode("utf-8")
     try:
         private_folder(_path.parent)
         write_atomically(_path, data, durable=False)
     except (OSError, UntrustedFolder) as error:
-        logger.debug("no process journal in %s: %s", _path, error)
+        logger.debug("no run record in %s: %s", _path, error)
 
 
 def _prune() -> None:
-    """Keep the newest journals, and for some time those of processes that may run; names begin with the start's time.
-
-    An engine that starts and fails again and again shall not take those of another one that serves.
-    """
+    """Keep the newest records, and for a while records of running processes."""
+    # An engine that fails and restarts must not displace the records of an engine that runs on.
     if _folder is None:
         return
     try:
@@ -405,17 +393,17 @@ def _prune() -> None:
             if number < len(names) - 4 * KEPT or ticks(_pid(name)) < 0:
                 (_folder / name).unlink(missing_ok=True)
     except OSError as error:
-        logger.debug("journals in %s not pruned: %s", _folder, error)
+        logger.debug("run records in %s not pruned: %s", _folder, error)
 
 
 def _pid(name: str) -> int:
-    """Of a journal's file; 0 where it is named otherwise."""
+    """Return the process id in a record's file name, 0 if missing."""
     pid = name.rpartition("-")[2].removesuffix(".json")
     return int(pid) if pid.isdecimal() else 0
 
 
 def _renew_lock() -> None:
-    # Another thread of the parent may have held it, and that thread is not in the child.
+    # A thread of the parent may have held the lock, and the child does not have that thread.
     global _lock
     _lock = threading.RLock()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The journals that processes of vLLM have left, and which of them belong together."""
+"""The run records of vLLM's processes, and which processes belong together."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ from .journal import FOLDER, FORMAT, Journal, pids, ticks
 
 
 def read_all(base: Path | None = None, notes: list[str] | None = None, *, pid: int | None = None) -> list[Journal]:
-    """All journals that can be read, oldest first.
-
-    Journals are read only from a folder that nobody but this user can have written to.
+    """Read run records, oldest first, from folders that others cannot change.
 
     Args:
-        base: a cache folder; by default every place where this user's cache may lie.
-        notes: gets a line for each folder and journal that was left out, and why.
-        pid: only those of a process with this id.
+        base: a cache folder; None: every place where this user's cache may lie.
+        notes: gets a line for each folder and record that is skipped, with the reason.
+        pid: read only records of processes with this id.
     """
     notes = [] if notes is None else notes
     ending = ".json" if pid is None else f"-{pid}.json"
-    found: dict[str, Journal] = {}
+    by_name: dict[str, Journal] = {}
     for place in [base] if base is not None else places():
         try:
             folder = trusted_folder(place / FOLDER)
@@ -37,44 +35,41 @@ def read_all(base: Path | None = None, notes: list[str] | None = None, *, pid: i
         except FileNotFoundError:
             continue
         except (OSError, UntrustedFolder) as error:
-            notes.append(f"no process journals are read from {place}: {error}")
+            notes.append(f"no run records are read from {place}: {error}")
             continue
         for name in names:
             try:
                 journal = _load(folder / name)
             except (ValueError, TypeError) as error:
-                notes.append(f"the process journal {folder / name} is left out: {error}; remove it")
+                notes.append(f"the run record {folder / name} is skipped: {error}; remove it")
             else:
                 if journal is not None:
-                    found[f"{name} {place}"] = journal
-    return [journal for _, journal in sorted(found.items())]
+                    by_name[f"{name} {place}"] = journal
+    return [journal for _, journal in sorted(by_name.items())]
 
 
 def read_latest(process: tuple[str, int]) -> Journal | None:
-    """The newest journal of a :attr:`Journal.process`; None where there is none that can be read."""
-    return next((one for one in reversed(read_all(pid=process[1])) if one.process == process), None)
+    """Return the newest record of a `Journal.process`, or None."""
+    return next((journal for journal in reversed(read_all(pid=process[1])) if journal.process == process), None)
 
 
 def families(journals: Sequence[Journal]) -> dict[tuple[str, int], list[Journal]]:
-    """The processes that belong together, oldest first: with its ancestors' children, each :attr:`Journal.process`.
+    """Group processes with their ancestors' children, by their `process`.
 
-    An id may have been used before: it is the newest process that counts, and a parent is looked for only among
-    journals that are older than the child.
-
-    Args:
-        journals: oldest first, as :func:`read_all` gives them.
+    An id may be reused: the newest process counts, and a parent's record is older than its child's. So `journals` are
+    ordered from the oldest, as :func:`read_all` returns them.
     """
-    found: dict[tuple[str, int], list[Journal]] = {}
-    for item in journals:
-        members = found.get((item.pids, item.ppid), [])
-        members.append(item)
-        found[item.process] = members
-    return found
+    groups: dict[tuple[str, int], list[Journal]] = {}
+    for journal in journals:
+        members = groups.get((journal.pids, journal.ppid), [])
+        members.append(journal)
+        groups[journal.process] = members
+    return groups
 
 
 def is_running(journal: Journal) -> bool:
-    """Whether the process that left it runs, as far as this host, or this container, has it."""
-    # Older plugins left none.
+    """Whether a record's process runs on this host, or in this container."""
+    # Older plugins wrote no namespace.
     if journal.pids not in ("", pids()):
         return False
     # A later process may have the same id.
@@ -82,19 +77,19 @@ def is_running(journal: Journal) -> bool:
 
 
 def _load(path: Path) -> Journal | None:
-    """None of another release, or of one that another process has removed in the meantime.
+    """Load a record; None if removed meanwhile or of another format.
 
     Raises:
-        ValueError, TypeError: it is no journal.
+        ValueError, TypeError: it is no run record.
     """
     data = read_private(path)
     if data is None:
         if not os.path.lexists(path):
             return None
-        raise ValueError("it is no file of this user that can be read")
+        raise ValueError("it is no readable file of this user")
     entry = json.loads(data)
     if not isinstance(entry, dict) or "format" not in entry:
-        raise ValueError("it is no process journal")
+        raise ValueError("it is no run record")
     if entry["format"] != FORMAT:
         return None
     kinds = get_type_hints(Journal)
@@ -108,18 +103,17 @@ def _load(path: Path) -> Journal | None:
 
 
 def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a value from JSON is of a kind that a field of `Journal` has."""
     if is_typeddict(kind):
         kinds = get_type_hints(kind)
         required: frozenset[str] = getattr(kind, "__required_keys__")  # noqa: B009
         return isinstance(value, dict) and all(
-            _is_a(value.get(name), one) for name, one in kinds.items() if name in value or name in required
+            _is_a(value.get(name), part) for name, part in kinds.items() if name in value or name in required
         )
     origin, of = get_origin(kind), get_args(kind)
     if origin is UnionType:
-        return any(_is_a(value, one) for one in of)
+        return any(_is_a(value, part) for part in of)
     if origin is list:
-        return isinstance(value, list) and all(_is_a(one, of[0]) for one in value)
+        return isinstance(value, list) and all(_is_a(element, of[0]) for element in value)
     if origin is dict:
-        return isinstance(value, dict) and all(_is_a(one, of[1]) for one in value.values())
+        return isinstance(value, dict) and all(_is_a(element, of[1]) for element in value.values())
     return isinstance(value, kind)

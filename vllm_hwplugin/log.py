@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin's log lines: each begins with `vllm-hwplugin:`, and none is lost before vLLM has configured logging.
 
-vLLM up to 0.30 configures logging while it is imported. From 0.31 on it configures logging with the parsed arguments,
-after it has loaded its plugins, so the plugin's first lines have no handler yet: Python drops those below WARNING and
-prints the others bare. :func:`prepare` keeps them, and they go out when vLLM has configured logging, in its format.
+vLLM up to 0.30 configures logging while it is imported. From 0.31 on it does so with the parsed arguments, after it has
+loaded its plugins. The plugin's first lines have no handler until then: Python drops those below WARNING and prints the
+others bare. :func:`prepare` keeps them until vLLM has configured logging, and then logs them in its format.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, Final
 
 _PREFIX: Final = "vllm-hwplugin:"
 
-# vLLM calls it whenever it configures logging, also where that is switched off (VLLM_CONFIGURE_LOGGING=0).
+# vLLM calls it whenever it configures logging, also with VLLM_CONFIGURE_LOGGING=0.
 _CONFIGURE: Final = "_configure_vllm_root_logger"
-# What vLLM has last configured logging by; only versions that configure it after plugins have this.
+# vLLM's last logging configuration; only versions that configure logging after plugins have this attribute.
 _LAST: Final = "_last_configured_logging_config"
 
 _logger = logging.getLogger("vllm.hwplugin")
@@ -36,7 +36,7 @@ class _Kept(logging.Handler):
         self._level, self._propagate = _logger.level, _logger.propagate
 
     def begin(self) -> None:
-        # What is below the level that vLLM is going to set goes when the lines are given out.
+        # Lines below the level that vLLM will set are dropped when the lines are given out.
         _logger.setLevel(logging.DEBUG)
         _logger.propagate = False
         _logger.addHandler(self)
@@ -51,20 +51,20 @@ class _Kept(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info:
-            # As text: the traceback's frames would keep the tensors of a failed capture.
+            # As text: a traceback's frames would keep the tensors of a failed capture alive.
             record.exc_text, record.exc_info = logging.Formatter().formatException(record.exc_info), None
         self.records.append(record)
 
     def end(self) -> None:
         setattr(self._module, _CONFIGURE, self._configure)
-        # `dictConfig` takes the handler away where it sets up the loggers of vLLM; what it has set then holds.
+        # `dictConfig` removes the handler if it sets up vLLM's loggers; its settings then stay.
         if self in _logger.handlers:
             _logger.removeHandler(self)
             _logger.setLevel(self._level)
             _logger.propagate = self._propagate
         for record in self.records:
             if _logger.isEnabledFor(record.levelno):
-                # Made again, because vLLM's format needs what its record factory adds; with the time of the first.
+                # A new record has what vLLM's record factory adds for its format; time and place are the old record's.
                 fresh = _logger.makeRecord(
                     record.name, record.levelno, record.pathname, record.lineno, record.msg, (), record.exc_info
                 )
@@ -77,7 +77,7 @@ _kept: _Kept | None = None
 
 
 def prepare() -> None:
-    """Begin each line of the plugin with its name, and keep lines while vLLM has not configured logging."""
+    """Prefix the plugin's lines, and keep them until logging is configured."""
     global _kept
     _logger.addFilter(_begin)
     module = sys.modules.get("vllm.logger")
@@ -89,11 +89,11 @@ def prepare() -> None:
 
 
 def give_out() -> None:
-    """Give out the lines that were kept, as logging is configured now."""
+    """Log the kept lines, as logging is configured now."""
     global _kept
     if _kept is not None:
-        kept, _kept = _kept, None
-        kept.end()
+        lines, _kept = _kept, None
+        lines.end()
 
 
 def _begin(record: logging.LogRecord) -> bool:
@@ -103,12 +103,12 @@ def _begin(record: logging.LogRecord) -> bool:
 
 
 def _begin_anew() -> None:
-    # The parent gives its lines out; a forked child may end without a call of atexit, so its own are not kept.
+    # The parent logs its lines; a forked child may end without atexit, so it keeps none.
     if _kept is not None:
         _kept.records.clear()
         give_out()
 
 
 os.register_at_fork(after_in_child=_begin_anew)
-# Of a process in which vLLM configured no logging; atexit calls it before logging's own end.
+# For a process in which vLLM never configures logging; atexit calls this before logging shuts down.
 atexit.register(give_out)

@@ -18,27 +18,26 @@ SUPPORTED: Final = (
 
 _MAJOR, _MINOR, *_ = SUPPORTED[-1].split(".")
 UNKNOWN_FROM: Final = f"{_MAJOR}.{int(_MINOR) + 1}"
-"""The first minor version of vLLM of which nothing is known: what is said of the versions before ends here."""
+"""The first minor version of vLLM about which nothing is known."""
 
-# As setuptools-scm and its successors write it: `__version__ = version = '0.32.0'`, or the first name alone.
+# As setuptools-scm and its successors write it: `__version__ = version = '0.32.0'`, or `__version__ = '0.32.0'`.
 _STATEMENT: Final = r"""^__version__\s*(?::\s*str\s*)?=\s*(?:version\s*=\s*)?['"]([^'"]+)['"]"""
 
 
 @functools.lru_cache(maxsize=64)
 def supported_as(version: str) -> str | None:
-    """Which of `SUPPORTED` a version is, however it is spelt (`0.33`, `v0.33.0`) and whoever built it (`+cu130`).
+    """Return the entry of `SUPPORTED` that a version is, or None.
 
-    None for pre-releases, post-releases and what is no PEP 440 version.
+    Spelling (`0.33`, `v0.33.0`) and build (`+cu130`) do not matter; pre-releases and post-releases are not supported.
     """
     try:
         public = Version(Version(version).public)
     except InvalidVersion:
         return None
-    return next((item for item in SUPPORTED if Version(item) == public), None)
+    return next((release for release in SUPPORTED if Version(release) == public), None)
 
 
 def is_version(text: str) -> bool:
-    """Whether a text is a PEP 440 version."""
     try:
         Version(text)
     except InvalidVersion:
@@ -47,12 +46,11 @@ def is_version(text: str) -> bool:
 
 
 def is_supported(version: str) -> bool:
-    """Whether a version is one of `SUPPORTED`, see :func:`supported_as`."""
     return supported_as(version) is not None
 
 
 def final(version: str) -> str:
-    """The release that a candidate, a development version or a build of one belongs to; what is no version stays."""
+    """Return the release of a candidate or build; else the text unchanged."""
     try:
         return Version(version).base_version
     except InvalidVersion:
@@ -60,50 +58,52 @@ def final(version: str) -> str:
 
 
 def stated_version(text: str) -> str | None:
-    """The version that the text of a `vllm/_version.py` states, without running it; None where it states none."""
+    """Return the version in the text of a `vllm/_version.py`, or None."""
     match = re.search(_STATEMENT, text, re.MULTILINE)
     return match and match[1]
 
 
 class Versions:
-    """A range such as ``>=0.20.0,<0.22.0``, or several, ``<0.22 || >=0.24``. Two with the same clauses are equal.
+    """A range such as ``>=0.20.0,<0.22.0``, or several: ``<0.22 || >=0.24``. Ranges with the same clauses are equal.
 
     Raises:
-        ValueError: the text is no PEP 440 specifier, nor several.
+        ValueError: the text is not a PEP 440 specifier, or several.
     """
 
     __slots__ = ("_ranges",)
 
     def __init__(self, text: str) -> None:
         self._ranges = tuple(
-            tuple(sorted((clause.replace(" ", "") for clause in one.split(",") if clause.strip()), key=_from_below))
-            for one in text.split("||")
+            tuple(sorted((clause.replace(" ", "") for clause in part.split(",") if clause.strip()), key=_from_below))
+            for part in text.split("||")
         )
         if len(self._ranges) > 1 and () in self._ranges:
-            raise ValueError(f"{text!r} has a range without a clause beside '||'")
+            raise ValueError(f"{text!r} has a range without a clause next to '||'")
         for clauses in self._ranges:
             _specifier(clauses)
 
     def covers(self, version: str) -> bool:
-        """Whether the range holds a version; what is no version at all (vLLM's fall-back is `dev`) is in none."""
+        """Whether the range holds a version; no range holds `dev`."""
         return any(_holds(clauses, version) for clauses in self._ranges)
 
     def names(self, version: str) -> bool:
-        """Whether a clause spells this version out."""
+        """Whether a clause names exactly this version."""
         return any(clause in (f"=={version}", f"==={version}") for clauses in self._ranges for clause in clauses)
 
     @property
     def has_end(self) -> bool:
-        """Whether a clause ends the range, so that it says nothing of releases that are still to come."""
+        """Whether a clause ends the range, so that later releases are outside."""
         return all(any(clause.startswith(("<", "==", "~=")) for clause in clauses) for clauses in self._ranges)
 
     def edges(self) -> list[str]:
-        """The versions that its clauses name, and one just behind each: two ranges that overlap both hold one."""
+        """Return the clauses' versions, and one just above each.
+
+        Two ranges that overlap share an edge.
+        """
         named = [clause.lstrip("<>=!~").removesuffix(".*") for clauses in self._ranges for clause in clauses]
         return [*named, *(f"{version}.0.0.1" for version in named)]
 
     def supported(self) -> list[str]:
-        """Those of `SUPPORTED` that the range holds."""
         return [version for version in SUPPORTED if self.covers(version)]
 
     def __str__(self) -> str:
@@ -123,11 +123,11 @@ def _from_below(clause: str) -> tuple[bool, str]:
     return not clause.startswith(">"), clause
 
 
-# Most ranges are those of other hunks and features, too, and are asked for the same version.
+# Many hunks and features have the same range, and are asked for the same version.
 @functools.lru_cache(maxsize=1024)
 def _holds(clauses: tuple[str, ...], version: str) -> bool:
     try:
-        # Asked here: what packaging's specifiers do with a text that is no version differs between its releases.
+        # Releases of packaging differ in how their specifiers treat a text that is no version.
         Version(version)
     except InvalidVersion:
         return False
