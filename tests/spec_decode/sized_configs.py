@@ -99,6 +99,17 @@ def fill_of(tree: Any) -> Any:
     return method_of(text, "VllmConfig", "_set_cudagraph_sizes", CUDAGraphMode=CUDAGraphMode, logger=quiet)
 
 
+def round_up_sizes(tree: Any, compilation: Any, block: int) -> None:
+    """As the V1 runner does before it captures."""
+    rounding = method_of(
+        tree.read("vllm/config/compilation.py"),
+        "CompilationConfig",
+        "adjust_cudagraph_sizes_for_spec_decode",
+        round_up=lambda size, multiple: -(-size // multiple) * multiple,
+    )
+    rounding(compilation, block, *([1] if rounding.__code__.co_argcount == 3 else []))
+
+
 def dispatcher_of(tree: Any, config: Any) -> Any:
     """A released dispatcher of the V1 runner, with its keys."""
     name = "vllm.v1.cudagraph_dispatcher"

@@ -28,7 +28,18 @@ from vllm_hwplugin.versions import SUPPORTED
 from ..conftest import versions
 from .graph_manager import Manager
 from .released import texts
-from .sized_configs import V1, V2, config_of, dispatcher_of, fill_of, made, method_of, methods, own_of, stock
+from .sized_configs import (
+    V1,
+    V2,
+    config_of,
+    dispatcher_of,
+    fill_of,
+    made,
+    methods,
+    own_of,
+    round_up_sizes,
+    stock,
+)
 
 OFF = {"VLLM_HWPLUGIN_CAPTURE_SIZES": "off"}
 
@@ -291,17 +302,6 @@ def test_why_vllms_sizes_become_whole_blocks(version: str, vllm_tree: Any, monke
     fill_of(vllm_tree(version))(plain)
     stock_manager = Manager(vllm_tree(version), plain, monkeypatch, **OFF)
     assert stock_manager.serves(4, 12) == ("FULL 12" if version == "0.29.0" else "PIECEWISE 16")
-
-
-def round_up_sizes(tree: Any, compilation: Any, block: int) -> None:
-    """As the V1 runner does before it captures."""
-    rounding = method_of(
-        tree.read("vllm/config/compilation.py"),
-        "CompilationConfig",
-        "adjust_cudagraph_sizes_for_spec_decode",
-        round_up=lambda size, multiple: -(-size // multiple) * multiple,
-    )
-    rounding(compilation, block, *([1] if rounding.__code__.co_argcount == 3 else []))
 
 
 @pytest.mark.parametrize("k", [2, 3, 6, 15])

@@ -90,6 +90,7 @@ class Runner:
 
     def __init__(self, tree: Any, config: Any) -> None:
         self.compilation_config, self.parallel_config = config.compilation_config, config.parallel_config
+        self.uniform_decode_query_len = config.uniform_decode_query_len
         self.cudagraph_dispatcher = dispatcher_of(tree, config)
         self.drafter = SimpleNamespace(cudagraph_dispatcher=dispatcher_of(tree, config))
 

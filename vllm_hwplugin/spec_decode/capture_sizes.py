@@ -329,6 +329,17 @@ def has_sizes(compilation_config: Any) -> bool:
     return _VLLMS in vars(compilation_config)
 
 
+def added_sizes(compilation_config: Any, block: int) -> frozenset[int]:
+    """Return the sizes that the V1 runner would not capture without the plugin.
+
+    Args:
+        block: tokens of a request in a decode batch. That runner rounds its sizes up to multiples of it.
+    """
+    own, largest = vars(compilation_config)[_VLLMS]
+    rounded = {_whole_blocks(size, block) for size in own}
+    return frozenset(compilation_config.cudagraph_capture_sizes) - {size for size in rounded if size <= largest}
+
+
 def leave_to_vllm(compilation_config: Any) -> None:
     """Put vLLM's own sizes back, after a capture of the others has failed."""
     kept = vars(compilation_config)

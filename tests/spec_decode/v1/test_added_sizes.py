@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Container
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from vllm_hwplugin.spec_decode.v1 import added_sizes, mixed_sizes
 
 from ...conftest import versions
 from ..released import texts
-from ..sized_configs import V1, config_of, dispatcher_of, fill_of, made, methods, stock
+from ..sized_configs import V1, config_of, dispatcher_of, fill_of, made, methods, round_up_sizes
 
 RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 
@@ -31,11 +32,12 @@ def test_each_released_runner_captures_by_the_guarded_method(vllm_tree: Any, ver
 
 
 class Runner:
-    """A V1 runner's dispatchers, and a wrapper of each mode that holds graphs. Some passes of more tokens fail."""
+    """A V1 runner's dispatchers, and a wrapper of each mode that holds graphs. Captures of some sizes fail."""
 
-    def __init__(self, tree: Any, config: Any, fails_above: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, tree: Any, config: Any, failing: Container[int], monkeypatch: pytest.MonkeyPatch) -> None:
         self.compilation_config, self.parallel_config = config.compilation_config, config.parallel_config
-        self._tree, self._config, self._fails_above = tree, config, fails_above
+        self._tree, self._config, self._failing = tree, config, failing
+        self.uniform_decode_query_len = config.uniform_decode_query_len
         self.begin()
         self.model, *_ = wrappers = [
             SimpleNamespace(runtime_mode=mode, graph_pool="vLLM's", concrete_cudagraph_entries={})
@@ -49,6 +51,7 @@ class Runner:
 
     def begin(self) -> None:
         """As vLLM does once more after it has measured what graphs need."""
+        round_up_sizes(self._tree, self.compilation_config, self.uniform_decode_query_len)
         self.cudagraph_dispatcher = dispatcher_of(self._tree, self._config)
         self.drafter = SimpleNamespace(cudagraph_dispatcher=dispatcher_of(self._tree, self._config))
 
@@ -57,7 +60,7 @@ class Runner:
         # A wrapper has made an entry before it captures.
         entries[desc] = None
         self.of_draft.concrete_cudagraph_entries[desc] = self
-        if desc.num_tokens > self._fails_above:
+        if desc.num_tokens in self._failing:
             raise RuntimeError("CUDA error: out of memory")
         entries[desc] = self.wrappers[cudagraph_runtime_mode].graph_pool
 
@@ -71,37 +74,65 @@ class Runner:
         return {mode: [batch.num_tokens for batch, _ in graphs] for mode, graphs in found.items()}
 
 
-@pytest.mark.parametrize("fails_above", [512, 1024, 4096])
-@pytest.mark.parametrize("version", versions(*V1))
-def test_sizes_that_fail_are_those_of_the_plugin(
-    vllm_tree: Any, version: str, fails_above: int, entry: journal.Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left: list[Any] = []
+#: An engine, and the captures that fail.
+CASES: list[tuple[dict[str, int], range]] = [
+    ({"k": 3}, range(513, 4096)),
+    ({"k": 3}, range(1025, 4096)),
+    # vLLM's own largest is 510.
+    ({"k": 5}, range(511, 517)),
+    # The fullest decode batch has 30 tokens; vLLM captures 27 and 33, and from 0.29 on 30 as well.
+    ({"k": 2, "seqs": 10}, range(30, 31)),
+    # The maximum is the user's.
+    ({"k": 6, "seqs": 6, "largest": 42}, range(42, 43)),
+]
+
+
+@pytest.fixture(autouse=True)
+def left(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The pools whose capture was left."""
+    pools: list[Any] = []
     monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "decode")
-    monkeypatch.setattr(graph_recording, "leave_capture", lambda pool, *, broken: left.append(pool))
+    monkeypatch.setattr(graph_recording, "leave_capture", lambda pool, *, broken: pools.append(pool))
     monkeypatch.setattr(graph_recording, "reserved_memory", lambda: 0)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "another")
+    return pools
+
+
+@pytest.mark.parametrize(("engine", "failing"), CASES)
+@pytest.mark.parametrize("version", versions(*V1))
+def test_sizes_that_fail_are_those_of_the_plugin(
+    vllm_tree: Any,
+    version: str,
+    engine: dict[str, int],
+    failing: range,
+    entry: journal.Journal,
+    left: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tree = vllm_tree(version)
-    plain = config_of()
-    stock(plain)
-    by_vllm = Runner(tree, plain, 4096, monkeypatch).capture()
-    config = made(config_of(), fill_of(tree))
-    runner = Runner(tree, config, fails_above, monkeypatch)
-    found = runner.capture()
-    if fails_above == 4096:
-        assert max(found["FULL"]) == 2048
+    plain = config_of(**engine)
+    fill_of(tree)(plain)
+    by_vllm = Runner(tree, plain, (), monkeypatch).capture()
+    whole = Runner(tree, made(config_of(**engine), fill_of(tree)), (), monkeypatch)
+    added = set(whole.capture()["FULL"]) - set(by_vllm["FULL"])
+    if "seqs" in engine and "largest" not in engine and not added:
         return
-    assert found == by_vllm
+    assert added & set(failing)
+    runner = Runner(tree, made(config_of(**engine), fill_of(tree)), failing, monkeypatch)
+    assert runner.capture() == by_vllm
     assert left == ["vLLM's"]
     assert [one.graph_pool for one in runner.wrappers.values()] == ["another"] * 2
     # Those of the drafter are the plugin's, and in a pool of their own.
     assert runner.of_draft.graph_pool == "the draft's"
-    assert max(batch.num_tokens for batch in runner.of_draft.concrete_cudagraph_entries) == 2048
+    assert {batch.num_tokens for batch in runner.of_draft.concrete_cudagraph_entries} & added
     # No batch is padded to a graph that was not captured, nor in an engine whose memory was only measured.
+    block = 1 + engine["k"]
     for _ in range(2):
         for dispatcher in (runner.cudagraph_dispatcher, runner.drafter.cudagraph_dispatcher):
-            assert dispatcher.dispatch(512, uniform_decode=True)[0] == CUDAGraphMode.FULL
-            assert dispatcher.dispatch(516, uniform_decode=True)[0] == CUDAGraphMode.NONE
+            found = [dispatcher.dispatch(size, uniform_decode=True) for size in range(block, max(added) + 1, block)]
+            full = {batch.num_tokens for mode, batch in found if mode == CUDAGraphMode.FULL}
+            assert full
+            assert full <= set(by_vllm["FULL"])
         runner.begin()
     assert runner.capture() == by_vllm
 
@@ -109,11 +140,8 @@ def test_sizes_that_fail_are_those_of_the_plugin(
 def test_a_size_of_vllms_that_fails_ends_the_start_as_without_the_plugin(
     vllm_tree: Any, entry: journal.Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph_recording, "leave_capture", lambda pool, *, broken: None)
-    monkeypatch.setattr(graph_recording, "reserved_memory", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "another")
     tree = vllm_tree("0.33.0")
     config = made(config_of(), fill_of(tree))
     vars(config.compilation_config)["_hwplugin_largest_mixed"] = 512
     with pytest.raises(RuntimeError, match="out of memory"):
-        Runner(tree, config, 256, monkeypatch).capture()
+        Runner(tree, config, range(257, 4096), monkeypatch).capture()

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, largest_mixed, largest_own
+from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, has_sizes, largest_mixed, largest_own
 from vllm_hwplugin.spec_decode.v1.added_sizes import guard
 
 
@@ -21,10 +21,11 @@ def settled(runner: Any, capture_descs: list[tuple[CUDAGraphMode, list[Any]]]) -
         capture_descs: what `CudagraphDispatcher.get_capture_descs` returned; not changed.
     """
     compilation = runner.compilation_config
+    if has_sizes(compilation):
+        guard(runner)
     own, largest = largest_own(compilation), largest_mixed(compilation)
     if own is None or largest is None:
         return capture_descs
-    guard(runner)
     bounds = {CUDAGraphMode.PIECEWISE: largest, CUDAGraphMode.FULL: max(own, LARGEST)}
     drafter = getattr(runner, "drafter", None)
     for dispatcher in (runner.cudagraph_dispatcher, getattr(drafter, "cudagraph_dispatcher", None)):
