@@ -77,7 +77,8 @@ def stock(config: Any) -> None:
     compilation, scheduler = config.compilation_config, config.scheduler_config
     if compilation.cudagraph_capture_sizes is None:
         block = 1 + config.speculative_config.num_speculative_tokens
-        own = own_of(block, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        ceiling = compilation.max_cudagraph_capture_size or 512
+        own = own_of(block, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, ceiling)
         compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = own, own[-1]
 
 

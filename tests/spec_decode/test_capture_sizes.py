@@ -163,6 +163,15 @@ def test_sizes_that_are_left_to_vllm(entry: journal.Journal, more: dict[str, Any
     assert entry.decisions["capture-sizes"] == f"left to vLLM: {reason}"
 
 
+def test_the_largest_size_that_vllm_sets_for_a_model_is_no_bound(entry: journal.Journal) -> None:
+    """Prompt steps of gpt-oss had no graphs above 1,024 tokens."""
+    config = made(config_of(largest=1024, architectures=["GptOssForCausalLM"]), stock)
+    assert config.compilation_config.max_cudagraph_capture_size == LARGEST_MIXED
+    assert largest_own(config.compilation_config) == 1024
+    named = made(config_of(largest=512, architectures=["GptOssForCausalLM"]), stock)
+    assert named.compilation_config.max_cudagraph_capture_size == 512
+
+
 def test_a_list_of_the_user_stays(entry: journal.Journal) -> None:
     config = made(config_of(sizes=[4, 8], seqs=2), stock)
     assert config.compilation_config.cudagraph_capture_sizes == [4, 8]
@@ -247,6 +256,27 @@ def test_vllm_calls_the_hooks_around_its_own_sizes(version: str, vllm_tree: Any)
     assert places == sorted(places)
     assert "cudagraph_capture_sizes" not in body[places[2] :]
     assert "cudagraph_capture_sizes" not in body[: places[0]]
+
+
+@pytest.mark.parametrize("version", versions("vllm/model_executor/models/config.py"))
+def test_which_models_vllm_sets_a_largest_size_for(version: str, vllm_tree: Any) -> None:
+    tree = ast.parse(vllm_tree(version).read("vllm/model_executor/models/config.py"))
+    by_class = {
+        node.name: value.value
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+        for assign in ast.walk(node)
+        if isinstance(assign, ast.Assign) and ast.unparse(assign.targets[0]).endswith(".max_cudagraph_capture_size")
+        if isinstance(value := assign.value, ast.Constant)
+    }
+    (models,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "MODELS_CONFIG_MAP"
+    )
+    assert isinstance(models, ast.Dict)
+    pairs = [(ast.literal_eval(key), ast.unparse(value)) for key, value in zip(models.keys, models.values, strict=True)]
+    assert {name: by_class[hook] for name, hook in pairs if hook in by_class} == feature.MODEL_DEFAULTS
 
 
 @pytest.mark.parametrize("k", [2, 3, 6, 15])

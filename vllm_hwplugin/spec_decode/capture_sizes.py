@@ -48,6 +48,9 @@ _OWN: Final = "_hwplugin_own_capture_size"
 _MIXED: Final = "_hwplugin_largest_mixed"
 _VLLMS: Final = "_hwplugin_vllms_sizes"
 _SIZES: Final = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+#: Largest sizes that vLLM sets for a model where the user names none (`vllm/model_executor/models/config.py`). The
+#: platform is called afterwards and cannot tell such a size from the same number named by the user.
+MODEL_DEFAULTS: Final = {"GptOssForCausalLM": 1024}
 
 
 class CaptureSizesError(HwpluginError, RuntimeError):
@@ -118,9 +121,11 @@ def note_user_sizes(vllm_config: Any) -> None:
     Args:
         vllm_config: the `VllmConfig` that is being made.
     """
-    compilation = vllm_config.compilation_config
+    compilation, model = vllm_config.compilation_config, getattr(vllm_config, "model_config", None)
     if compilation.cudagraph_capture_sizes is None:
-        vars(vllm_config)[_LIMIT] = compilation.max_cudagraph_capture_size
+        largest = compilation.max_cudagraph_capture_size
+        defaults = {MODEL_DEFAULTS.get(name) for name in getattr(model, "architectures", None) or ()}
+        vars(vllm_config)[_LIMIT] = None if largest in defaults else largest
 
 
 def check_and_update_config(vllm_config: Any) -> bool:
