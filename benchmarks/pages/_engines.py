@@ -65,12 +65,15 @@ the kinds of steps that the time goes to; what stands behind `--` is for vLLM's 
 FILE` writes a page with drawings that opens from disk. `--url` measures a server that runs already, without kinds of
 steps, and its results hold what was sent and what the server says of itself. `--against FILE` compares with such a run:
 the table of both, the spread of their rounds, a verdict, and exit code 1 where a load is slower. Start the server with
-`VLLM_HWPLUGIN=0` for the first run, and both times with `--no-enable-prefix-caching`.
+`VLLM_HWPLUGIN=0` for the first run, and both times with `--no-enable-prefix-caching`. `--api-server-count N` starts the
+servers with N API server processes. `--no-http` has the same client send the same requests into vLLM's `AsyncLLM`, in
+its own process; the difference is what HTTP costs.
 
 ```
 vllm-hwplugin bench serve --target MODEL --draft DRAFTER --method eagle3 --prompts mt_bench.jsonl --concurrency 16
 vllm-hwplugin bench serve --target MODEL --draft DRAFTER --method dflash --k 7 --input-len 4096 --output-len 1024
 vllm-hwplugin bench serve --shape 0.6b --method dflash --k 7 --range-ratio 0.5 --request-rate 40
+vllm-hwplugin bench serve --shape 0.6b --method eagle3 --concurrency 256 --api-server-count 4
 vllm-hwplugin bench serve --url http://127.0.0.1:8000 --concurrency 1 --concurrency 16 --json before.json
 vllm-hwplugin bench serve --url http://127.0.0.1:8000 --against before.json --html report.html
 ```

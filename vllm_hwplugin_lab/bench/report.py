@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from .plan import TINY
 from .running import in_words, servers
-from .serve import LATENCIES, Measured, groups, tables
+from .serve import LATENCIES, Measured, frontend, groups, tables
 from .table import SIDE_NAMES, Compared, headline, reasons
 
 #: Told apart by those who do not see red and green, too.
@@ -227,7 +227,7 @@ def _engines(results: Mapping[str, Any]) -> Iterator[str]:
     drafter = f" with the drafter {settings['draft']}" if settings["draft"] else ""
     yield (
         f"Engines: {what}{drafter}, method {settings['method']}; cudagraph_mode {settings['cudagraph_mode']}; tensor "
-        f"parallel size {settings['tensor_parallel_size']}."
+        f"parallel size {settings['tensor_parallel_size']}; {frontend(settings)}."
     )
     for whose, name in (("All engines", "vllm_environment"), ("Patched engines", "patched_environment")):
         if settings[name]:

@@ -134,6 +134,7 @@ class ServeSettings(LoadSettings, Asked):
         shape: as ``bench --shape`` names them; None where they are the user's own.
         k: drafted tokens a step, one after the other.
         kv_cache_gib: of each engine; None: vLLM measures free memory, so engines start one after the other.
+        api_server_count: API server processes of a side; 0: no HTTP, the client's process holds vLLM's `AsyncLLM`.
     """
 
     target: str | None
@@ -144,6 +145,7 @@ class ServeSettings(LoadSettings, Asked):
     max_model_len: int | None
     tensor_parallel_size: int
     kv_cache_gib: float | None
+    api_server_count: int = 1
 
     def length(self, k: int) -> int:
         """A model length at whose end no request comes.
@@ -209,6 +211,8 @@ def serve_job(
     if settings.max_model_len is None and settings.prompts is not None:
         del options["max_model_len"]  # the model's own: nobody has counted the prompts' tokens
     options |= _models(k, side, settings, checkpoints, folder)
+    if settings.api_server_count:
+        options["api_server_count"] = settings.api_server_count
     if host.device != "cpu":
         # The checkpoint's own type; on a CPU float32 is what can be compared.
         options |= {
@@ -396,6 +400,7 @@ def load_entry(rounds: Sequence[Event]) -> dict[str, Any] | None:
         "steps": sum(one["steps"] for one in rounds),
         "tokens_per_second": {"best": max(speeds), "all": speeds},
         "ttft_ms": spread([request["ttft"] for request in answered]),
+        "ttft_tail": ttft_tail(rounds),
         "tpot_ms": spread([sum(one["gaps"]) / (one["tokens"] - 1) for one in several]),
         "itl_ms": spread([gap for request in answered for gap in request["gaps"]]),
         "e2e_ms": spread([_end_to_end(request) for request in answered]),
@@ -407,6 +412,34 @@ def load_entry(rounds: Sequence[Event]) -> dict[str, Any] | None:
         **acceptance(rounds),
         "kinds": list(kinds.values()),
         "gpu_busy": sum(busy) / len(busy) if busy else None,
+    }
+
+
+def ttft_tail(rounds: Sequence[Event]) -> dict[str, Any] | None:
+    """Return when the requests with the slowest 5% of TTFTs were sent.
+
+    Returns:
+        ``p95_ms`` of all answered requests, and for ``burst`` (sent before any request of their round had ended, so
+        while the concurrency only rises) and ``steady`` (sent later): ``requests``; ``above_p95``, how many of them
+        took longer; and ``ttft_ms``. None if nothing was answered.
+    """
+    parts: dict[str, list[float]] = {"burst": [], "steady": []}
+    for measured in rounds:
+        answered = [request for request in measured["requests"] if request["tokens"]]
+        ended = min((request["start"] + _end_to_end(request) for request in answered), default=0.0)
+        for request in answered:
+            parts["burst" if request["start"] < ended else "steady"].append(request["ttft"])
+    everyone = spread([*parts["burst"], *parts["steady"]], (95,))
+    return everyone and {
+        "p95_ms": everyone["p95"],
+        **{
+            name: {
+                "requests": len(some),
+                "above_p95": sum(1e3 * ttft > everyone["p95"] for ttft in some),
+                "ttft_ms": spread(some, (50, 90, 99)),
+            }
+            for name, some in parts.items()
+        },
     }
 
 
@@ -461,6 +494,18 @@ def _digits(milliseconds: float) -> str:
     return f"{milliseconds:.{2 if milliseconds < 10 else 1 if milliseconds < 100 else 0}f}"
 
 
+def _tail_row(load: _Load, _: _Load | None) -> Iterator[list[str]]:
+    if tail := load.get("ttft_tail"):
+        burst, steady = tail["burst"], tail["steady"]
+        yield [
+            *(f"{part['above_p95']} of {part['requests']}" for part in (burst, steady)),
+            *(
+                _digits(steady["ttft_ms"][percentile]) if steady["ttft_ms"] else NOT_MEASURED
+                for percentile in ("p50", "p90", "p99")
+            ),
+        ]
+
+
 def _kind_row(load: _Load, _: _Load | None) -> Iterator[list[str]]:
     if load.get("kinds"):
         kinds, graphs = _shares(load, "kind"), _shares(load, "graph")
@@ -490,8 +535,8 @@ TABLES: tuple[tuple[str, tuple[str, ...], Callable[[_Load, _Load | None], Iterat
         _load_row,
     ),
     (
-        "CPU: utilization of one core by client / API server. `outside`: part of the mean TTFT spent in client and API "
-        "server rather than in the engine core.",
+        "CPU: utilization of one core by client / busiest API server. `outside`: part of the mean TTFT spent in client "
+        "and API server rather than in the engine core.",
         (
             "requests (unanswered)",
             "shortest round, s",
@@ -501,6 +546,16 @@ TABLES: tuple[tuple[str, tuple[str, ...], Callable[[_Load, _Load | None], Iterat
             "accepted by position",
         ),
         _condition_row,
+    ),
+    (
+        "Where the slowest 5% of the TTFTs come from: requests above P95 that were sent in the burst at the start of a "
+        "round, before any request had ended, and those sent later; and TTFT of the latter.",
+        (
+            "above P95, burst",
+            "above P95, later",
+            *(f"TTFT {percentile} later, ms" for percentile in ("P50", "P90", "P99")),
+        ),
+        _tail_row,
     ),
     (
         "Shares of the steps / of the time that they took, until the next one began. By what is in a step, with the "
@@ -514,6 +569,14 @@ TABLES: tuple[tuple[str, tuple[str, ...], Callable[[_Load, _Load | None], Iterat
         _path_rows,
     ),
 )
+
+
+def frontend(settings: Mapping[str, Any]) -> str:
+    """Return in words what the requests of a results file went to."""
+    count = settings.get("api_server_count", 1)
+    if not count:
+        return "no HTTP, AsyncLLM in the client's process"
+    return "one API server" if count == 1 else f"{count} API servers"
 
 
 def groups(results: Mapping[str, Any]) -> Iterator[tuple[str, list[Measured]]]:
@@ -583,11 +646,11 @@ def _times(request: Mapping[str, Any]) -> list[float]:
     return [] if request["ttft"] is None else list(accumulate((request["start"] + request["ttft"], *request["gaps"])))
 
 
-def spread(seconds: Sequence[float]) -> dict[str, float] | None:
+def spread(seconds: Sequence[float], percentiles: Sequence[int] = (50, 99)) -> dict[str, float] | None:
     """Mean and percentiles in milliseconds; None of nothing."""
     if not seconds:
         return None
     import numpy
 
-    shares = {f"p{percent}": float(numpy.percentile(seconds, percent)) * 1e3 for percent in (50, 99)}
+    shares = {f"p{percent}": float(numpy.percentile(seconds, percent)) * 1e3 for percent in percentiles}
     return {"mean": float(numpy.mean(seconds)) * 1e3, **shares}

@@ -39,7 +39,7 @@ _RUNNING = ("url", "against")
 _SERVED = ("method", "target", "draft", "shape", "model", "acceptance_length", "k")
 _ENGINES = (
     *("side", "vllm_arg", "vllm_env", "patched_env", "cudagraph_mode", "max_model_len", "tensor_parallel_size"),
-    *("gpu_memory_utilization", "kv_cache_gib"),
+    *("gpu_memory_utilization", "kv_cache_gib", "api_server_count", "http"),
 )
 _LOAD = (
     *("concurrency", "request_rate", "temperature", "prompts", "chat", "input_len", "output_len", "range_ratio"),
@@ -126,6 +126,13 @@ def serve(
     kv_cache_gib: Annotated[
         float | None, typer.Option(min=0.1, help="KV cache of each engine; with it they start side by side (GPU).")
     ] = None,
+    api_server_count: Annotated[
+        int, typer.Option(min=1, help="API server processes of each side, as `vllm serve` has them.")
+    ] = 1,
+    http: Annotated[
+        bool,
+        typer.Option(help="Ask servers over HTTP, or vLLM's AsyncLLM in the client's process."),
+    ] = True,
     vllm_arg: VllmArgOption = None,
     vllm_env: VllmEnvOption = None,
     patched_env: PatchedEnvOption = None,
@@ -174,6 +181,8 @@ def serve(
                 "expected one file with --url, or two without --url and --json", param_hint="--against"
             )
         return
+    if not http and given(context, "api_server_count"):
+        raise typer.BadParameter("--no-http starts no API server; leave it out", param_hint="--api-server-count")
     _check_served(method, target, draft, shape, model, acceptance_length, k)
     assert method is not None
     wanted = asked_sides(side)
@@ -204,6 +213,7 @@ def serve(
         vllm_environment=pairs(vllm_env or (), "--vllm-env"),
         patched_environment=pairs(patched_env or (), "--patched-env"),
         client=tuple(context.args),
+        api_server_count=api_server_count if http else 0,
     )
     show_host(host, console)
     results = new_results(serving.FORMAT, host, settings)

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -97,7 +98,7 @@ def test_steps_share_in_all_steps_and_in_all_of_their_time():
         kinds("prompt", "NONE", "prompt", 10, 0.2, 0.16),
         alike,
     ]
-    _, _, steps, paths = rows_of(entry)
+    *_, steps, paths = rows_of(entry)
     assert steps == [
         [
             *("60% / 30%, 2.00 (1.00)", "30% / 20%, 2.67 (1.00)", "", "10% / 50%, 20.00 (16.00)"),
@@ -109,7 +110,7 @@ def test_steps_share_in_all_steps_and_in_all_of_their_time():
 
 def test_a_side_without_the_plugin_has_kinds_and_no_paths():
     entry = load_entry([round_of([request()], 1.0, kinds=[kinds("same_requests", "FULL", None, 3, 0.3, 0.1)])])
-    assert [len(rows) for rows in rows_of(entry)] == [1, 1, 1, 0]
+    assert [len(rows) for rows in rows_of(entry)] == [1, 1, 1, 1, 0]
 
 
 def test_a_load_is_held_to_its_baseline_and_says_how_long_its_shortest_round_took():
@@ -141,6 +142,21 @@ def test_what_passes_outside_the_engine_is_of_those_that_were_answered():
     assert entry["round_e2e_ms"] == pytest.approx([625.0, 1000.0])
 
 
+def test_the_tail_of_the_first_tokens_is_of_the_burst_or_of_later():
+    """Two rounds of 20 requests, two at once: only the second request of a round waits long, or one in the middle."""
+    alone = [request(float(n // 2), 0.1, [0.7], 2) for n in range(20)]
+    late = [{**one, "ttft": 0.6} if n == 11 else one for n, one in enumerate(alone)]
+    burst = [{**one, "ttft": 0.5} if n == 1 else one for n, one in enumerate(alone)]
+    silent = request(ttft=None, gaps=(), tokens=0)
+    tail = load_entry([round_of([*late, silent], 10.0), round_of(burst, 10.0)])["ttft_tail"]
+    assert [(tail[name]["requests"], tail[name]["above_p95"]) for name in ("burst", "steady")] == [(4, 1), (36, 1)]
+    assert tail["p95_ms"] == pytest.approx(120.0)
+    assert tail["steady"]["ttft_ms"] == pytest.approx({"mean": 113.9, "p50": 100, "p90": 100, "p99": 425}, abs=0.1)
+    assert load_entry([round_of([silent], 1.0)])["ttft_tail"] is None
+    (row,) = rows_of(load_entry([round_of(late, 10.0), round_of(burst, 10.0)]))[2]
+    assert row == ["1 of 4", "1 of 36", "100", "100", "425"]
+
+
 def test_files_of_known_sets_are_read(tmp_path):
     (file := tmp_path / "p.jsonl").write_text('{"turns": ["one", "two"]}\n\n{"prompt": "p"}\n{"question": "q"}\n')
     assert read_prompts(file) == ["one", "p", "q"]
@@ -164,24 +180,44 @@ def test_a_file_without_prompts_says_where(tmp_path, content, said):
 
 
 def test_engine_options_as_the_servers_command_line_has_them():
-    options = {"model": "M", "enforce_eager": True, "enable_prefix_caching": False, "seed": 0}
+    options = {"enforce_eager": True, "enable_prefix_caching": False, "seed": 0}
     options |= {"speculative_config": {"method": "mtp"}, "cudagraph_capture_sizes": [1, 2], "quantization": None}
     found = _server.arguments_of(options)
     assert found == [
-        *("--model", "M", "--enforce-eager", "--no-enable-prefix-caching", "--seed", "0"),
+        *("--enforce-eager", "--no-enable-prefix-caching", "--seed", "0"),
         *("--speculative-config", '{"method": "mtp"}', "--cudagraph-capture-sizes", "1", "2"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("servers", "named", "command"),
+    [
+        (1, True, ["vllm.entrypoints.cli.main", "serve", "M"]),
+        (2, True, ["vllm.entrypoints.cli.main", "serve", "M"]),
+        (1, False, ["vllm.entrypoints.openai.api_server", "--model", "M"]),
+        # It says itself what it lacks; one server instead of two would be another measurement.
+        (2, False, ["vllm.entrypoints.cli.main", "serve", "M"]),
+    ],
+)
+def test_servers_start_as_users_start_them_where_the_build_can(monkeypatch, servers, named, command):
+    monkeypatch.setattr(_server.importlib.metadata, "distributions", lambda name: iter([name] * named))
+    found = _server.command_of({"model": "M", "api_server_count": servers})
+    assert found[1:] == ["-m", *command, "--api-server-count", str(servers)]
 
 
 def test_what_an_engine_has_counted_is_read_from_its_metrics(monkeypatch):
     pytest.importorskip("prometheus_client")
     pytest.importorskip("psutil")
     server = object.__new__(_server.Server)
-    server.url, server.process = "http://server", SimpleNamespace(pid=os.getpid())
+    server.url, server.process, server._several = "http://server", SimpleNamespace(pid=os.getpid()), False
     monkeypatch.setattr(_server.urllib.request, "urlopen", lambda url, timeout: io.BytesIO(METRICS.encode()))
     found = server.totals()
-    assert found.pop("cpu") == pytest.approx(sum(os.times()[:2]), abs=0.5)
+    assert found.pop("cpu") == {os.getpid(): pytest.approx(sum(os.times()[:2]), abs=0.5)}
     assert found == {"drafts": 7, "accepted": {0: 5, 1: 2}, "ended": 4, "until_first": 0.75}
+
+
+HTTP = object.__new__(_server.Server)
+HTTP.url = "http://server"
 
 
 class Parser:
@@ -194,6 +230,7 @@ def client(monkeypatch):
     """A stand-in of vLLM's client: what it was asked for, with two of three requests answered."""
     found = ModuleType("vllm.benchmarks.serve")
     found.add_cli_args = lambda parser: None
+    found.ASYNC_REQUEST_FUNCS = {"openai": "over HTTP"}
     found.get_samples = own = lambda args, tokenizer: "its own"
     found.SampleRequest = lambda prompt, length, tokens, request_id: (prompt, length, tokens, request_id)
     found.asked = []
@@ -205,6 +242,7 @@ def client(monkeypatch):
 
     async def main_async(args):
         found.asked.append((args.words, found.get_samples(args, Tokenizer(**template))))
+        found.sent_by = found.ASYNC_REQUEST_FUNCS
         return {
             "duration": 2.0,
             "input_lens": [3, 3, 3],
@@ -227,7 +265,7 @@ def client(monkeypatch):
 
 def test_a_load_goes_through_vllms_own_client(client):
     load = {"client": ["--seed", "1"], "prompts": None, "chat": True, "output_len": 5, "requests": 3}
-    found = _server.run_load(SimpleNamespace(url="http://server"), "M", load)
+    found = _server.run_load(HTTP, "M", load)
     ((words, samples),) = client.asked
     detailed = ["--save-detailed", "--num-prompts", "3", "--seed", "1"]
     assert words == ["--base-url", "http://server", "--model", "M", *detailed]
@@ -241,7 +279,7 @@ def test_a_load_goes_through_vllms_own_client(client):
 @pytest.mark.parametrize(("chat", "text"), [(True, "<ab>"), (False, "ab")])
 def test_prompts_of_a_file_take_the_place_of_the_clients(client, chat, text):
     load = {"client": [], "prompts": ["ab", [7, 8, 9]], "chat": chat, "output_len": 5, "requests": 3}
-    _server.run_load(SimpleNamespace(url="http://server"), "M", load)
+    _server.run_load(HTTP, "M", load)
     ((_, samples),) = client.asked
     ids = list(map(ord, text))
     # There are fewer than requests, so the first one comes again.
@@ -249,11 +287,52 @@ def test_prompts_of_a_file_take_the_place_of_the_clients(client, chat, text):
     assert client.get_samples is client.own
 
 
+class Engine:
+    """Answers each request in three parts, of which the first has no token."""
+
+    model_config = SimpleNamespace(get_diff_sampling_param=lambda: {"top_k": 20, "temperature": 0.6})
+
+    async def generate(self, prompt, sampling, number):
+        self.asked = prompt, sampling
+        for tokens in ([], [1], [2, 3]):
+            time.sleep(0.05)
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, text="a")], prompt_token_ids=[7, 8])
+
+
+def test_without_http_the_same_client_asks_the_engine_in_its_process(client, monkeypatch):
+    made: dict[str, Any] = {"generated_text": "", "itl": [], "output_tokens": 0, "error": ""}
+    modules = {
+        "vllm": {"SamplingParams": dict},
+        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA="parts")},
+        "vllm.benchmarks.lib": {},
+        "vllm.benchmarks.lib.endpoint_request_func": {"RequestFuncOutput": lambda: SimpleNamespace(**made)},
+    }
+    for name, holds in modules.items():
+        monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
+        vars(module).update(holds)
+    pytest.importorskip("uvloop")
+    frontend = _server.InProcess({})
+    frontend._engine = engine = Engine()
+    load = {"client": [], "prompts": None, "chat": True, "output_len": 5, "requests": 3}
+    _server.run_load(frontend, "M", load)
+    assert client.sent_by == {"openai": frontend.request}
+    assert client.ASYNC_REQUEST_FUNCS == {"openai": "over HTTP"}
+    asked = SimpleNamespace(prompt=[7, 8], output_len=5, logprobs=None, ignore_eos=True, extra_body={"temperature": 0})
+    found = frontend.run(frontend.request(request_func_input=asked, session=None))
+    prompt, sampling = engine.asked
+    assert prompt == {"prompt_token_ids": [7, 8]}
+    assert (sampling["temperature"], sampling["top_k"], sampling["max_tokens"]) == (0, 20, 5)
+    # A part without tokens is no first token, and each later one ends a gap.
+    assert found.success
+    (gap,) = found.itl
+    assert (found.ttft >= 0.1, gap >= 0.05) == (True, True)
+    assert (found.prompt_len, found.output_tokens, found.error) == (2, 3, "")
+
+
 def test_a_round_has_what_was_counted_meanwhile(monkeypatch):
-    own = {"ended": 5, "until_first": 0.5, "cpu": 1.0}
-    counted = iter(
-        [{**own, "drafts": 4, "accepted": {0: 2}}, {**own, "drafts": 7, "accepted": {0: 5, 1: 2}, "cpu": 3.0}]
-    )
+    own = {"ended": 5, "until_first": 0.5, "cpu": {11: 1.0, 12: 4.0}}
+    later = {**own, "drafts": 7, "accepted": {0: 5, 1: 2}, "cpu": {11: 3.0, 12: 5.0}}
+    counted = iter([{**own, "drafts": 4, "accepted": {0: 2}}, later])
     row = kinds("prompt", "NONE", None, 4, 0.5, 0.25)
     steps = iter([[kinds("prompt", "NONE", None, 9, 0.5, 0.25)], [row]])
 
@@ -300,6 +379,13 @@ def test_vllm_has_what_is_asked_of_its_client_and_server(vllm_tree, version):
     settings = ["backend", "endpoint", "num-prompts", "request-rate", "max-concurrency", "temperature", "ignore-eos"]
     settings += ["dataset-name", "random-input-len", "random-output-len", "random-range-ratio", "seed", "disable-tqdm"]
     assert [one for one in [*settings, "save-detailed"] if f'"--{one}"' not in client + data] == []
+    # Without HTTP.
+    assert "request_func = ASYNC_REQUEST_FUNCS[endpoint_type]" in client
+    assert re.search(r"async def generate\(\s+self,\s+prompt: ", tree.read("vllm/v1/engine/async_llm.py"))
+    assert "def get_diff_sampling_param(self)" in tree.read("vllm/config/model.py")
+    # Several API servers, and their names as processes.
+    assert "run_multi_api_server(args)" in tree.read("vllm/entrypoints/cli/serve.py")
+    assert 'set_process_title("APIServer", str(server_index))' in tree.read("vllm/v1/utils.py")
     engine = ["kv-cache-memory-bytes", "worker-extension-cls", "enable-prefix-caching", "gdn-prefill-backend"]
     engine += ["speculative-config", "compilation-config", "load-format", "gpu-memory-utilization", "max-num-seqs"]
     assert [one for one in engine if f'"--{one}"' not in tree.read("vllm/engine/arg_utils.py")] == []

@@ -112,6 +112,16 @@ def test_every_load_on_the_same_engines_and_each_k_on_its_own(run):
     assert ("67% / 30%" in line, "prompt 33% / 70%" in line) == (True, True)
 
 
+@pytest.mark.parametrize(
+    ("options", "servers"), [([], 1), (["--api-server-count", "4"], 4), (["--no-http"], 0)], ids=["one", "four", "none"]
+)
+def test_the_file_and_the_servers_have_the_number_of_api_servers(run, options, servers):
+    _, found, ((jobs, *_),) = run([*CASE, *options])
+    assert found["settings"]["api_server_count"] == servers
+    # Without the option there is no server.
+    assert {job.options.get("api_server_count", 0) for job in jobs.values()} == {servers}
+
+
 def test_a_server_may_have_room_for_more_requests_than_there_are(run):
     _, _, ((jobs, *_),) = run([*CASE, "--concurrency", "16", "--vllm-arg", "max_num_seqs=256"])
     assert {job.options["max_num_seqs"] for job in jobs.values()} == {256}
@@ -191,13 +201,14 @@ def test_the_page_has_the_verdicts_the_figures_and_what_was_measured(run, tmp_pa
     told = page.title.split("; ")
     assert all(line.startswith(f"{one}.") for line, one in zip(verdicts, told, strict=True))
     assert page.heads == page.title
-    # The figures of each load and side first, with P50 and P99 by name, then conditions, kinds of steps, and paths.
+    # The figures of each load and side first, with P50 and P99 by name, then conditions, the tail of TTFT, kinds of
+    # steps, and paths.
     columns, *rows = page.tables[0]
     assert [row[:2] for row in rows] == [[n, side] for n in ("1", "16") for side in SIDES]
     assert [one for one in columns if one.startswith("TPOT")] == ["TPOT P50, ms", "TPOT P99, ms"]
     assert rows[1][columns.index("TPOT P99, ms")] == "20.0"
-    assert len(page.tables) == 4
-    assert any("67%" in cell for row in page.tables[2] for cell in row)
+    assert len(page.tables) == 5
+    assert any("67%" in cell for row in page.tables[3] for cell in row)
     # Drawings say in words what they show, and the page needs nothing else.
     assert (page.drawings, page.captions) == (2, 2)
     assert page.links == []
@@ -267,6 +278,8 @@ def test_the_tiny_shapes_checkpoints_may_lie_where_the_error_says_that_they_can_
         (["--url", "http://127.0.0.1:9", *CASE], "settled that"),
         (["--url", "http://127.0.0.1:9", "--side", "stock"], "settled that"),
         ([*CASE[:-1], "ngram"], "choose from eagle, eagle3, p-eagle"),
+        ([*CASE, "--no-http", "--api-server-count", "2"], "--no-http starts no API server"),
+        (["--url", "http://127.0.0.1:9", "--no-http"], "settled that"),
         ([*CASE, "--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),
         ([*CASE[:-1], "p-eagle", "--side", "mrv2"], "Model Runner V2 runs p-eagle in no supported vLLM"),
         ([*CASE, "--prompts", "/nowhere.jsonl"], "does not exist"),
