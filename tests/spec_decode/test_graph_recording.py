@@ -24,12 +24,13 @@ from triton.runtime.cache import FileCacheManager
 from vllm import envs
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import pynccl_allocator as allocator
+from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 
 from tests.cpu_seconds import patience
 from vllm_hwplugin.fallback import FeatureRequired
 from vllm_hwplugin.features import V2_TAIL_GRAPH, gate_of
 from vllm_hwplugin.spec_decode import graph_recording
-from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
+from vllm_hwplugin.spec_decode.graph_recording import attempt, exchanged_later, record_graph
 
 POOL = (0, 7)
 CONFIG = SimpleNamespace(use_cumem_cudagraph_pool=False)
@@ -278,3 +279,24 @@ def test_ranks_of_tensor_parallelism_are_of_one_mind(fails: str, tmp_path: Path)
     # Of graphs that are there, each rank finds the input of the same kernel.
     pairs = [pair for pair in zip(inputs, others, strict=True) if set(pair) & {1.0, 3.0}]
     assert pairs == [(1.0, 1.0), (3.0, 3.0)]
+
+
+def test_captures_within_captures_are_exchanged_once_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanges: list[bool] = []
+
+    class Custom:
+        disabled, _IS_CAPTURING, capture = False, False, CustomAllreduce.capture
+
+        def register_graph_buffers(self) -> None:
+            exchanges.append(self._IS_CAPTURING)
+
+    custom: Any = Custom()
+    monkeypatch.setattr(graph_recording, "_custom_all_reduce", lambda: custom)
+    with custom.capture():
+        with exchanged_later(), custom.capture():
+            with exchanged_later(), custom.capture():
+                pass
+            assert custom._IS_CAPTURING
+        assert custom._IS_CAPTURING
+        assert not exchanges
+    assert exchanges == [False]

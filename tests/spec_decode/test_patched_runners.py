@@ -19,6 +19,7 @@ from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.spec_decode.v1.draft_phase import DraftPhase
 from vllm_hwplugin.spec_decode.v1.step_inputs import StepInputs as V1StepInputs
+from vllm_hwplugin.spec_decode.v2 import capture_metadata
 from vllm_hwplugin.spec_decode.v2.step_inputs import StepInputs
 from vllm_hwplugin.spec_decode.v2.tail_graph import TailGraphs
 
@@ -209,6 +210,7 @@ def check(path: str, tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         made = Text(text, owner, {**FACTS, **case.facts})
         for module, function in HOOKED:
             monkeypatch.setattr(module, function, Seen(f"nwor.{function}", made))
+        monkeypatch.setattr(capture_metadata, "captured_draft", lambda *_: False)
         one = Seen("self", made)
         if not graphs:
             without_graphs(path, one)

@@ -12,15 +12,15 @@ import gc
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Final
 
 import torch
 from packaging.version import Version
 from vllm import _custom_ops, envs
 from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
-from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
+from vllm.distributed.parallel_state import get_tp_group, graph_capture, model_parallel_is_initialized
 from vllm.v1.sample.ops import topk_topp_triton
 
 from vllm_hwplugin.errors import HwpluginError
@@ -43,6 +43,8 @@ _TRITON_CACHE: Final = "TRITON_CACHE_DIR"
 _OF_USER: Final = os.environ.get(_TRITON_CACHE)
 
 
+#: The method of vLLM's `CustomAllreduce` by which ranks exchange what was recorded.
+_EXCHANGE: Final = "register_graph_buffers"
 #: Whether a `torch.cuda.CUDAGraph` whose `capture_end` failed releases its pool when it is destroyed. Where it does, a
 #: second release ends the process: the destructor throws.
 _GRAPH_RELEASES_POOL: Final = Version(torch.__version__).release >= (2, 14)
@@ -118,7 +120,7 @@ def attempt(
         reason = str(failure)
     except Exception as failure:
         all_ranks(False)
-        reason = _in_a_line(failure)
+        reason = in_a_line(failure)
         logger.debug("%s: recording failed", feature, exc_info=True)
         if pool is not None:
             leave_capture(pool, broken=None)
@@ -130,6 +132,40 @@ def attempt(
     reserved_memory()
     stays_stock(feature, effect, f"recording graphs failed: {reason}", level=logging.WARNING)
     return False
+
+
+def attempt_capture(
+    feature: str, effect: str, capture: Callable[[], object], managers: Sequence[Any], device: torch.device
+) -> bool:
+    """Have vLLM's managers capture graphs that a feature changed; if that fails, leave them without any.
+
+    Args:
+        feature: one of `features`.
+        effect: what happens without these graphs, as `stays_stock` says it.
+        capture: calls vLLM's methods.
+        managers: all `CudaGraphManager` that `capture` fills.
+        device: of the runner.
+
+    Returns:
+        Whether all was captured.
+
+    Raises:
+        FeatureRequired: something failed, and the feature's gate says `on`.
+    """
+
+    def record() -> None:
+        with exchanged_later():
+            capture()
+
+    def forget() -> None:
+        # A capture that CUDA has ended may have left the pool in disorder.
+        pool = torch.cuda.graph_pool_handle()
+        for manager in managers:
+            manager.graphs.clear()
+            manager._graphs_captured, manager.pool = False, pool
+
+    with graph_capture(device=device):
+        return attempt(feature, effect, record, forget, managers[0].pool, kernels=nullcontext)
 
 
 def _own_cache() -> str | None:
@@ -237,7 +273,7 @@ def _together(work: Callable[[], None]) -> None:
     except Exception as failure:
         all_ranks(False)
         logger.debug("recording failed", exc_info=True)
-        said = _in_a_line(failure)
+        said = in_a_line(failure)
     else:
         if all_ranks(True):
             return
@@ -284,12 +320,14 @@ def exchanged_later() -> Iterator[None]:
     if custom is None:
         yield
         return
-    capturing, custom.register_graph_buffers = custom._IS_CAPTURING, lambda: None
+    # Also within another one.
+    before = {name: value for name, value in vars(custom).items() if name in ("_IS_CAPTURING", _EXCHANGE)}
+    setattr(custom, _EXCHANGE, lambda: None)
     try:
         yield
     finally:
-        del custom.register_graph_buffers
-        custom._IS_CAPTURING = capturing
+        delattr(custom, _EXCHANGE)
+        vars(custom).update(before)
 
 
 def agreed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -331,6 +369,7 @@ def _tensor_parallel() -> bool:
     return bool(model_parallel_is_initialized() and get_tp_group().world_size > 1)
 
 
-def _in_a_line(failure: BaseException) -> str:
+def in_a_line(failure: BaseException) -> str:
+    """Return an exception's type and the first line of its message."""
     lines = str(failure).strip().splitlines()
     return f"{type(failure).__name__}: {lines[0]}" if lines else type(failure).__name__

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_hwplugin.spec_decode.v2 import fused_drafts
+from vllm_hwplugin.spec_decode import graph_recording
 from vllm_hwplugin.versions import Versions
 
 from .released_modules import STAND_INS, ReleasedModules, by_the_host
@@ -210,7 +210,7 @@ class Runner:
 
     def capture(self) -> None:
         """What `capture_model` does for the speculator, before there is any request."""
-        with mock.patch.object(fused_drafts, "graph_capture", STAND_INS["graph_capture"]):
+        with mock.patch.object(graph_recording, "graph_capture", STAND_INS["graph_capture"]):
             self._capture()
 
     def _capture(self) -> None:

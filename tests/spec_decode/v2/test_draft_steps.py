@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
-from vllm_hwplugin.spec_decode import builders
+from vllm_hwplugin.spec_decode import builders, graph_recording
 
 from .released_modules import Graph
 from .speculators import DevicePlan, HostPlan, LazyPlan, Runner, Views
@@ -72,3 +75,27 @@ def test_each_step_has_its_own(modules, notes, builder: type[Views], k: int, cap
     assert len(Graph.replayed) == (len(BATCHES) if has_graph else 0)
     if captured and builder is HostPlan and k > 2:
         assert "HostPlan" in notes["v2-draft-metadata"]
+
+
+class FailingPlan(DevicePlan):
+    """Refuses what only the plugin asks for: metadata of a step that is captured."""
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        if Graph.capturing is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().build(*args, **kwargs)
+
+
+@pytest.mark.parametrize("all_ranks", [bool, lambda well: False], ids=["here", "on another rank"])
+def test_a_graph_that_cannot_be_captured_leaves_the_steps_to_the_host(
+    modules, monkeypatch: pytest.MonkeyPatch, all_ranks: Callable[[bool], bool]
+) -> None:
+    right = drafts_of(modules, Views, 4, **STOCK)
+    monkeypatch.setattr(graph_recording, "leave_capture", lambda pool, *, broken: None)
+    monkeypatch.setattr(graph_recording, "reserved_memory", lambda: 0)
+    monkeypatch.setattr(graph_recording, "all_ranks", all_ranks)
+    builder = FailingPlan if all_ranks is bool else DevicePlan
+    known = {f"{builder.__module__}.{builder.__qualname__}": builders.Builder(one_token=True)}
+    monkeypatch.setattr(builders, "BUILDERS", known)
+    assert all(agree(drafts_of(modules, builder, 4), right))
+    assert not Graph.replayed

@@ -95,7 +95,7 @@ def longest_of(modules: Any, version: str, mode: CUDAGraphMode, **choices: str) 
         runner = types.SimpleNamespace(**shared, max_num_reqs=MAX_REQS)
         prepare = mock.patch.object(capture_metadata, "prepare_inputs_to_capture", shapes.prepare_inputs_to_capture)
         with prepare:
-            made_anew = capture_metadata.made_anew(runner, states["target"])
+            made_anew = capture_metadata.MadeAnew(runner, states["target"])
             builder.asked = []
             assert [made_anew[shape] for shape in made_anew]
         found["first pass"] = set(builder.asked)

@@ -11,14 +11,18 @@ engine's start ends. Here metadata is built anew for each capture, as in vLLM fr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 
-from vllm_hwplugin.spec_decode.graph_recording import known_arguments
+from vllm_hwplugin.features import V2_CAPTURE_METADATA
+from vllm_hwplugin.spec_decode.graph_recording import attempt_capture, known_arguments
+
+_STOCK: Final = "the draft's first pass is captured with metadata that the target's capture left"
 
 
-class _MadeAnew(Mapping[Any, Any]):
+class MadeAnew(Mapping[Any, Any]):
     """vLLM's attention states by shape, of which each look-up builds new ones."""
 
     def __init__(self, runner: Any, states: Mapping[Any, Any]):
@@ -49,11 +53,21 @@ class _MadeAnew(Mapping[Any, Any]):
         return len(self._states)
 
 
-def made_anew(runner: Any, states: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """What the speculator's `capture` may look up instead of the target's attention states.
+def captured_draft(runner: Any, states: Mapping[Any, Any]) -> bool:
+    """Whether the speculator's graphs have been captured with metadata of their shapes; else vLLM captures.
 
     Args:
         runner: Model Runner V2's `GPUModelRunner`, whose graphs have just been captured.
         states: by `BatchExecutionDescriptor`, what its `cudagraph_manager.capture` returned.
+
+    Raises:
+        FeatureRequired: it failed, and the gate says `on`.
     """
-    return _MadeAnew(runner, states)
+    speculator = runner.speculator
+    found = (getattr(speculator, f"{kind}_cudagraph_manager", None) for kind in ("prefill", "decode"))
+    managers = [manager for manager in found if manager is not None]
+    if not managers:
+        # DFlash's capture asks for no states.
+        return False
+    capture = partial(speculator.capture, MadeAnew(runner, states))
+    return attempt_capture(V2_CAPTURE_METADATA, _STOCK, capture, managers, runner.device)

@@ -7,28 +7,39 @@ device, and repeats it at each replay; `builders` says for which builders that i
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.features import V2_DRAFT_METADATA
 from vllm_hwplugin.spec_decode.builders import why_not_in_graph
+from vllm_hwplugin.spec_decode.graph_recording import attempt_capture
+
+_ON_HOST: Final = "draft steps run without a graph"
 
 
-def steps_are_captured(speculator: Any) -> bool:
-    """Whether vLLM 0.20's graph of all draft steps may be captured. Without it they run one by one on the host.
+def capture_steps(speculator: Any, *arguments: Any, **settings: Any) -> None:
+    """Capture vLLM 0.20's graph of all draft steps, which run one by one on the host without it.
 
     Args:
         speculator: vLLM's `EagleSpeculator`, which has its attention groups.
+        arguments: of its manager's `capture`.
+        settings: of the same.
+
+    Raises:
+        FeatureRequired: the capture failed, and the gate says `on`.
     """
     # The one step after the first has the metadata that was made for it.
     reason = None if speculator.num_speculative_steps < 3 else why_not_in_graph(speculator.attn_groups)
     if reason is not None:
-        journal.note(V2_DRAFT_METADATA, f"draft steps run without a graph: {reason}")
-    else:
-        journal.note(V2_DRAFT_METADATA, "the graph of all draft steps, where there is one, makes each step's metadata")
-    return reason is None
+        journal.note(V2_DRAFT_METADATA, f"{_ON_HOST}: {reason}")
+        return
+    journal.note(V2_DRAFT_METADATA, "the graph of all draft steps, where there is one, makes each step's metadata")
+    manager = speculator.decode_cudagraph_manager
+    capture = partial(manager.capture, *arguments, **settings)
+    attempt_capture(V2_DRAFT_METADATA, _ON_HOST, capture, [manager], speculator.device)
 
 
 def metadata_of_step(

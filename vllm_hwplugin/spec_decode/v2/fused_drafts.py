@@ -20,18 +20,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.distributed.parallel_state import graph_capture
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V2_FUSED_DRAFTS
-from vllm_hwplugin.spec_decode.graph_recording import attempt, exchanged_later
+from vllm_hwplugin.spec_decode.graph_recording import attempt_capture
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 
@@ -50,7 +50,7 @@ class FusedDrafts:
         self._generate_draft: Callable[..., None] | None = None
         self._step_counts = StepCounts(V2_FUSED_DRAFTS, "steps")
 
-    def capture(self, manager: Any, generate_draft: Callable[..., None], *arguments: Any, **settings: Any) -> Any:
+    def capture(self, manager: Any, generate_draft: Callable[..., None], *arguments: Any, **settings: Any) -> None:
         """Capture the decode graphs of all steps, or of vLLM's one step where that cannot be or fails.
 
         Args:
@@ -60,24 +60,13 @@ class FusedDrafts:
         Raises:
             FeatureRequired: there are no graphs of all steps, and the gate says `on`.
         """
-        routine, done = self._routine(generate_draft), list[Any]()
-        if routine is generate_draft:
-            return manager.capture(generate_draft, *arguments, **settings)
-
-        def record() -> None:
-            with exchanged_later():
-                done.append(manager.capture(routine, *arguments, **settings))
-
-        def forget() -> None:
+        routine = self._routine(generate_draft)
+        if routine is not generate_draft:
+            capture = partial(manager.capture, routine, *arguments, **settings)
+            if attempt_capture(V2_FUSED_DRAFTS, _STOCK, capture, [manager], self._speculator.device):
+                return
             self._generate_draft = None
-            manager.graphs.clear()
-            # As after each failed capture (`added_graphs`).
-            manager.pool = torch.cuda.graph_pool_handle()
-
-        with graph_capture(device=self._speculator.device):
-            if attempt(V2_FUSED_DRAFTS, _STOCK, record, forget, manager.pool, kernels=nullcontext):
-                return done[0]
-        return manager.capture(generate_draft, *arguments, **settings)
+        manager.capture(generate_draft, *arguments, **settings)
 
     def _routine(self, generate_draft: Callable[..., None]) -> Callable[..., None]:
         """What the decode graphs are to hold: all steps, or vLLM's one step if they cannot be one graph."""
