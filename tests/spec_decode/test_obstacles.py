@@ -35,6 +35,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
 from vllm_hwplugin.gates import PLAIN_DECODE
+from vllm_hwplugin.spec_decode import obstacles
 from vllm_hwplugin.spec_decode.builders import BUILDERS
 from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, Part, why_not
 
@@ -324,6 +325,17 @@ CASES: Final = [
     (runner_v2, "fast_prefill", object(), "skip layers", MIXED),
     (runner_v2, "max_num_reqs", 1, "one request", MIXED),
 ]
+
+
+@pytest.mark.parametrize("index", range(len(OBSTACLES)))
+def test_a_row_that_raises_is_a_reason_for_its_parts_alone(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(_: Any) -> None:
+        raise AttributeError("no such thing\nmore")
+
+    row = OBSTACLES[index]
+    monkeypatch.setattr(obstacles, "OBSTACLES", [row._replace(found=raises)])
+    reasons = {part: why_not(runner_v2(), part) or "" for part in Part}
+    assert all(("AttributeError: no such thing, " in reasons[part]) is bool(row.hinders & part) for part in Part)
 
 
 @pytest.mark.parametrize(("make", "path", "value", "words", "parts"), CASES)

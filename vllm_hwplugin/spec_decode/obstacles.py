@@ -7,6 +7,7 @@ A log line has reasons in the table's order. docs/obstacles.md is made from it.
 from __future__ import annotations
 
 import dis
+import logging
 from collections.abc import Callable, Iterable
 from enum import Flag, auto
 from operator import attrgetter
@@ -31,6 +32,9 @@ from vllm_hwplugin.spec_decode.builders import (
     updated_in_place,
     why_not_in_graph,
 )
+from vllm_hwplugin.spec_decode.graph_recording import in_a_line
+
+logger = logging.getLogger("vllm.hwplugin")
 
 _VERIFIED: Final = "how many drafts are verified changes from step to step"
 
@@ -127,8 +131,18 @@ def why_not(owner: Any, parts: Part) -> str | None:
         parts &= _WITHOUT_DRAFTS if decodes_plainly(owner) else Part(0)
         if not parts:
             return "this worker does not draft"
-    found = [(row.reason, row.found(owner)) for row in OBSTACLES if row.hinders & parts]
-    return "; ".join(reason.format(what) for reason, what in found if what) or None
+    reasons = (_reason(row, owner) for row in OBSTACLES if row.hinders & parts)
+    return "; ".join(reason for reason in reasons if reason) or None
+
+
+def _reason(row: Obstacle, owner: Any) -> str:
+    """Return what a row has against graphs; empty where nothing. A fault in the row counts, and ends no start."""
+    try:
+        found = row.found(owner)
+    except Exception as error:
+        logger.debug("obstacles: %s", row.reason, exc_info=True)
+        return f"{in_a_line(error)}, so it is not known whether {row.reason.replace('{}', '…')}"
+    return row.reason.format(found) if found else ""
 
 
 def decodes_plainly(runner: Any) -> bool:
