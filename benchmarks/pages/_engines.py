@@ -14,7 +14,7 @@ from vllm_hwplugin_lab.bench.table import NOISE, SIDE_NAMES, between, idle, prof
 from ._gains import Gain, failures, gains
 from ._read import Found
 from ._readme_tables import starts
-from ._serve_tables import live
+from ._serve_tables import api_servers, live
 from ._text import escaped, item, paragraph, table
 
 _BOTH = ("stock", "patched")
@@ -38,6 +38,11 @@ _SIDES = (
 )
 _TRAINED = " `tiny` has trained checkpoints, so its acceptance is real."
 
+_API_SERVER = (
+    "If `server CPU` of `bench serve` is near 100%, the API server process is the limit, not the engine: requests "
+    "queue there, and TTFT rises with the concurrency. Start vLLM with `vllm serve --api-server-count N`, and raise N "
+    "until `server CPU` falls; each process needs a core."
+)
 _WHY = (
     "vLLM launches a drafter without graphs kernel by kernel; meanwhile the GPU waits. The plugin's graphs take most "
     "of these launches away. Where the GPU is busy nearly all of a step, there is nothing to win. The table has the "
@@ -94,7 +99,8 @@ def page(files: Sequence[Found], soaks: Sequence[Found], started: Sequence[Found
     parts = [
         [_HEAD, "## What do I gain?", "", paragraph(sides), "", *_gain_table(found), "", _measured(found), ""],
         [*_by_batch(found), "", "![milliseconds a step, by batch size and side](benchmarks.svg)", ""],
-        ["## What do clients see?", "", live(served).replace("(benchmarks/", "(../benchmarks/"), ""],
+        ["## What do clients see?", "", _linked(live(served)), ""],
+        ["## When the API server is the limit", "", paragraph(_API_SERVER), "", api_servers(served), ""],
         ["## Why, and why not", "", *_reasons(found), ""],
         ["## Does it change what is accepted?", "", *_acceptance(found), "", *_soaks(soaks), ""],
         ["## What does a start cost?", "", starts(started), ""],
@@ -102,6 +108,11 @@ def page(files: Sequence[Found], soaks: Sequence[Found], started: Sequence[Found
         [_AGAIN],
     ]
     return "\n".join(line for part in parts for line in part)
+
+
+def _linked(text: str) -> str:
+    """Return a text of README.md with the links of docs/benchmarks.md."""
+    return text.replace("(docs/benchmarks.md#", "(#").replace("(benchmarks/", "(../benchmarks/")
 
 
 def first_screen(files: Sequence[Found]) -> str:
@@ -135,7 +146,8 @@ def _in_readme(one: Gain) -> str:
 
 
 def _gain_table(found: Sequence[Gain]) -> list[str]:
-    return table(["vLLM", "model runner", "target", "drafter", "speedup with the plugin"], _gain_rows(found))
+    names = ["vLLM", "model runner", "target", "drafter", "speedup with the plugin", "measured"]
+    return table(names, _gain_rows(found))
 
 
 def _gain_rows(found: Sequence[Gain]) -> Iterator[list[str]]:
@@ -148,8 +160,8 @@ def _gain_rows(found: Sequence[Gain]) -> Iterator[list[str]]:
                 said += [] if own else ["not measured"]
                 said.append(f"stock V2 by V1 with the plugin: {between(over.values(), '.2f', '–')}×")
             if said:
-                yield [one.vllm, runner, one.target, one.drafter, "; ".join(said)]
-    yield ["any other", "either", "any", "any", "not measured"]
+                yield [one.vllm, runner, one.target, one.drafter, "; ".join(said), one.file.day]
+    yield ["any other", "either", "any", "any", "not measured", ""]
 
 
 def _worth(ratios: Collection[float]) -> str:

@@ -19,7 +19,7 @@ from . import (
     _serve_tables,
 )
 from ._gains import gains
-from ._read import Found, ResultsError, read_all
+from ._read import Found, ResultsError, read_all, recent
 
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "benchmarks/results"
@@ -47,8 +47,8 @@ def pages(root: Path = ROOT) -> dict[str, str]:
         "README.md": _within(
             root,
             "README.md",
-            live=_serve_tables.live(served),
-            gains=_engines.first_screen(engines),
+            live=_serve_tables.live(recent(served)),
+            gains=_engines.first_screen(recent(engines)),
             costs=_readme_tables.starts_in_short(read_all(results, "starts-")),
         ),
         **{
@@ -75,10 +75,10 @@ def drawings(root: Path = ROOT) -> dict[str, str]:
     from . import _chart
 
     results = root / _FOLDER
-    found, page = gains(read_all(results, "engines-")), root / "docs" / "compatibility.md"
+    engines, page = read_all(results, "engines-"), root / "docs" / "compatibility.md"
     return {
-        "docs/benchmarks.svg": _chart.steps(found),
-        "docs/gain.svg": _chart.idle_and_gain([one for one in found if one.shape != TINY]),
+        "docs/benchmarks.svg": _chart.steps(gains(engines)),
+        "docs/gain.svg": _chart.idle_and_gain([gain for gain in gains(recent(engines)) if gain.shape != TINY]),
         "docs/step.svg": _chart.step_in_time(read_all(results, "phases-")),
         "docs/served.svg": _chart.served(_of_v2(read_all(results, "serve-")), "mrv2-patched"),
         "docs/compatibility.svg": _chart.compatibility(page.read_text(encoding="utf-8")),

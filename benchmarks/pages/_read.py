@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 from vllm_hwplugin_lab.bench import micro, results, serve, soak
 
@@ -29,6 +31,8 @@ _FORMATS: Mapping[str, tuple[str, Any, tuple[str, ...]] | None] = {
     "starts-": ("format", "starts 1", _OF_ENGINES),
     "start_cost": None,
 }
+#: README.md has results from this vLLM on. docs/benchmarks.md has all.
+_RECENT = Version("0.27")
 
 
 class ResultsError(Exception):
@@ -51,12 +55,16 @@ class Found:
         return str(self.results["host"]["vllm"])
 
     @property
+    def day(self) -> str:
+        return str(self.results["date"])[:10]
+
+    @property
     def source(self) -> str:
         """Where the figures come from, in words."""
         host, commit = self.results["host"], self.results["commit"]
         return (
             f"{host['name']}, driver {host['driver']}, torch {host['torch']}, vLLM {host['vllm']}, vllm-hwplugin "
-            f"{self.results['plugin']} at `{commit}`, {self.results['date'][:10]}{self.asked}{self.conditions}"
+            f"{self.results['plugin']} at `{commit}`, {self.day}{self.asked}{self.conditions}"
         )
 
     @property
@@ -84,6 +92,11 @@ def read_all(folder: Path, kind: str) -> list[Found]:
         if not path.name.startswith(tuple(_FORMATS)):
             raise ResultsError(f"{path}: of no known kind; expected a name that begins with {', '.join(_FORMATS)}")
     return [_read(path, kind) for path in paths if path.name.startswith(kind)]
+
+
+def recent(files: Iterable[Found]) -> list[Found]:
+    """Return the files for README.md."""
+    return [file for file in files if Version(file.vllm) >= _RECENT]
 
 
 def _read(path: Path, kind: str) -> Found:

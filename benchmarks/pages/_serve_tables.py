@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,8 +38,16 @@ _COUNTED = {1: "one", 2: "two", 4: "four", 8: "eight"}
 
 
 def over_http(files: Sequence[Found]) -> list[Found]:
-    """Those whose requests a client sent to a server."""
+    """Return the files whose requests vLLM's client sent to a server."""
+    return [file for file in _by_client(files) if _servers(file)]
+
+
+def _by_client(files: Sequence[Found]) -> list[Found]:
     return [file for file in files if "client" in file.results["settings"]]
+
+
+def _servers(file: Found) -> int:
+    return int(file.results["settings"].get("api_server_count", 1))
 
 
 def live(files: Sequence[Found]) -> str:
@@ -58,16 +67,20 @@ def live(files: Sequence[Found]) -> str:
         "tokens/s",
         *(f"{name} {percentile}" for name in ("TTFT", "TPOT") for percentile in ("P50", "P99")),
         "GPU busy, baseline",
+        "measured",
     ]
     devices = " or ".join(sorted({file.device for file in files}))
     numbers = " or ".join(_COUNTED[one] for one in sorted({_gpus(file.results["settings"]) for file in files}))
     loads = "; ".join(dict.fromkeys(_prompts(file.results["settings"]) for file in files))
     full = any(_FULL in cell for row in found for cell in row)
-    waits = f" {_FULL}: the API server process was CPU-bound, so requests queued there." if full else ""
+    waits = (
+        f" {_FULL}: the API server process was CPU-bound, so requests queued there ([what to "
+        "set](docs/benchmarks.md#when-the-api-server-is-the-limit))."
+    )
     said = (
         f"Ratios, plugin / unpatched vLLM. Throughput: higher is better. TTFT, TPOT: lower is better. On {numbers} "
-        f"{devices}; {loads}.{waits} Busy host: other engines started or ran on another GPU meanwhile, which may "
-        "slow unpatched vLLM more. Every figure and its conditions: [serve.md](benchmarks/results/serve.md)."
+        f"{devices}; {loads}.{waits if full else ''} Busy host: other engines started or ran on another GPU meanwhile, "
+        "which may slow unpatched vLLM more. Every figure and its conditions: [serve.md](benchmarks/results/serve.md)."
     )
     return "\n".join([*table(names, found), "", paragraph(said)])
 
@@ -96,7 +109,7 @@ def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
                 file.vllm,
                 "V2" if stock == "mrv2" else "V1",
                 f"{_target(settings)}{file.asked}, {settings['method']} k={case['k']}"
-                f"{file.conditions}{_extra(settings)}",
+                f"{'' if _servers(file) == 1 else f', {frontend(settings)}'}{file.conditions}{_extra(settings)}",
                 " / ".join(asked),
                 " / ".join(f"{ratio:.2f}" for ratio in ratios[0]),
                 *(
@@ -108,6 +121,47 @@ def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
                 ),
                 *(" / ".join(f"{ratio:.2f}" for ratio in one) for one in ratios[3:]),
                 " / ".join(busy),
+                file.day,
+            ]
+
+
+def api_servers(files: Sequence[Found]) -> str:
+    """Return the table of loads that several numbers of API servers got."""
+    same: dict[tuple[str, ...], dict[int, Found]] = {}
+    for file in sorted(_by_client(files), key=lambda file: str(file.results["date"])):
+        settings = file.results["settings"]
+        key = (file.vllm, _target(settings) + file.asked, settings["method"], _prompts(settings), file.device)
+        same.setdefault(key, {})[_servers(file)] = file
+    names = ["vLLM", "target and drafts", "concurrency", "side", "requests to", "tokens/s"]
+    names += [f"{name} {percentile}, ms" for name in ("TTFT", "TPOT") for percentile in ("P50", "P99")]
+    lines = [line for by_count in same.values() if len(by_count) > 1 for line in _frontend_lines(by_count)]
+    return "\n".join(table([*names, "server CPU", "measured"], lines)) if lines else "Not measured yet."
+
+
+def _frontend_lines(by_count: Mapping[int, Found]) -> Iterator[list[str]]:
+    """Yield the lines of loads that more than one file has."""
+    measured: dict[tuple[str, str, str], list[tuple[Found, Mapping[str, Any]]]] = {}
+    for count in sorted(by_count, key=lambda count: count or math.inf):  # without HTTP last
+        for name, loads in groups(by_count[count].results):
+            for at, side, load in loads:
+                measured.setdefault((name, at, side), []).append((by_count[count], load))
+    for (name, at, side), entries in measured.items():
+        for file, load in entries if len(entries) > 1 else ():
+            settings, cpu = file.results["settings"], load.get("cpu", {}).get("server")
+            yield [
+                file.vllm,
+                f"{_target(settings)}{file.asked}, {name}",
+                at,
+                SIDE_NAMES[side],
+                frontend(settings),
+                f"{load['tokens_per_second']['best']:.0f}",
+                *(
+                    f"{load[latency][percentile]:.1f}" if load[latency] else NOT_MEASURED
+                    for latency in ("ttft_ms", "tpot_ms")
+                    for percentile in ("p50", "p99")
+                ),
+                NOT_MEASURED if cpu is None else f"{cpu:.0%}",
+                file.day,
             ]
 
 

@@ -13,6 +13,7 @@ from vllm_hwplugin_lab.bench.micro import attention_cases, op_cases
 from vllm_hwplugin_lab.bench.table import rows
 
 ENGINES = "benchmarks/results/engines-h200-vllm-0.26.0-eagle3-0.6b.json"
+SERVED = "benchmarks/results/serve-h200-vllm-0.33.0-eagle3-0.6b-256.json"
 DFLASH = "benchmarks/results/engines-h200-vllm-0.26.0-dflash-0.6b.json"
 ATTENTION = "benchmarks/results/kernels-attention-h200-vllm-0.26.0.json"
 OPS = "benchmarks/results/kernels-ops-h200-vllm-0.20.2.json"
@@ -35,7 +36,7 @@ def table_of(page):
     """Of each row of the first table: vLLM, runner, target, drafter -> what it says."""
     page = page.partition("Speedup by batch size")[0]
     found = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
-    return {tuple(row[:4]): row[4] for row in found if len(row) == 5}
+    return {tuple(row[:4]): row[4] for row in found if len(row) == 6}
 
 
 def test_the_pages_in_the_tree_are_made_of_its_results_files():
@@ -56,6 +57,57 @@ def test_the_drawing_of_a_runners_page_is_of_that_runner():
     drawn = drawings()["docs/served.svg"]
     assert ("served.svg" in (ROOT / "docs/model-runner-v2.md").read_text(), "v2-tail-graph" in drawn) == (True, True)
     assert "v1-" not in drawn
+
+
+def versions_in(text):
+    return {cell for line in text.splitlines() for cell in re.findall(r"\b0\.\d+\.\d+\b", line) if line[:1] == "|"}
+
+
+def test_old_results_are_on_the_benchmarks_page_with_their_day_and_not_in_the_readme(tree):
+    made = pages(tree)
+    clients, decodes = made["README.md"].partition("<!-- gains: made")[::2]
+    assert versions_in(clients) == {"0.32.0", "0.33.0"}
+    assert "; vLLM 0.32.0; " in " ".join(decodes.split())
+    page = made["docs/benchmarks.md"].splitlines()
+    (line,) = [line for line in page if line.startswith("| 0.20.2 | V1 | Qwen3-0.6B, eagle3")]
+    assert line.endswith("| 2026-11-26 |")
+
+
+def test_loads_of_several_numbers_of_api_servers_stand_together(tree):
+    """Two more files of the newest load: by four API servers, and without HTTP, which only has the largest load."""
+    heading = "## When the API server is the limit"
+    before = pages(tree)["docs/benchmarks.md"].partition(heading)[2].partition("## ")[0]
+    assert before.rstrip().endswith("Not measured yet.")
+    for count in (4, 0):
+        copy = tree / SERVED.replace("-256", f"-256-{count}")
+        copy.write_text((tree / SERVED).read_text())
+
+        def asked(results, count=count):
+            results["settings"]["api_server_count"] = count
+            for side in results["cases"][0]["sides"].values():
+                loads = side["loads"]
+                side["loads"] = {name: load for name, load in loads.items() if count or load["concurrency"] == 256}
+                for load in side["loads"].values():
+                    load["ttft_ms"]["p99"] = 10.0 + count
+                    if not count:
+                        del load["cpu"]["server"]
+
+        change(copy, asked)
+    page = pages(tree)["docs/benchmarks.md"]
+    part = page.partition(heading)[2].partition("## ")[0]
+    lines = [line.split(" | ") for line in part.splitlines() if line.startswith("| 0.33")]
+    for side in ("MRV2", "MRV2 patched"):
+        largest = [line for line in lines if line[2:4] == ["256", side]]
+        assert [line[4] for line in largest] == ["one API server", "4 API servers", "no HTTP"]
+        assert [line[7] for line in largest[1:]] == ["14.0", "10.0"]
+        assert [line[10] == "-" for line in largest] == [False, False, True]
+    assert len([line for line in lines if line[2] == "64"]) == 4
+    # What clients of a server see has the servers in its rows, and nothing that no server answered.
+    clients = page.partition("## What do clients see?")[2].partition("## ")[0]
+    assert [line.split(" | ")[2] for line in clients.splitlines() if line.startswith("| 0.33.0")] == [
+        "Qwen3-0.6B, eagle3 k=3, 4 API servers",
+        "Qwen3-0.6B, eagle3 k=3",
+    ]
 
 
 def test_a_loss_is_called_a_loss(tree):

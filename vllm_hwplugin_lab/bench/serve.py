@@ -575,7 +575,7 @@ def frontend(settings: Mapping[str, Any]) -> str:
     """Return in words what the requests of a results file went to."""
     count = settings.get("api_server_count", 1)
     if not count:
-        return "no HTTP, AsyncLLM in the client's process"
+        return "no HTTP"
     return "one API server" if count == 1 else f"{count} API servers"
 
 
