@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
 
 class Parameters:
@@ -59,7 +60,9 @@ def _attributes(owner: Any, name: str) -> Mapping[str, Any]:
 
 
 def around_graphs(model: Any) -> list[tuple[Any, str]]:
-    """What V1 itself calls of a target or a draft outside of its graphs: the head, and an Eagle3 draft's `fc`.
+    """What vLLM reads of a target or a draft outside of its graphs: the head, and an Eagle3 draft's `fc`.
+
+    No recording sees a head that is handed on by its name, or to another method than `forward`.
 
     A model that takes images has its head in a `language_model`.
 
@@ -112,16 +115,21 @@ class Touched:
 
 
 class FusedWeights:
-    """The tensors that a draft model has fused when this is made.
+    """The tensors that a draft model or a head of it has fused when this is made.
 
     Args:
         model: vLLM's draft model. One with dummy weights fuses them in its first call.
     """
 
     def __init__(self, model: Any):
-        self._model = getattr(model, "model", None)
-        found = {} if self._model is None else vars(self._model)
-        self._recorded = {name: value for name, value in found.items() if torch.is_tensor(value)}
+        draft = getattr(model, "model", None)
+        owners = [] if draft is None else [draft, *(draft.children() if isinstance(draft, torch.nn.Module) else ())]
+        self._recorded = [
+            (owner, name, value)
+            for owner in owners
+            for name, value in vars(owner).items()
+            if name not in ("_parameters", "_buffers") and _tensors(value)
+        ]
 
     def keep_in_place(self) -> str | None:
         """Put what was fused anew where the graphs read it.
@@ -129,14 +137,22 @@ class FusedWeights:
         Returns:
             Why that is not possible, or None.
         """
-        for name, recorded in self._recorded.items():
-            current = getattr(self._model, name)
+        for owner, name, recorded in self._recorded:
+            current = getattr(owner, name)
             if current is recorded:
                 continue
-            if getattr(current, "shape", None) != recorded.shape or current.dtype != recorded.dtype:
+            before, after = _tensors(recorded), _tensors(current)
+            if [(one.shape, one.dtype) for one in before] != [(one.shape, one.dtype) for one in after]:
                 return f"the draft model's {name} has another shape or type than at capture"
-            # A view of a parameter was updated in place already; only a tensor with memory of its own has to be copied.
-            if current.data_ptr() != recorded.data_ptr():
-                recorded.copy_(current)
-            setattr(self._model, name, recorded)
+            for old, new in zip(before, after, strict=True):
+                # A view of a parameter was updated in place already; only one with memory of its own has to be copied.
+                if new.data_ptr() != old.data_ptr():
+                    old.copy_(new)
+            setattr(owner, name, recorded)
         return None
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a tensor, or of a container of nothing else."""
+    leaves = tree_leaves(value)
+    return leaves if all(torch.is_tensor(leaf) for leaf in leaves) else []

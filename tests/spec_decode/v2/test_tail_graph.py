@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,13 @@ from packaging.version import Version
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 import torch
+from torch.utils._pytree import tree_leaves
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode import utils
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
+from vllm_hwplugin.spec_decode.obstacles import Part
 from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2 import tail_graph
 from vllm_hwplugin.spec_decode.v2.recording import SamplerParts
@@ -67,6 +70,26 @@ def test_fused_weights_that_do_not_fit_leave_the_step_to_vllm(monkeypatch: pytes
     assert graphs._sampling.outcomes() == {"not_captured": 1}
     reason = "the draft model's fused has another shape or type than at capture"
     assert noted == [("v2-step-inputs", False, reason), ("v2-tail-graph", False, reason)]
+
+
+@pytest.mark.parametrize("pack", [lambda one: one, lambda one: {"w": one}, lambda one: (one, torch.zeros(1))])
+def test_what_a_head_fuses_anew_is_put_where_graphs_read_it(pack: Callable[[torch.Tensor], Any]) -> None:
+    """As XPress keeps it in a dictionary, and LiLiCorr in a tuple."""
+    draft, head = torch.nn.Module(), torch.nn.Linear(2, 2)
+    draft.model = torch.nn.Module()
+    draft.model.head = head
+    at_capture = torch.ones(2, 3)
+    head.fused = pack(at_capture)
+    fused = FusedWeights(draft)
+    assert fused.keep_in_place() is None
+    head.fused = pack(torch.full((2, 3), 2.0))
+    assert fused.keep_in_place() is None
+    assert at_capture.eq(2).all()
+    assert any(leaf is at_capture for leaf in tree_leaves(head.fused))
+    head.fused = pack(torch.ones(2, 4))
+    assert "fused" in str(fused.keep_in_place())
+    head.fused = None
+    assert "fused" in str(fused.keep_in_place())
 
 
 def test_what_vllm_calls_outside_of_its_graphs_is_watched() -> None:
@@ -122,6 +145,52 @@ def test_no_graph_of_vllm_reads_a_weight_of_a_draft_model(
     draft[0].weight.data = torch.ones(2, 2)
     assert graphs._parameters is not None
     assert (graphs._parameters.moved() is not None) == watched
+
+
+class Headed(torch.nn.Module):
+    """A model whose head no module is given by its place, as of AliceAI, and of drafters that reduce over ranks."""
+
+    def __init__(self, *, by_name: bool) -> None:
+        super().__init__()
+        self.lm_head, self.logits_processor, self._by_name = torch.nn.Linear(2, 3), Processor(), by_name
+
+    def compute_logits(self) -> None:
+        if self._by_name:
+            self.logits_processor(hidden_states=torch.ones(1, 2), lm_head=self.lm_head)
+        else:
+            self.logits_processor.get_top_tokens(self.lm_head, torch.ones(1, 2))
+
+
+class Processor(torch.nn.Module):
+    def forward(self, lm_head: torch.nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states @ lm_head.weight.T
+
+    def get_top_tokens(self, lm_head: torch.nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:
+        return (hidden_states @ lm_head.weight.T).argmax(-1)
+
+
+@pytest.mark.parametrize("left", [{}, {Part.V2_SAMPLING: ""}, {Part.V2_DRAFTING: ""}])
+@pytest.mark.parametrize("of_draft", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_head_is_watched_however_it_is_read_and_by_its_own_graphs_alone(
+    left: dict[Part, str], of_draft: bool, whole: bool
+) -> None:
+    target, draft = Headed(by_name=True), Headed(by_name=False)
+    graphs = TailGraphs(SimpleNamespace(max_num_reqs=2, model=target, speculator=SimpleNamespace(model=draft)))
+    graphs._vllms = left
+    with graphs._touched:
+        target.compute_logits()
+        draft.compute_logits()
+    graphs._watch()
+    assert graphs._parameters is not None
+    assert graphs._parameters.moved() is None
+    model = draft if of_draft else target
+    if whole:
+        model.lm_head = torch.nn.Linear(2, 3)
+    else:
+        model.lm_head.weight = torch.nn.Parameter(torch.ones(3, 2))
+    read = (Part.V2_DRAFTING if of_draft else Part.V2_SAMPLING) not in left
+    assert (graphs._parameters.moved() is not None) is read
 
 
 #: From 0.29 on vLLM captures some of the target's graphs, and what follows them, before there is a KV cache.

@@ -69,7 +69,7 @@ from vllm_hwplugin.spec_decode.v2.recording import (
     splits_top_p,
 )
 from vllm_hwplugin.spec_decode.v2.tail_buffers import LogitsRows, TailBuffers
-from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters, Touched
+from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters, Touched, around_graphs
 
 if TYPE_CHECKING:
     from vllm_hwplugin.spec_decode.v2.step_inputs import StepInputs
@@ -275,9 +275,14 @@ class TailGraphs:
             self._fused = FusedWeights(draft)
 
     def _watch(self) -> None:
-        """Watch the modules that what was recorded so far has called."""
-        runner = self._runner
-        places = self._touched.places(runner.model, getattr(runner.speculator, "model", None))
+        """Watch the modules that what was recorded so far has called, and the heads."""
+        models = {
+            Part.V2_SAMPLING: self._runner.model,
+            Part.V2_DRAFTING: getattr(self._runner.speculator, "model", None),
+        }
+        places: list[tuple[Any, str]] = [*self._touched.places(*models.values())]
+        for part in models.keys() - self._vllms.keys():
+            places += around_graphs(models[part])
         self._parameters = Parameters(self._read_whole, places=places)
 
     def _capture_shape(self, shape: GraphShape, pool: Any) -> _Graphs:
