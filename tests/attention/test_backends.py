@@ -129,8 +129,9 @@ def test_a_step_that_needs_more_is_refused(own: Own, version: str, vllm_tree: Tr
     with own.on(version, vllm_tree) as load:
         layer = own.layer(load)
         metadata = layer.metadata(True)
-        with pytest.raises(NotImplementedError, match="does not quantize its output"):
-            layer.run(metadata, output_scale=torch.ones(1))
+        for scale in ("output_scale", "output_block_scale"):
+            with pytest.raises(NotImplementedError, match="does not quantize its output"):
+                layer.run(metadata, **{scale: torch.ones(1)})
         metadata.causal = torch.ones(len(BATCH), dtype=torch.int32)
         with pytest.raises(NotImplementedError, match="one mask for all requests"):
             layer.run(metadata)

@@ -172,7 +172,9 @@ def test_the_keys_of_decodes_stay_whole_with(version: str, reason: str, vllm_tre
         sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]).bfloat16() if reason == "sinks" else None
         layer = layer_of(load, batch, sinks=sinks)
         layer.write(slice(None))
-        metadata = layer.builder(speculative_config=DRAFTS).build(0, layer.common_metadata(True))
+        builder = layer.builder(speculative_config=DRAFTS)
+        assert builder.makes_schedules is (reason != "batch invariance")
+        metadata = builder.build(0, layer.common_metadata(True))
         close(layer.run(metadata), layer.right(causal=True, sinks=sinks))
     (call,) = calls
     assert call["num_splits"] == (1 if reason == "batch invariance" else 0)
@@ -192,6 +194,23 @@ def test_layers_with_other_query_heads_have_schedules_of_their_own(version: str,
             layer.table = layers[0].table
             layer.write(slice(None))
             close(layer.run(metadata), layer.right(causal=True))
+
+
+@last
+def test_layers_with_sinks_stay_whole_beside_layers_without(version: str, vllm_tree: Tree) -> None:
+    """As the target's layers and a drafter's with as many heads; mate has no split with sinks."""
+    calls: list[dict[str, Any]] = []
+    with released(version, vllm_tree(version), mate=mate(calls)) as load:
+        sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]).bfloat16()
+        layers = [layer_of(load, DECODES, sinks=found) for found in (None, sinks)]
+        named = {str(number): SimpleNamespace(impl=layer.impl) for number, layer in enumerate(layers)}
+        builder = layers[0].builder(layers=named, speculative_config=DRAFTS)
+        metadata = builder.build(0, layers[0].common_metadata(True))
+        for layer, found in zip(layers, (None, sinks), strict=True):
+            layer.table = layers[0].table
+            layer.write(slice(None))
+            close(layer.run(metadata), layer.right(causal=True, sinks=found))
+    assert [call["scheduler_metadata"] is None for call in calls[1:]] == [False, True]
 
 
 @last

@@ -119,6 +119,15 @@ MODELS: dict[str, tuple[list[dict[str, Any]], str | None]] = {
         ],
         None,
     ),
+    "layers that differ in one thing": (
+        [
+            {"heads": 4},
+            {"heads": 4, "sliding_window": 128},
+            {"heads": 4, "logits_soft_cap": 5.0},
+            {"heads": 4, "sinks": torch.zeros(4).bfloat16()},
+        ],
+        None,
+    ),
     "Eagle3": ([{"heads": 4}], "eagle3"),
     "DFlash": ([{"heads": 14}], "dflash"),
 }

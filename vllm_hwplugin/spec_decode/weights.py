@@ -9,7 +9,7 @@ addresses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -59,18 +59,19 @@ def _attributes(owner: Any, name: str) -> Mapping[str, Any]:
     return children if name in children else vars(owner)
 
 
+#: What drafts make of the target's hidden states before their first pass.
+_COMBINING: Final = ("fc", "fc_norm", "input_norm", "hidden_norm", "aux_hidden_norms")
+
+
 def around_graphs(model: Any) -> list[tuple[Any, str]]:
-    """What vLLM reads of a target or a draft outside of its graphs: the head, and an Eagle3 draft's `fc`.
+    """Return what vLLM reads of a target or a draft outside of its own graphs, as owners and attributes.
 
-    No recording sees a head that is handed on by its name, or to another method than `forward`.
-
-    A model that takes images has its head in a `language_model`.
-
-    Returns:
-        Owner and attribute of each.
+    No hook sees a head that is handed on by name, or to another method than `forward`. A model that takes images has
+    its head in a `language_model`.
     """
-    owners = [(model, "lm_head"), (getattr(model, "language_model", None), "lm_head")]
-    places = [*owners, (getattr(model, "model", None), "fc")]
+    draft = getattr(model, "model", None)
+    heads = [(model, "lm_head"), (getattr(model, "language_model", None), "lm_head")]
+    places = [*heads, *((draft, name) for name in _COMBINING)]
     return [(owner, name) for owner, name in places if getattr(owner, name, None) is not None]
 
 

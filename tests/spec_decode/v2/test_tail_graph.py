@@ -94,8 +94,8 @@ def test_what_a_head_fuses_anew_is_put_where_graphs_read_it(pack: Callable[[torc
 
 def test_what_vllm_calls_outside_of_its_graphs_is_watched() -> None:
     head, fc = torch.nn.Linear(2, 3), torch.nn.Linear(2, 2)
-    model = SimpleNamespace(lm_head=head, model=SimpleNamespace(fc=fc))
-    assert around_graphs(model) == [(model, "lm_head"), (model.model, "fc")]
+    model = SimpleNamespace(lm_head=head, model=SimpleNamespace(fc=fc, fc_norm=None, input_norm=fc))
+    assert around_graphs(model) == [(model, "lm_head"), (model.model, "fc"), (model.model, "input_norm")]
     model = SimpleNamespace(language_model=SimpleNamespace(lm_head=head))
     assert around_graphs(model) == [(model.language_model, "lm_head")]
     parameters = Parameters(places=around_graphs(model))
