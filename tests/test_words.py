@@ -39,7 +39,7 @@ WORDS = {
     "stands? against": "why CUDA graphs are not used",
     "mend(s|ed|ing)?": "fix",
     "faults?": "bug",
-    "rooms?|house": "package, module",
+    "rooms?(?! for)|house": "package, module",
     "hand(s|ed|ing)? over": "pass",
     "busy host": "loaded machine",
     "alone": "only",

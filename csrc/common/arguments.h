@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What operations ask of their tensors, in the same words. Every check throws, and none looks at a tensor's elements.
+// Checks of operations' tensors, with equal messages. Every check throws, and none reads a tensor's elements.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace {
 
-// The checks of one call. The others of its tensors have to go with one of them, the leading one.
+// The checks of one call. All tensors are compared with the leading tensor.
 struct Checks {
   const char* op;
   const char* leading_name;
@@ -32,7 +32,7 @@ struct Checks {
         "'s device, cuda:", static_cast<int>(leading.get_device_index()));
   }
 
-  // `expected` says in words what `good` asked.
+  // `expected` describes the condition `good`.
   template <typename... Words>
   void check_type(const torch::stable::Tensor& tensor, const char* name, bool good, const Words&... expected) const {
     STD_TORCH_CHECK(

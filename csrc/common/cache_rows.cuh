@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of paged caches: the bytes that one token has in one layer, wherever a layout puts them.
+// Rows of paged caches: the bytes of one token in one layer, in any layout.
 //
-// A table on the device has a line of 64-bit integers for each layer, which vllm_hwplugin/nwor/rows.py makes:
+// vllm_hwplugin/nwor/rows.py makes a table on the device, with a line of 64-bit integers for each layer:
 //   base, slot_mapping   addresses: of the cache, and of an int64 slot for each token of the batch
 //   block_size           tokens of a block
 //   block, token         bytes from one block to the next, and from one token of a block to the next
 //   outer, outer_stride, inner, inner_stride, run
-//                        a row is outer x inner runs of contiguous bytes; none at all in a line that has only slots
-//   log_offset           where the row lies among the bytes that are kept of one token
-//   num_slots            slots of the cache, all that may be read or written
+//                        a row is outer x inner runs of contiguous bytes; no runs in a line that only has slots
+//   log_offset           offset of the row in the saved bytes of one token
+//   num_slots            slots of the cache: no others may be read or written
 
 #pragma once
 
@@ -24,10 +24,11 @@
 namespace {
 
 constexpr int64_t kColumns = 12;
-// A warp has one row of one layer, and a block as many layers as warps: a launch is a chain of few loads that way, each
-// waiting for the one before, whatever the number of layers.
+// A warp has one row of one layer, and a block as many layers as warps: so a launch is a short chain of dependent loads
+// for any number of layers.
 constexpr int kWarps = 4;
-// Words that a lane has under way, so that the memory's latency is waited for once. A warp's are 4 KiB of 16 bytes each:
+// Words that a lane loads at the same time, to wait once for the memory's latency. A warp's words of 16 bytes are 4
+// KiB:
 // keys and values of eight heads of 128 in bfloat16.
 constexpr int kUnderWay = 8;
 
@@ -59,8 +60,9 @@ struct CacheRow {
         log_offset(line[10]),
         num_slots(line[11]) {}
 
-  // -1 where a token has no slot. A dummy batch, which vLLM runs beside those of other ranks, maps its own tokens alone:
-  // what the mapping holds for others is of an earlier batch, or after a sleep whatever the memory holds.
+  // -1 for a token without a slot. A dummy batch, which vLLM runs while other ranks have work, maps only its own
+  // tokens:
+  // other entries of the mapping are of an earlier batch, or arbitrary after a sleep.
   __device__ int64_t slot_of(int64_t token) const {
     const int64_t slot = token < 0 ? -1 : slot_mapping[token];
     return slot < num_slots ? slot : -1;
@@ -68,8 +70,9 @@ struct CacheRow {
 
   __device__ uint8_t* of(int64_t slot) const { return base + slot / block_size * block + slot % block_size * token; }
 
-  // Calls load(address in the cache, offset in the row) for each word of a row and store(address, offset, word) with what
-  // that gave, by the lanes of a warp.
+  // Calls load(address in the cache, offset in the row) for each word of a row and store(address, offset, word) with
+  // the
+  // result, by the lanes of a warp.
   template <typename Word, typename Load, typename Store>
   __device__ void each_word(int64_t slot, int lane, const Load& load, const Store& store) const {
     constexpr int kBytes = static_cast<int>(sizeof(Word));
@@ -99,15 +102,15 @@ struct CacheRow {
   }
 };
 
-// The last `drafts` tokens of each request may be drafts, its first never is: row `request * drafts + j` is its token
-// `drafts - j` from the end. -1 where the request has no such token.
+// The last `drafts` tokens of each request may be drafts, its first token never is: row `request * drafts + j` is its
+// token `drafts - j` from the end; -1 if the request has no such token.
 __device__ inline int64_t token_of_row(const int32_t* query_start_loc, int row, int drafts) {
   const int request = row / drafts;
   const int64_t token = static_cast<int64_t>(query_start_loc[request + 1]) - drafts + row % drafts;
   return token > query_start_loc[request] ? token : -1;
 }
 
-// Of a launch with a warp for each row and layer.
+// The grid of a launch with a warp for each row and layer.
 inline dim3 grid_of(int64_t rows, int64_t layers) {
   return {static_cast<unsigned>(rows), static_cast<unsigned>((layers + kWarps - 1) / kWarps)};
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Division on the device by a number that the host knows.
+// Division on the device by a number known to the host.
 
 #pragma once
 
@@ -9,7 +9,8 @@
 
 namespace {
 
-// Of numbers below 2^31: a multiplication instead of about twenty steps (Granlund and Montgomery, Division by Invariant
+// For numbers below 2^31: a multiplication instead of about twenty steps (Granlund and Montgomery, Division by
+// Invariant
 // Integers using Multiplication).
 struct Divider {
   uint32_t divisor;

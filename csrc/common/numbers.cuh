@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the types of tensors to float32 and back, rounded to nearest even.
+// Conversion of tensors' types to float32 and back, rounded to nearest even.
 
 #pragma once
 

@@ -24,7 +24,7 @@ struct Int8 {
 // Above, the steps of `Divisor` could overflow.
 constexpr float kLarge = 0x1p100f;
 
-// Division by a number that is the same for many: a / b, rounded as `/` rounds it, in three steps. The product with the
+// Division of many numbers by the same number: a / b, rounded like `/`, in three steps. The product with the
 // rounded reciprocal is corrected once by the remainder, which leads to the nearest number (Brisebarre, Muller and
 // Raina, Accelerating Correctly Rounded Floating-Point Division When the Divisor Is Known in Advance). The remainder is
 // taken negative for the sign of zero: -0 / b stays -0. Only a quotient that is zero in the types here may differ.
@@ -44,8 +44,9 @@ __device__ __forceinline__ uint32_t bytes_of(int low, int high) {
   return (static_cast<uint32_t>(high) & 0xffu) << 8 | (static_cast<uint32_t>(low) & 0xffu);
 }
 
-// The conversions of two elements into the lower and the upper of two bytes. What is not a number becomes what it becomes
-// in vLLM: the largest float8, and zero.
+// Conversion of two elements into the lower and the upper of two bytes. NaN becomes, as in vLLM, the largest float8,
+// and
+// zero in int8.
 template <typename quant_t>
 __device__ __forceinline__ uint32_t quantise(float low, float high);
 template <>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a launch goes, and whether it went.
+// The stream of a launch, and its errors.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/util/Exception.h>
 
-// Defined by CUDA builds of PyTorch alone. As a weak symbol it lets the library load, and refuse, beside a CPU build.
+// Only CUDA builds of PyTorch define it. As a weak symbol it lets the library load with a CPU build, and refuse calls.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream) __attribute__((weak));
 
 namespace {
@@ -23,7 +23,7 @@ inline cudaStream_t current_stream(const char* op, int32_t device_index) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// To be called behind a launch.
+// Call after a launch.
 inline void check_launch(const char* op) {
   const cudaError_t error = cudaGetLastError();
   STD_TORCH_CHECK(error == cudaSuccess, op, ": the kernel did not start: ", cudaGetErrorString(error));

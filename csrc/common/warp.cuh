@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a warp is on every device that the kernels are for.
+// The size of a warp on every device that the kernels are for.
 
 #pragma once
 

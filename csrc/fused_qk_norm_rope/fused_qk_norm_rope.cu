@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // RMS norm of each query and key head and then rotary position embedding, in place in the joined qkv tensor.
 //
-// All arithmetic is float32 and the result is rounded once, so it is nearer to the exact one than the two operations
-// that it replaces. The order of each sum is fixed, and fused operations are written out where the compiler could
-// choose: a head gets the same bits whatever else is in the batch.
+// All arithmetic is float32 and the result is rounded once, so it is nearer to the exact result than the two operations
+// that it replaces. The order of each sum is fixed, and fused operations are written out so that the compiler has no
+// choice: a head gets the same bits in every batch.
 //
 // Only the stable ABI of PyTorch is used; see csrc/README.md.
 
@@ -36,11 +36,12 @@ constexpr int kThreads = 128;
 constexpr int kAccess = 16;            // bytes: the widest access of a thread
 constexpr int kWide = kAccess / 2;     // elements of a half type in it
 constexpr int kOwn = 2 * kWide;        // elements of a head that one thread holds: two accesses
-constexpr int kUsualLanes = 8;         // threads for a head of 128, which get a kernel of their own
+constexpr int kUsualLanes = 8;         // threads for a head of 128, which have their own kernel
 constexpr int64_t kMaxHeads = 1 << 16;  // keeps the indices of heads and rows within 32 bits
 
 // From here on each thread gets several heads: far more threads than a device keeps resident at once, so that sharing
-// cosines and having more loads under way costs no parallelism. On an H200 two heads lose with 0.6 million threads, gain
+// cosines and having more loads under way costs no parallelism. On an H200 two heads lose with 0.6 million threads,
+// gain
 // with 2.6 million, and are faster than four.
 constexpr int64_t kManyThreads = 1 << 20;
 constexpr int kManyHeads = 2;
@@ -181,8 +182,8 @@ struct Place {
     second = apart ? first + problem.rotary_dim / 2 : first + kWide;
   }
 
-  // The cosines, and the sines that belong to them. Where nothing is rotated any others are loaded, because a branch
-  // would let the load of the position wait for the loads before it.
+  // The cosines and sines. Elements that are not rotated load arbitrary ones, because with a branch the load of the
+  // position would wait for the loads before it.
   template <typename cache_t>
   __device__ __forceinline__ Runs<cache_t> angles(const Problem& problem, int64_t position) const {
     const int half_dim = problem.rotary_dim / 2;
@@ -367,8 +368,8 @@ void check_vector(const Checks& checks, const Tensor& tensor, const char* name, 
       " dimensions and ", tensor.numel(), " elements; expected [", size, "]");
 }
 
-// Registered with vLLM's schema. forced_token_heads_per_warp steers how vLLM's kernel is launched; results do not
-// depend on it, and this one is launched in its own way.
+// Registered with vLLM's schema. forced_token_heads_per_warp is for the launch of vLLM's kernel; results do not depend
+// on it, and this kernel ignores it.
 void fused_qk_norm_rope(
     Tensor qkv, int64_t num_heads_q, int64_t num_heads_k, int64_t num_heads_v, int64_t head_dim, double eps,
     Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, bool is_neox, Tensor position_ids,

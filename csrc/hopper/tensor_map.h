@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tensor as Hopper's copy engine sees it.
+// The descriptor of a tensor for Hopper's copy engine.
 
 #pragma once
 
@@ -12,7 +12,7 @@ using EncodeTiled = CUresult (*)(
     CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
     const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// The driver's function, without linking against the driver: the library has to load where there is none.
+// The driver's function, without linking against the driver: the library must also load without a driver.
 inline EncodeTiled encode_tiled(const char* op) {
   static const EncodeTiled function = [op] {
     void* found = nullptr;
@@ -32,7 +32,8 @@ inline EncodeTiled encode_tiled(const char* op) {
 }
 
 // Dimensions go from the innermost out; strides are in bytes, and the innermost dimension has none. `box` is how many
-// elements of each dimension one copy takes. Rows of 128 bytes are swizzled; what lies beyond the tensor arrives as zeros.
+// elements of each dimension one copy takes. Rows of 128 bytes are swizzled; what lies beyond the tensor arrives as
+// zeros.
 template <int kDims>
 CUtensorMap tensor_map(
     const char* op, const char* name, CUtensorMapDataType type, const void* data, const cuuint64_t (&sizes)[kDims],

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the KV caches hold where a step is about to write its draft tokens, kept byte by byte.
+// Saves the bytes of the KV caches that a step's draft tokens will overwrite.
 //
-// One launch serves all layers. The slot is noted beside the bytes, so that what writes them back depends on nothing that
-// the rest of the step may overwrite.
+// One launch for all layers. The slot is saved with the bytes, so that the restore depends on nothing that the rest of
+// the step may overwrite.
 //
 // Only the stable ABI of PyTorch is used; see csrc/README.md.
 

@@ -2,8 +2,9 @@
 // Merges attention over two parts of the keys, a prefix and a suffix, into attention over both.
 //
 // Each part comes normalised, with the logarithm of the sum of exponentials (LSE) that it was divided by; section 2.2
-// of FlashInfer (arXiv:2501.01005) has the formula. Loads and stores are all that it costs, so that every thread moves
-// packs of 16 bytes, and asks for both parts before it needs the LSEs: no load waits for another one.
+// of FlashInfer (arXiv:2501.01005) has the formula. Loads and stores are its only cost, so every thread moves packs of
+// 16
+// bytes, and loads both parts before it needs the LSEs: no load waits for another one.
 //
 // Only the stable ABI of PyTorch is used; see csrc/README.md.
 
@@ -47,8 +48,9 @@ struct alignas(sizeof(out_t) * kCount) Pack {
   out_t values[kCount];
 };
 
-// Where a tensor keeps what belongs to a head of a token: the elements of the head, side by side, or its LSE. Strides
-// are in elements. With 32 bits each, a product is one instruction, and it has 64 bits all the same.
+// The location of a token's head in a tensor: of its contiguous elements, or of its LSE. Strides are in elements. With
+// 32
+// bits each, a product is one instruction, and has 64 bits.
 template <typename scalar_t>
 struct Rows {
   scalar_t* data = nullptr;
@@ -70,7 +72,7 @@ struct Shape {
 template <>
 __device__ __forceinline__ __nv_fp8_e4m3 narrow<__nv_fp8_e4m3>(float x) { return __nv_fp8_e4m3(x); }  // saturates
 
-// What each part counts for in the result.
+// The weights of both parts.
 struct Weights {
   float prefix = 0.0f;
   float suffix = 1.0f;
@@ -78,9 +80,9 @@ struct Weights {
   bool suffix_empty = false;
 };
 
-// One exponential and one division serve both weights: their quotient is exp(lower - upper), their sum 1.
+// Both weights need one exponential and one division: their quotient is exp(lower - upper), their sum 1.
 __device__ __forceinline__ Weights weigh(float prefix_lse, float suffix_lse, float& lse) {
-  // FlashAttention 2 returns +inf for a part without keys, FlashAttention 3 -inf. No other part has either.
+  // FlashAttention 2 returns +inf for a part without keys, FlashAttention 3 -inf. Parts with keys have a finite LSE.
   const bool prefix_empty = isinf(prefix_lse);
   const bool suffix_empty = isinf(suffix_lse);
   const float prefix = prefix_empty ? -INFINITY : prefix_lse;
@@ -88,7 +90,7 @@ __device__ __forceinline__ Weights weigh(float prefix_lse, float suffix_lse, flo
   const bool prefix_is_upper = prefix >= suffix;
   const float upper = prefix_is_upper ? prefix : suffix;
   const float lower = prefix_is_upper ? suffix : prefix;
-  // Without the test two empty parts would be no number apart.
+  // Without the test the difference of two empty parts would be NaN.
   const float ratio = expf(lower == upper ? 0.0f : lower - upper);
   const float sum = 1.0f + ratio;
   const float upper_weight = 1.0f / sum;
@@ -121,8 +123,8 @@ __global__ void __launch_bounds__(kThreads) merge_attn_states_kernel(
   const int across = static_cast<int>(blockDim.x);
   int pack = is_row ? static_cast<int>(threadIdx.x) : shape.packs;
 
-  // Words until they are needed: taking elements out of them at once would wait for each load before the next.
-  uint4 context;  // read where has_context alone
+  // Kept as words until needed: unpacking elements here would wait for each load before the next.
+  uint4 context;  // read only if has_context
   uint4 own;
   const auto load = [&] {
     // Two conditions that do not nest become predicates of the loads; nested ones became branches between them.
@@ -135,7 +137,7 @@ __global__ void __launch_bounds__(kThreads) merge_attn_states_kernel(
   };
 
   load();
-  // The result may lie where one of the LSEs does, which every thread of the row reads, in several warps or in one.
+  // The result may overwrite one of the LSEs, which every thread of the row reads, in one warp or several.
   __syncthreads();
   Weights weights;
   if (has_context) {
@@ -149,7 +151,7 @@ __global__ void __launch_bounds__(kThreads) merge_attn_states_kernel(
     inverse_scale = 1.0f / *output_scale;
   }
   while (pack < shape.packs) {
-    // What stands where there were no keys may be no number, which a weight of 0 would let through.
+    // The output of a part without keys may be NaN, and NaN times a weight of 0 is NaN.
     if (weights.prefix_empty) {
       context = make_uint4(0, 0, 0, 0);
     }
@@ -193,7 +195,7 @@ void check_heads(const Checks& checks, const Tensor& tensor, const char* name, i
   }
   STD_TORCH_CHECK(
       aligned(tensor.const_data_ptr(), static_cast<uintptr_t>(pack_bytes)), "merge_attn_states: ", name,
-      " does not begin at a multiple of ", pack_bytes, " bytes; expected that: call clone() first");
+      " does not begin at a multiple of ", pack_bytes, " bytes: call clone() first");
 }
 
 void check_lse(const Checks& checks, const Tensor& tensor, const char* name) {

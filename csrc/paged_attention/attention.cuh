@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over a paged KV cache for large heads on Hopper, with its keys split over several programs where the batch
-// alone would not fill the device.
+// Attention over a paged KV cache for large heads on Hopper, with its keys split over several programs if the batch has
+// too few to fill the device.
 //
 // A program has 64 rows, each a token and one of the query heads that share a KV head, and walks over tiles of 64 keys.
-// The sums of 64 rows of 512 are half of a multiprocessor's registers, so two warpgroups divide the *head* between them:
-// each has its half of the columns of queries, keys, values and sums, copies its own tiles, and waits for nobody but
-// itself. Only the logits are sums over both halves; the two exchange theirs through shared memory and then compute the
-// same weights. (FlashMLA, which has 64 rows of 512 as well, divides keys and values instead and exchanges weights.)
+// The sums of 64 rows of 512 are half of a multiprocessor's registers, so two warpgroups divide the *head* between
+// them:
+// each has its half of the columns of queries, keys, values and sums, copies its own tiles, and waits only for itself.
+// Only the logits are sums over both halves; the warpgroups exchange theirs through shared memory and then compute the
+// same weights. (FlashMLA, which also has 64 rows of 512, divides keys and values instead and exchanges weights.)
 //
-// The online softmax and the split over the keys are those of FlashAttention 2 and Flash-Decoding. While the products
-// with the values of a tile run, the weights of the next one are made, as in FlashAttention 3.
+// The online softmax and the split over the keys are FlashAttention 2's and Flash-Decoding's. While the products with
+// the
+// values of a tile run, the weights of the next tile are computed, as in FlashAttention 3.
 //
-// The copy engine takes the keys from wherever the cache has them, by strides: 16 tokens of one page and 64 columns at a
-// time, so that any page of a multiple of 16 tokens will do.
+// The copy engine reads the keys by the cache's strides: 16 tokens of one page and 64 columns at a time, so pages of
+// any
+// multiple of 16 tokens work.
 
 #pragma once
 
@@ -41,7 +44,8 @@ struct Shared {
   uint64_t values_full[2];
 };
 
-// Where in the cache a sub-tile lies. One without a key that any row sees has block `num_blocks`, which copies as zeros.
+// Where in the cache a sub-tile lies. One without a key that any row sees has block `num_blocks`, which copies as
+// zeros.
 struct Place {
   int block, token;
 };
@@ -59,7 +63,7 @@ struct Copier {
     if (lane != 0) {
       return;
     }
-    // Bytes may arrive before they are expected: the barrier waits for this arrival as well.
+    // Bytes may arrive before they are expected: the barrier also waits for this arrival.
     if (warp == 0) {
       hopper::barrier_arrive_expecting(full, kChunks * kChunkBytes);
     }
@@ -118,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
   }
   const Keys keys = keys_of(span, splits, split);
   const int tiles = max((keys.end - keys.begin + kKeys - 1) / kKeys, 0);
-  // The shuffle tells the compiler that they are the same for a whole warp, which descriptors have to be.
+  // The shuffle tells the compiler that they are the same for a whole warp, which descriptors must be.
   const int warpgroup = __shfl_sync(kAllLanes, threadIdx.x / kGroupThreads, 0);
   const int thread = threadIdx.x % kGroupThreads, lane = thread % 32;
   const int warp = __shfl_sync(kAllLanes, thread / 32, 0);
@@ -137,13 +141,14 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
     return Place{token < keys.end ? table[index] : p.num_blocks, token - index * p.page};
   };
   Place place = place_of(0), next_place = place_of(1);
-  // What is before the window may be not a number, as what is behind the keys, and only the first tile begins before it.
+  // Bytes before the window may be NaN, like bytes behind the keys; only the first tile begins before the window.
   if (p.window_left >= 0 && keys.begin + (warp + 1) * kSubTile <= block.position - p.window_left) {
     place.block = p.num_blocks;
   }
   if (tiles > 0) {
-    // Queries before keys: behind all programs' first tiles they would arrive last, and nothing begins without them. Rows
-    // behind a block's last are another request's or nobody's; what becomes of them is not written.
+    // Queries before keys: after all programs' first tiles they would arrive last, and nothing begins without them.
+    // Rows
+    // behind a block's last row belong to another request or none; their results are not written.
     if (lane == 0) {
       if (warp == 0) {
         hopper::barrier_expect(&shared.keys_full[warpgroup], kChunks * p.most_rows * kChunk * 2);
@@ -296,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
       }
       top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
       top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
-      // A row that has seen no key yet: any finite number does, its weights are zero.
+      // For a row that has seen no key yet any finite number works, because its weights are zero.
       const float reference = top == -INFINITY ? 0.0f : top;
       shrink[half] = power_of_two(largest[half] - reference);
       largest[half] = top;
@@ -313,7 +318,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
       total[half] = total[half] * shrink[half] + sum;
     }
   };
-  // Not before the products that read the last weights have ended: the compiler would wait for them at once.
+  // Not before the products that read the last weights have ended: otherwise the compiler waits for them here.
   const auto pack_weights = [&](const float(&logits)[32]) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
@@ -351,7 +356,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
       copy_keys.start(warp, lane, next_place);
     }
     exchange_logits(tile + 1, logits);
-    // Only now: these values were asked for when the last products with values had ended, and the logits since then have
+    // Only now: these values were asked for when the last products with values had ended, and the logits since then
+    // have
     // covered their way.
     hopper::barrier_wait(&shared.values_full[warpgroup], tile & 1);
     start_sums();
@@ -360,7 +366,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
     hopper::named_sync(own, kGroupThreads);
     copy_values.start(warp, lane, place);
     pack_weights(logits);
-    // Once the largest logits have been seen, nothing shrinks any more. Rows that are not there may hold anything.
+    // Once the largest logits have been seen, nothing shrinks any more. Missing rows may hold anything.
     if (__any_sync(kAllLanes, (row < rows && shrink[0] != 1.0f) || (row + 8 < rows && shrink[1] != 1.0f))) {
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -373,8 +379,9 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
   }
   if (tiles > 0) {
     hopper::barrier_wait(&shared.values_full[warpgroup], (tiles - 1) & 1);
-    // Behind a request's last token the cache may hold anything, also what is not a number, which a weight of zero does
-    // not undo. Whole sub-tiles behind it were not copied.
+    // Behind a request's last token the cache may hold NaN, and NaN times a weight of zero is NaN. Whole sub-tiles
+    // behind
+    // it were not copied.
     const int valid = keys.end - (keys.begin + (tiles - 1) * kKeys);
     const int upto = min((valid + kSubTile - 1) / kSubTile * kSubTile, kKeys);
     for (int i = thread; i < (upto - valid) * kChunks * 8; i += kGroupThreads) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the keys of a batch are shared out, where every request has one block of queries. Requests differ in length, and
-// only the device knows them, so each program looks at all of them: a long request gets many programs, a short one one.
-// (FlashAttention 3 works out its splits in a kernel of its own; here that would be a launch more for each layer.)
+// Distributes the keys of a batch over programs, if every request has one block of queries. Requests differ in length,
+// and only the device knows their lengths, so each program looks at all of them: a long request gets many programs, a
+// short request gets one. (FlashAttention 3 computes its splits in a separate kernel, a further launch for each layer.)
 //
-// All programs and the merge have to come to the same shares, so everything is in whole numbers.
+// All programs and the merge must compute the same distribution, so it uses only integers.
 
 #pragma once
 
@@ -11,13 +11,13 @@
 
 namespace paged {
 
-// Programs that together read as fast as memory gives: by measurement on an H200, four fifths of its multiprocessors.
+// Programs that saturate the memory's bandwidth: by measurement on an H200, four fifths of its multiprocessors.
 __device__ __forceinline__ int enough(int at_once) { return max(at_once * 4 / 5, 1); }
 
-// A try with fewer programs than one round has, for batches whose results take long beside their keys.
+// A try with fewer programs than one round has, for batches whose results take long in relation to their keys.
 __device__ __forceinline__ int part_of_a_round(int at_once) { return at_once * 7 / 10; }
 
-// The times that a number of programs is judged by, in sixteenths of what one of those programs takes for a tile.
+// Times to judge a number of programs, in sixteenths of a program's time for a tile.
 constexpr int kTile = 16;
 constexpr int kHalfTile = kTile / 2;
 constexpr int kEmptyPipeline = 13;  // what a program takes longer that begins where another has ended
@@ -53,10 +53,10 @@ __device__ inline Shares shares_of(const Problem& p) {
   longest = __reduce_max_sync(kAllLanes, longest);
 
   // Each lane tries another number of programs: as many rounds as its own number, and lane 0 a part of one, for batches
-  // whose results take long beside their keys.
+  // whose results take long in relation to their keys.
   int programs = lane > 0 ? lane * p.at_once : part_of_a_round(p.at_once), tiles = longest;
   if (programs > count && programs <= p.programs) {
-    // Two bounds that a number of tiles has to keep for the programs to suffice. n requests of t tiles in all need
+    // Two bounds on the number of tiles so that the programs suffice. n requests of t tiles in all need
     // (t - n) / tiles + n at most; and no more than if each were as long as the longest, which is exact if they are.
     const int uneven = max(divide_up(sum - count, programs - count), 1);
     tiles = min(uneven, divide_up(longest, divide(programs, max(count, 1))));
@@ -66,7 +66,8 @@ __device__ inline Shares shares_of(const Problem& p) {
   const bool splits = tiles < longest;
   // There may be far fewer results than programs: where each has 2 of 128 tiles, 64 of 92 have one.
   programs = splits ? min(programs, count * divide_up(longest, tiles)) : count;
-  // How long that takes, added up over the programs that memory feeds. One round ends with its longest split. Of several,
+  // How long that takes, added up over the programs that memory feeds. One round ends with its longest split. Of
+  // several,
   // the last is half empty, and each begins with an empty pipeline. Results that are split are written and read again,
   // and the merge itself takes about as long as a tile.
   const int memory = enough(p.at_once);
@@ -78,7 +79,7 @@ __device__ inline Shares shares_of(const Problem& p) {
   return {__shfl_sync(kAllLanes, programs, who), __shfl_sync(kAllLanes, tiles, who)};
 }
 
-// What a program of a launch has to do where keys are shared out; of no request: nothing.
+// The work of a program if keys are distributed; without a request it has none.
 struct Task {
   int request, split, splits;
 };

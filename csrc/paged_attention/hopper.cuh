@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What sm_90a has and CUDA C++ has no words for: barriers that count bytes, tiles that are copied by the tensor memory
-// accelerator (TMA), and matrix products of a warpgroup (wgmma). The instructions and the bits of the descriptors are
-// those of the PTX ISA, sections "mbarrier", "cp.async.bulk.tensor" and "wgmma.mma_async".
+// Instructions of sm_90a that CUDA C++ lacks: barriers that count bytes, copies of tiles by the tensor memory
+// accelerator
+// (TMA), and matrix products of a warpgroup (wgmma). Instructions and bits of the descriptors are from the PTX ISA,
+// sections "mbarrier", "cp.async.bulk.tensor" and "wgmma.mma_async".
 
 #pragma once
 
@@ -22,7 +23,7 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)));
 }
 
-// What this thread has done to barriers becomes visible to the copy engine.
+// Makes this thread's changes to barriers visible to the copy engine.
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // Ordinary writes to shared memory become visible to TMA and wgmma, which read it by another way.
@@ -63,7 +64,8 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Start the copy of one box. What lies outside of the tensor arrives as zeros, and counts as bytes all the same. What is
+// Start the copy of one box. What lies outside of the tensor arrives as zeros, and counts as bytes all the same. What
+// is
 // read `once` leaves the L2 cache before anything else does.
 template <bool kOnce>
 __device__ __forceinline__ void tma_load(

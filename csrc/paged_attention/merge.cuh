@@ -24,8 +24,9 @@ __host__ __device__ constexpr int merges_per_row(int head_size) {
 template <int kSplits>
 constexpr bool kMergeLoops = kSplits <= 2;
 
-// kSlices slices of a row of a block of queries, from its splits, by a team of `team` warps that read up to kSplits each,
-// all at once, and then the others. Rows with one split have their result already.
+// kSlices slices of a row of a block of queries, from its splits, by a team of `team` warps that read up to kSplits
+// each
+// at a time. Rows with one split have their result already.
 template <typename T, int kSlices, int kSplits>
 __device__ __forceinline__ void merge_part(
     const Problem& p, const Block& block, int splits, int item, int team, int columns, float4 (&parts)[kMergeWarps][32]) {
@@ -36,7 +37,7 @@ __device__ __forceinline__ void merge_part(
   const Partials partials(p, block, kv_head, columns);
   const int first = item % per_row * kSlices * (kMergeColumns / Partials::kPiece) + lane / 4, pair = lane % 4;
 
-  // Those of this warp's parts, one a lane; and of all splits, so that no warp waits for another.
+  // The LSEs of this warp's parts, one a lane; and of all splits, so that no warp waits for another.
   const int mine = member + lane * team;
   float weight = lane < kSplits && mine < used ? p.partial_lse[partials.lse(mine, row)] : -INFINITY;
   float lse[kMaxSplits / 32], largest = -INFINITY, total = 0.0f;
@@ -147,9 +148,9 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge_kernel(const Problem p
   const int splits = splits_of(p, span_of(p, block).tiles, share);
   const int teams = kMergeWarps / team;
   int item = blockIdx.z * teams + warp / team;
-  // So far only what the attention kernel has waited for itself before it let this one start.
+  // So far this kernel only read what the attention kernel had waited for before it let this one start.
 #if __CUDA_ARCH__ >= 900
-  // By every program, those without work as well: this grid must not be complete before the attention kernel is.
+  // By every program, also without work: this grid must not be complete before the attention kernel is.
   cudaGridDependencySynchronize();
 #endif
   if constexpr (kMergeLoops<kSplits>) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The host's side of the operation: checks, the copy engine's view of queries and cache, launches.
+// The host's side of the operation: checks, descriptors of queries and cache for the copy engine, launches.
 
 #include <algorithm>
 #include <cstdint>
@@ -27,7 +27,7 @@ using namespace paged;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// A tensor as the copy engine sees it: its dimensions from the innermost out, and how many elements of each one copy takes.
+// A tensor for the copy engine: its dimensions from the innermost out, and how many elements of each one copy takes.
 template <int kDims>
 CUtensorMap map_of(const Tensor& tensor, const char* name, const int (&dims)[kDims], const cuuint32_t (&box)[kDims]) {
   cuuint64_t sizes[kDims], strides[kDims - 1];
@@ -66,13 +66,13 @@ void start(
   STD_TORCH_CHECK(error == cudaSuccess, "paged_attention: ", name, " did not start: ", cudaGetErrorString(error));
 }
 
-// Of so few rows a device holds warps that have all splits of one on their way at once, which takes many registers.
+// With so few rows a warp loads all splits of its row at the same time, which takes many registers.
 constexpr int kFewRows = 256;
 
 // Programs of a merge that loops: about as many as an H200 has room for at a time.
 constexpr int kMergePrograms = 1024;
 
-// `expected`: splits of a row. Those of one that has more take longer.
+// `expected`: splits of a row. A row with more splits takes longer.
 template <typename T, int kSlices, int kSplits>
 void launch_merge(const Problem& p, int columns, int expected, dim3 grid, cudaStream_t stream) {
   int team = 1;
@@ -94,7 +94,7 @@ void launch(const Problem& p, const Maps& maps, int blocks, cudaStream_t stream)
   constexpr size_t kBytes = sizeof(Shared<kChunks>);
   const auto kernel =
       p.blocks_per_request == 1 ? attention_kernel<T, kChunks, true> : attention_kernel<T, kChunks, false>;
-  // Once for a device would do; the call costs less than finding out.
+  // Once for each device would suffice, but the call costs less than a check.
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes));
   STD_TORCH_CHECK(
@@ -104,7 +104,7 @@ void launch(const Problem& p, const Maps& maps, int blocks, cudaStream_t stream)
                                        : dim3(grid.x, grid.y, static_cast<unsigned>(p.splits));
   start("the kernel", kernel, programs, kThreads, kBytes, stream, maps.query, maps.keys, maps.values, p);
   if (p.splits > 1) {
-    // As many as requests of the same length would have.
+    // As many as requests of equal length would have.
     const int expected = p.programs > 0 ? std::clamp(p.at_once / blocks, 2, p.splits) : p.splits;
     const bool few = expected > 8 && blocks * p.kv_heads * p.most_rows <= kFewRows;
     const auto merge = expected <= 2   ? launch_merge<T, 4, 2>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a launch is told, and what every program works out from it: its queries, its keys, its rows. The attention kernel
-// and the merge have to come to the same answer, so both ask here, and in balance.cuh.
+// The arguments of a launch, and each program's queries, keys and rows. The attention kernel and the merge must compute
+// the same, so both use this header and balance.cuh.
 
 #pragma once
 
@@ -41,7 +41,7 @@ struct Problem {
   int kv_heads, group, head_size, page, num_blocks;
   int splits;        // of a block of queries at most: there is room for as many results
   int programs;      // of a KV head, among which the keys of all requests are shared out; 0: every block has all splits
-  int at_once;       // of those, how many the device runs at a time
+  int at_once;       // programs of a KV head that the device runs at a time
   int block_tokens;  // tokens of a block of queries: kRows / group
   int most_tokens;   // that any block has
   int most_rows;     // most_tokens * group
@@ -51,8 +51,8 @@ struct Problem {
   bool causal;
 };
 
-// The quotient rounded down, of numbers below 2^23: a float has them, and its quotient, which may be off by two units in
-// the last place, is off by one at most. Faster than that of integers.
+// The quotient rounded down, of numbers below 2^23: a float represents them, and its quotient, which may be off by two
+// units in the last place, is off by one at most. Faster than a division of integers.
 __device__ __forceinline__ int divide(int number, int by) {
   const int quotient = __float2int_rz(__fdividef(static_cast<float>(number), static_cast<float>(by)));
   const int rest = number - quotient * by;
@@ -80,14 +80,15 @@ __device__ inline Block block_from(const Problem& p, int index, int request, int
 }
 
 __device__ inline Block block_of(const Problem& p) {
-  // The last blocks of a causal prefill see the most keys: they start first, so that no long one is left at the end.
+  // The last blocks of a causal prefill see the most keys and take longest, so they start first.
   const int index = gridDim.x - 1 - blockIdx.x;
   int request, skipped;
   if (p.blocks_per_request > 0) {
     request = divide(index, p.blocks_per_request);
     skipped = (index - request * p.blocks_per_request) * p.block_tokens;
   } else {
-    // Request r has the blocks from query_start_loc[r] / block_tokens + r on: as many as it needs or one more, and known
+    // Request r has the blocks from query_start_loc[r] / block_tokens + r on: as many as it needs or one more, and
+    // known
     // without a sum over the requests before it.
     int low = 0, high = p.requests - 1;
     while (low < high) {
@@ -104,8 +105,8 @@ __device__ inline Block block_of(const Problem& p) {
   return block_from(p, index, request, skipped);
 }
 
-// The keys that a block of queries sees. `begin` is a multiple of a tile whatever the batch is, so, where keys are not
-// split, a row's rounding does not depend on what runs beside it.
+// The keys that a block of queries sees. `begin` is a multiple of a tile in every batch, so, if keys are not split, a
+// row's rounding does not depend on other rows.
 struct Span {
   int begin, end, tiles;
 };
@@ -125,7 +126,7 @@ __device__ inline Span span_of(const Problem& p, const Block& block) {
   return {begin, end, (max(end - begin, 0) + kKeys - 1) / kKeys};
 }
 
-// How many splits a span has, of `share` tiles each or fewer, but for those that there is no room for. Without keys none.
+// The number of splits of a span, of at most `share` tiles each, limited by the room for results. 0 without keys.
 __device__ __forceinline__ int splits_of(const Problem& p, int tiles, int share) {
   return divide_up(tiles, tiles > share * p.splits ? divide_up(tiles, p.splits) : share);
 }

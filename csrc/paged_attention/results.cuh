@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the sums of a block of queries go: to the result, or, where its keys are split, to where the merge finds them.
+// Writes the sums of a block of queries: to the result, or, if its keys are split, to the memory of partial results.
 
 #pragma once
 
@@ -13,8 +13,10 @@ namespace paged {
 // Up to as many rows of a split the threads write themselves.
 constexpr int kDirectRows = 16;
 
-// Where the results of a split lie until they are merged: rows of float32, cut into pieces of 16 columns, the same piece
-// of all rows side by side. The threads that have a piece of eight rows of an accumulator (PTX ISA, wgmma) then write 512
+// Where the results of a split lie until they are merged: rows of float32, cut into pieces of 16 columns, the same
+// piece
+// of all rows side by side. The threads that have a piece of eight rows of an accumulator (PTX ISA, wgmma) then write
+// 512
 // bytes in a row, 16 each, and so one thread's four columns are two pairs that are 8 apart.
 struct Partials {
   static constexpr int kPiece = 16;
@@ -41,7 +43,7 @@ struct Rows {
 };
 
 // Few rows of a split go straight to their place. Many go by way of two buffers in shared memory, from where the copy
-// engine writes them out faster than the threads would: true, and `store_partial` has to follow.
+// engine writes them out faster than the threads would: true, and `store_partial` must follow.
 template <int kChunks>
 __device__ __forceinline__ bool write_partial(
     const Problem& p, const Partials& partials, int split, const Rows& rows, const float (&sums)[kChunks][32],

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rejected draft tokens out of the KV caches: what log_draft_rows kept is put back, or zeros are written.
+// Takes rejected draft tokens out of the KV caches: restores what log_draft_rows saved, or writes zeros.
 //
-// One launch serves all layers. Which rows were rejected is read where the sampler leaves it on the device: as a number
-// for each request, or as sampled token ids, in which -1 follows the last accepted one. Their slots become -1 in the slot
-// mappings as well: a drafter whose first pass reads these does not write the rejected tokens into its own cache.
+// One launch for all layers. The rejected rows are read from the sampler's output on the device: as a number for each
+// request, or as sampled token ids, in which -1 follows the last accepted token. Their slots also become -1 in the slot
+// mappings: a drafter whose first pass reads the mappings does not write the rejected tokens into its own cache.
 //
 // Only the stable ABI of PyTorch is used; see csrc/README.md.
 
@@ -55,7 +55,7 @@ __device__ inline int rejected_of(const Call& call, int request) {
   for (int i = 0; i < call.sampled; ++i) {
     valid += call.sampled_token_ids[request * call.sampled_stride + i] != -1 ? 1 : 0;
   }
-  // One of the valid ones was no draft. A request without any was not sampled, and had no drafts.
+  // One valid token was no draft. A request without valid tokens was not sampled, and had no drafts.
   return min(verified, verified + 1 - valid);
 }
 
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kWarp * kWarps) restore_draft_rows_kernel(cons
   const int64_t slot = there ? *noted : -1;
   const int64_t token = token_of_row(call.query_start_loc, row, call.drafts);
   const bool rejected = call.drafts - row % call.drafts <= rejected_of(call, row / call.drafts);
-  // Each note is used once, so a step that noted nothing writes nothing.
+  // A saved slot is used once, so a step that saved nothing writes nothing.
   __syncthreads();
   if (there && lane == 0) {
     *noted = -1;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kWarp * kWarps) restore_draft_rows_kernel(cons
   }
 }
 
-// A block of threads has all layers of a row: none may lose its slot before all have read it.
+// A block of threads has all layers of a row: no slot may be cleared before all have read it.
 template <typename Word>
 __global__ void __launch_bounds__(kWarp * kZeroWarps) zero_draft_rows_kernel(const Call call) {
   const int row = static_cast<int>(blockIdx.x);

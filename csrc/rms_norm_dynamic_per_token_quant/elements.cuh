@@ -54,7 +54,7 @@ __device__ __forceinline__ pair_t pair_of(typename pair_t::scalar_t x) {
   return pair;
 }
 
-// What a thread loads at once.
+// One load of a thread.
 template <typename pair_t>
 struct alignas(16) Chunk {
   static constexpr int kPairs = 16 / sizeof(pair_t);

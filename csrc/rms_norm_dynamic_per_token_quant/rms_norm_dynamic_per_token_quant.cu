@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // RMS norm of rows, after an optional sum with a residual, quantised to float8 e4m3 or int8 with one scale for a row.
 //
-// Each step is rounded as vLLM's operation of this name rounds it; only the order in which squares are added differs.
-// That order depends on the row's size and alignment alone, not on how many rows there are, so that a row's result does
-// not change with the batch around it.
+// Each step is rounded like in vLLM's operation of this name; only the order in which squares are added differs. The
+// order depends only on the row's size and alignment, not on the number of rows, so a row's result is the same in every
+// batch.
 //
 // Only the stable ABI of PyTorch is used; see csrc/README.md.
 
@@ -34,10 +34,12 @@ using torch::stable::Tensor;
 constexpr int kMaxThreads = 1024;
 // Rows that one warp holds: so many of them share a block.
 constexpr int kWarpRows = 4;
-// Up to here every row's block is on the GPU at once, and wide blocks make the row's own time short; beyond, narrow
-// blocks with more loads of each thread keep the memory busier.
+// Up to here the blocks of all rows run at the same time, and wide blocks make a row's time short; beyond, narrow
+// blocks
+// with more loads per thread keep the memory busier.
 constexpr int64_t kFewRows = 512;
-// Chunks of a row from which on each thread of a narrow block holds four: with fewer the block had less than four warps.
+// Chunks of a row from which on each thread of a narrow block holds four: with fewer the block had less than four
+// warps.
 constexpr int64_t kLongRow = 4 * 4 * kWarp;
 
 struct Arguments {
@@ -82,7 +84,7 @@ __device__ __forceinline__ pair_t normalise(float2 x, float inverse, pair_t weig
   return pair_t::narrow(make_float2(__fmul_rn(x.x, inverse), __fmul_rn(x.y, inverse))).times(weight);
 }
 
-// fmaxf leaves out what is not a number, as vLLM's does.
+// fmaxf ignores NaN, as in vLLM.
 __device__ __forceinline__ float larger(float2 x, float largest) {
   return fmaxf(fmaxf(largest, fabsf(x.x)), fabsf(x.y));
 }
@@ -91,7 +93,7 @@ __device__ __forceinline__ float2 add(float2 a, float2 b) {
   return make_float2(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y));
 }
 
-// The chunks of one thread; `column` is that of the first, `step` the distance to the next.
+// The chunks of one thread; `column` is the first chunk's, `step` the distance to the next.
 template <bool kPlain, typename quant_t, typename pair_t, int kChunks, int kPairs>
 __device__ __forceinline__ void store(
     uint8_t* __restrict__ result, int column, int step, int hidden, const Quantiser<quant_t>& quantiser,
@@ -154,7 +156,7 @@ __global__ void __launch_bounds__(kWarpRow ? kWarp * kWarpRows : kChunks == 4 ? 
     }
   }
 
-  // The sum with the residual stays in float32; what is stored of it is rounded.
+  // The sum with the residual stays in float32, and is rounded when stored.
   float2 value[kChunks][kPairs];
   float segment[kChunks];
 #pragma unroll
@@ -358,7 +360,7 @@ void check_like(const Tensor& tensor, const char* name, const Tensor& input) {
   STD_TORCH_CHECK(tensor.is_contiguous(), "rms_norm_dynamic_per_token_quant: ", name, " is not contiguous");
 }
 
-// The distance between rows: the leading dimensions have to be evenly spaced.
+// The distance between rows: the leading dimensions must be evenly spaced.
 int64_t row_stride(const Checks& checks) {
   const Tensor& input = checks.leading;
   checks.check_last_stride(input, "input");
@@ -408,7 +410,7 @@ void rms_norm_dynamic_per_token_quant(
   if (scale_ub.has_value()) {
     checks.check_device(*scale_ub, "scale_ub");
     checks.check_type(*scale_ub, "scale_ub", ScalarType::Float);
-    STD_TORCH_CHECK(float8, "rms_norm_dynamic_per_token_quant: scale_ub is given; expected it for Float8_e4m3fn alone");
+    STD_TORCH_CHECK(float8, "rms_norm_dynamic_per_token_quant: scale_ub is given; expected only for Float8_e4m3fn");
     STD_TORCH_CHECK(
         scale_ub->numel() == 1, "rms_norm_dynamic_per_token_quant: scale_ub has ", scale_ub->numel(),
         " elements; expected 1");

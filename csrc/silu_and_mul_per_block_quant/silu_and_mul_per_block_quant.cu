@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // silu(gate) * up, quantised to float8 e4m3 or int8 with one scale for each group of 64 or 128 elements of a row.
 //
-// The arithmetic is that of vLLM's operation of this name, in float32 from the load to the store, and no sum depends on
-// an order, so that the result can be compared with vLLM's bit for bit.
+// The arithmetic is the same as in vLLM's operation of this name, in float32 from load to store, and no sum depends on
+// an
+// order, so the result can be compared with vLLM's bit for bit.
 //
 // Only the stable ABI of PyTorch is used; see csrc/README.md.
 
@@ -36,9 +37,9 @@ using torch::stable::Tensor;
 constexpr int kThreads = 256;
 // Elements of a thread: 16 bytes of gate, 16 of up.
 constexpr int kWide = 8;
-// Where there are few elements, latency is all that counts: threads have half as much to compute, and smaller blocks
-// spread over more multiprocessors, each of which has a part of the bandwidth alone. On an H200 this still gains
-// for 64 rows of 12288 elements, the most counted as few here, and would lose for 512 of them.
+// With few elements only latency counts: threads have half as much to compute, and smaller blocks spread over more
+// multiprocessors, each with its own part of the bandwidth. On an H200 this still gains for 64 rows of 12288 elements,
+// the most that count as few here, and would lose for 512 of them.
 constexpr int kNarrow = 4;
 constexpr int kNarrowThreads = 128;
 constexpr int64_t kFewElements = 64 * 12288;
@@ -152,7 +153,7 @@ __device__ __forceinline__ void activate_and_quantise(
       value[i] = gate[i] * (1.0f / (1.0f + expf(-gate[i]))) * up[i];
     }
   }
-  // fmaxf leaves out what is not a number, as vLLM's does.
+  // fmaxf ignores NaN, as in vLLM.
   float largest = fabsf(value[0]);
 #pragma unroll
   for (int i = 1; i < kWidth; ++i) {
@@ -272,8 +273,8 @@ void launch(const Arguments& given, bool float8, int64_t group_size, cudaStream_
   }
 }
 
-// The strides of the element that a token and a group share. Two forms of the transposed scales are in use:
-// [tokens, groups] that lies transposed, and [groups, tokens].
+// The strides of a scale by token and group. Transposed scales have one of two forms: [tokens, groups] with transposed
+// memory, and [groups, tokens].
 void find_scale_strides(const Tensor& scales, int64_t groups, bool transposed, Arguments& given) {
   STD_TORCH_CHECK(
       scales.dim() == 2, "silu_and_mul_per_block_quant: scales has ", scales.dim(), " dimensions; expected 2");
@@ -285,7 +286,7 @@ void find_scale_strides(const Tensor& scales, int64_t groups, bool transposed, A
         given.tokens, ", ", groups, "], tokens and groups");
     token = 1;
   } else if (transposed && given.tokens == groups && scales.stride(1) == 1 && groups > 1) {
-    // As many tokens as groups: the strides tell the two forms apart.
+    // With as many tokens as groups the strides tell the two forms apart.
     token = 1;
   }
   const int64_t inner = scales.stride(transposed ? token : 1 - token);
@@ -339,7 +340,7 @@ void silu_and_mul_per_block_quant(
   find_scale_strides(scales, hidden / group_size, is_scale_transposed, given);
   if (scale_ub.has_value()) {
     checks.check_device(*scale_ub, "scale_ub");
-    STD_TORCH_CHECK(float8, "silu_and_mul_per_block_quant: scale_ub is given; expected it for Float8_e4m3fn alone");
+    STD_TORCH_CHECK(float8, "silu_and_mul_per_block_quant: scale_ub is given; expected only for Float8_e4m3fn");
     STD_TORCH_CHECK(
         scale_ub->scalar_type() == ScalarType::Float && scale_ub->numel() == 1,
         "silu_and_mul_per_block_quant: scale_ub has ", scale_ub->numel(), " elements of type ",

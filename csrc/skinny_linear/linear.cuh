@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// out = x * weight^T for up to 32 rows of x. The time is that of reading the weights once, so the kernel is a ring of
-// copies that is filled before the kernel before this one has ended: weights depend on none.
+// out = x * weight^T for up to 32 rows of x. It takes the time of reading the weights once, so the kernel is a ring of
+// copies that is filled before the previous kernel has ended: weights depend on no kernel.
 //
 // A block has tiles of kRows rows of the weights. Each stage of its ring holds kDepth columns of them and the same
-// columns of x, of as many rows as there are: the copy engine takes longer where it has to fill some. One warp starts
-// copies. Eight multiply: each has its own part of a stage's columns and sums in registers, weights as the 16 rows of
-// mma's first operand and tokens as the 8 columns of its second. At the end of a tile the eight sums are added in a fixed
-// order, so the result depends on nothing but the operands.
+// columns of x, only of existing rows: the copy engine takes longer if it must fill rows. One warp starts copies. Eight
+// multiply: each has its own part of a stage's columns and sums in registers, weights as the 16 rows of mma's first
+// operand and tokens as the 8 columns of its second. At the end of a tile the eight sums are added in a fixed order, so
+// the result depends only on the operands.
 
 #pragma once
 
@@ -23,7 +23,7 @@ constexpr int kThreads = (kConsumers + 1) * 32;
 constexpr int kMostStages = 16;
 // Columns that the copy engine writes side by side: 128 bytes, the width of its swizzle.
 constexpr int kChunk = 64;
-// What a swizzled box has to begin at a multiple of.
+// The alignment of a swizzled box.
 constexpr int kBoxAlignment = 1024;
 
 struct Problem {
@@ -36,8 +36,9 @@ struct Problem {
   int steps;
   // Stages of the ring.
   int stages;
-  // The first half of the weights' rows are gates and the second half are what silu of these is multiplied with. A tile
-  // then has kRows / 2 of each.
+  // The first half of the weights' rows are gates, and silu of the gates is multiplied with the second half. A tile
+  // then
+  // has kRows / 2 of each.
   bool gated;
 };
 
@@ -60,7 +61,7 @@ __device__ __forceinline__ uint32_t in_box(uint32_t box, int rows, int row, int 
 
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16(value)); }
 
-// As `silu(gate) * up` of three PyTorch operations on bfloat16 rounds it.
+// Rounded like `silu(gate) * up` in three PyTorch operations on bfloat16.
 __device__ __forceinline__ float gate(float gate, float up) {
   const float value = rounded(gate);
   return rounded(value / (1.0f + expf(-value))) * rounded(up);
@@ -76,7 +77,7 @@ __device__ __forceinline__ void produce(
   const uint64_t once = read_once_policy(), again = read_again_policy();
   const int total = (last - first) * p.steps;
   const auto load_weights = [&](int tile, int step, int stage) {
-    // Of both boxes: a stage is full when its part of x has come as well.
+    // Bytes of both boxes: a stage is full when its part of x has also arrived.
     barrier_arrive_expecting(&full[stage], Shape::kWeightBytes + p.tokens * kDepth * 2);
     tma_load(
         ring + stage * Shape::kStageBytes, &weight_map, &full[stage], tile * tile_rows, step * kChunks, once);
@@ -120,7 +121,7 @@ __device__ __forceinline__ void produce(
   }
 }
 
-// All sums of one tile: those of the eight warps are added and written out.
+// Adds the eight warps' sums of one tile and writes them.
 template <int kRows, int kTokens, int kDepth>
 __device__ __forceinline__ void write_tile(const Problem& p, const float* partial, int tile) {
   using Shape = Tile<kRows, kTokens, kDepth>;
@@ -169,7 +170,7 @@ __device__ __forceinline__ void consume(
       for (int part = 0; part < kShare / 32; ++part) {
         // 32 columns, two products' worth: 4 pieces of 8 columns.
         const int eighth = (warp * kShare + part * 32) / 8;
-        // [product][16 tokens][8 of these * 2 + half of the 16 columns]
+        // [product][16 tokens][8 pieces * 2 + half of the 16 columns]
         uint32_t tokens[2][(kColumns + 1) / 2][4];
         if constexpr (kTokens == 8) {
           uint32_t loaded[4];

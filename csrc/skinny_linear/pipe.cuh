@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels here use of sm_90a and CUDA C++ has no words for. The instructions are those of the PTX ISA, sections
-// "mbarrier", "cp.async.bulk.tensor", "griddepcontrol", "ldmatrix" and "mma".
+// Instructions of sm_90a that CUDA C++ lacks, from the PTX ISA, sections "mbarrier", "cp.async.bulk.tensor",
+// "griddepcontrol", "ldmatrix" and "mma".
 
 #pragma once
 
@@ -10,13 +10,15 @@
 
 namespace skinny {
 
-// The next kernel of the stream may start as soon as every block of this one has said so or has ended. It gets none of
-// this kernel's results by that: those it has only behind its own wait_for_previous().
+// The next kernel of the stream may start as soon as every block of this one has called this or has ended. It may read
+// this kernel's results only after its own wait_for_previous().
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Until the kernel before this one has ended and what it wrote can be read. Does nothing where this kernel was launched
-// without the attribute. Every block of every kernel here comes by: otherwise a kernel could end before the one before
-// it, and the wait of the next one would not cover that.
+// Waits until the previous kernel has ended and its results can be read. Does nothing if this kernel was launched
+// without
+// the attribute. Every block of every kernel here calls it: otherwise a kernel could end before its predecessor, and
+// the
+// wait of the next kernel would not cover the predecessor.
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -32,7 +34,7 @@ __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// What other kernels wrote by ordinary stores may be read by the copy engine from here on.
+// From here on the copy engine may read what other kernels wrote by ordinary stores.
 __device__ __forceinline__ void fence_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {

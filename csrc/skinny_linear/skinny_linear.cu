@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The host's side: checks, the copy engine's view of weights and inputs, launches.
+// The host's side: checks, descriptors of weights and inputs for the copy engine, launches.
 //
-// Kernels of this folder follow one another by programmatic dependent launch: each lets the next one start at once, and
-// waits for the one before it before it reads what that wrote, and before it writes anything. So what overlaps is the
-// start of a kernel and its requests of weights. Behind another kernel, which does not let the next one start, and in
-// front of one that is launched without the attribute, they run in the stream's order as any kernel does.
+// Kernels of this folder follow one another by programmatic dependent launch: each lets the next kernel start
+// immediately, and waits for the previous kernel before it reads that kernel's results and before it writes anything.
+// So
+// the start of a kernel and its loads of weights overlap. After another kernel, which does not let the next one start,
+// and before a kernel launched without the attribute, they run in the stream's order.
 
 #include <algorithm>
 #include <cstdint>
@@ -32,12 +33,13 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // One block on a multiprocessor, which leaves room for one of a norm: 1 KB of a block is the system's, and a block that
-// cannot start beside the linear layer before it would end the overlap.
+// cannot start while the previous linear layer runs would end the overlap.
 constexpr int64_t kSharedBytes = 224 * 1024;
 constexpr int kMostTokens = 32;
 
-// A matrix as the copy engine sees it: chunks of 64 columns, each row by row, of which one copy takes `depth` / 64. Its
-// rows may be two halves, of each of which a copy takes `box_rows` / 2. Copies divide the matrix, so none has to be filled.
+// A matrix for the copy engine: chunks of 64 columns, each row by row; one copy takes `depth` / 64 chunks. Its rows may
+// be
+// two halves; then a copy takes `box_rows` / 2 rows of each. Copies divide the matrix, so no copy must be filled.
 CUtensorMap map_of(
     const char* name, const void* data, int64_t rows, int64_t columns, int64_t stride, int halves, int box_rows,
     int depth) {
@@ -46,7 +48,7 @@ CUtensorMap map_of(
       static_cast<cuuint64_t>(columns / kChunk)};
   const cuuint64_t strides[3] = {
       static_cast<cuuint64_t>(stride * 2),
-      // Means nothing where there is one half.
+      // Without meaning if there is one half.
       static_cast<cuuint64_t>((halves > 1 ? rows / halves : 1) * stride * 2), kChunk * 2};
   const cuuint32_t box[4] = {
       kChunk, static_cast<cuuint32_t>(box_rows / halves), static_cast<cuuint32_t>(halves),
@@ -94,7 +96,7 @@ void launch_tile(Problem p, const Operands& given) {
       cudaGetErrorString(asked));
   p.tiles = static_cast<int>(rows / kRows);
   p.steps = static_cast<int>(columns / kDepth);
-  // As few blocks as have the same most tiles each: the others' multiprocessors are free for what comes next.
+  // The fewest blocks with the same most tiles each: other multiprocessors are free for the next kernel.
   const int each = (p.tiles + multiprocessors - 1) / multiprocessors;
   const int blocks = (p.tiles + each - 1) / each;
   const int64_t sums = each > 1 ? Shape::kPartialBytes : 0;
@@ -103,7 +105,7 @@ void launch_tile(Problem p, const Operands& given) {
   const int64_t ring = std::max<int64_t>(int64_t{p.stages} * Shape::kStageBytes + sums, Shape::kPartialBytes);
   const int64_t bytes = kBoxAlignment + ring;
   const auto kernel = linear_kernel<kRows, kTokens, kDepth>;
-  // Once for a device would do; the call costs less than finding out.
+  // Once for each device would suffice, but the call costs less than a check.
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
   STD_TORCH_CHECK(
@@ -130,7 +132,7 @@ void launch_rows(const Problem& p, const Operands& given) {
   }
 }
 
-// What the copy engine and loads of 16 bytes ask.
+// The copy engine and loads of 16 bytes need these strides and addresses.
 void check_rows(const Checks& checks, const Tensor& tensor, const char* name) {
   checks.check_device(tensor, name);
   checks.check_type(tensor, name, ScalarType::BFloat16);

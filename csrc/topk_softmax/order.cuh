@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Integers that stand for experts in the order of the choice, and reductions over the lanes that share a row.
+// Integers that order experts for the choice, and reductions over the lanes that share a row.
 
 #pragma once
 
@@ -16,7 +16,7 @@ namespace {
 // More than a warp holds in registers.
 constexpr int64_t kMaxExpertsInRegisters = 1024;
 
-// Integers in the order of the numbers; 0 is below all of them. What is no number counts as -inf.
+// Integers in the order of the numbers; 0 is below all of them. NaN counts as -inf.
 __device__ __forceinline__ uint32_t order_of(float x) {
   const uint32_t bits = __float_as_uint(isnan(x) ? -INFINITY : x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -65,14 +65,14 @@ __device__ __forceinline__ float sum_of(float x) {
   return x;
 }
 
-// What stands for an expert whose logit has 16 bits: the logit, of which a float leaves more than kExpertBits bits empty,
-// and the expert, the lower the larger.
+// The integer of an expert whose logit has 16 bits: the logit, because a float of it has more than kExpertBits unused
+// bits, and the expert, the lower the larger.
 struct LogitAndExpert {
   static constexpr int kExpertBits = 10;
   static constexpr uint32_t kLast = (1u << kExpertBits) - 1;
 
   static __device__ __forceinline__ uint32_t order_of(float logit, int expert) {
-    // The sum makes one zero of two, which a logit has with either sign.
+    // The sum turns -0 into +0.
     return (::order_of(logit + 0.0f) & ~kLast) | (kLast - static_cast<uint32_t>(expert));
   }
   static __device__ __forceinline__ float logit_of(uint32_t order) {

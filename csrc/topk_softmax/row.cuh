@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One row of a call: how it is read, what the probabilities of its experts are, and how its results are written.
+// One row of a call: loads, probabilities of its experts, and stores of its results.
 
 #pragma once
 
@@ -31,7 +31,7 @@ struct Call {
   bool renormalize;
 };
 
-// The probability of a logit. A row whose softmax is no number, as padding can leave it, has none but 0: then the first
+// The probability of a logit. A row whose softmax is NaN, as in padding, has only probabilities of 0: then the first
 // experts are chosen, each once.
 struct Softmax {
   float top;

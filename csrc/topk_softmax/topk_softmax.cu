@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Softmax over the experts of each token, and the topk largest of them.
 //
-// A warp, or a part of one, holds a row in registers: each lane a run of neighbouring experts. Each step of the selection
+// A warp, or a part of one, holds a row in registers: each lane a run of neighbouring experts. Each step of the
+// selection
 // finds the largest of the integers that stand for the experts, for which a warp has one instruction.
 //
-// Logits of 16 bits leave room in such an integer for the number of the expert: it is the only one of its value then, and
-// says all about the choice. Logits keep apart what rounds to one probability, which vLLM's kernel does not. Otherwise
-// it is the probability, as vLLM's kernel has it, and a vote finds the lowest lane with the largest one; as runs are of
-// neighbours, that is the lowest expert too.
+// Logits of 16 bits leave room in such an integer for the number of the expert: it is then unique, and decides the
+// choice. It distinguishes logits that round to one probability, which vLLM's kernel does not. Otherwise the integer is
+// the probability, as in vLLM's kernel, and a vote finds the lowest lane with the largest one; as lanes hold runs of
+// neighbours, that is also the lowest expert.
 //
 // Only the stable ABI of PyTorch is used; see csrc/README.md.
 
@@ -36,8 +37,9 @@ using torch::stable::Tensor;
 
 constexpr int kWarps = 4;  // of a block
 
-// Up to so many rows each warp has a scheduler almost to itself, and a whole warp for a row is the quickest. With more
-// rows a row takes a part of a warp, which costs fewer instructions.
+// Up to so many rows each warp has a scheduler almost to itself, and a whole warp for a row is fastest. With more rows
+// a
+// row takes a part of a warp, which costs fewer instructions.
 constexpr int64_t kFewRows = 2048;
 
 // kLanes lanes for each row, kPer experts in each of them. kByLogit: logits have 16 bits, and there is no bias.
@@ -248,7 +250,7 @@ void check_result(const Checks& checks, const Tensor& tensor, const char* name, 
   STD_TORCH_CHECK(
       tensor.dim() == 2 && tensor.size(0) == tokens && tensor.size(1) == topk, "topk_softmax: the shape of ", name,
       " is not [tokens, topk], [", tokens, ", ", topk, "]");
-  STD_TORCH_CHECK(tensor.is_contiguous(), "topk_softmax: ", name, " is not contiguous; expected that it is");
+  STD_TORCH_CHECK(tensor.is_contiguous(), "topk_softmax: ", name, " is not contiguous; expected a contiguous tensor");
 }
 
 void check_vector(const Checks& checks, const Tensor& tensor, const char* name, int64_t size, ScalarType type) {

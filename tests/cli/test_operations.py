@@ -34,8 +34,8 @@ def rows(kind: str = "cuda", libraries: tuple[Built, ...] = (LIBRARY,), **enviro
         ("cuda", {"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN": "0"}, "vllm", "VLLM_HWPLUGIN=0"),
         ("cpu", {"VLLM_HWPLUGIN_OPS": "on"}, "vllm", "only on CUDA and MUSA"),
         ("musa", {"VLLM_HWPLUGIN_OPS": "on"}, "plugin", "VLLM_HWPLUGIN_OPS=on"),
-        ("musa", {}, "vllm", "a kernel of its own"),
-        ("cuda", {}, "vllm", "a kernel of its own"),
+        ("musa", {}, "vllm", "its own kernel"),
+        ("cuda", {}, "vllm", "its own kernel"),
     ],
 )
 def test_whose_kernel_serves(kind: str, environ: dict[str, str], serves: str, words: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's own operations and the kernels behind them (docs/kernels.md).
+"""The plugin's own operations and their kernels (docs/kernels.md).
 
-Nothing is imported here: ``compile`` serves processes without torch, and the modules of the operations need it.
+It imports nothing: processes without torch use ``compile``, and the modules of the operations need torch.
 """

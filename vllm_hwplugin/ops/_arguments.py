@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the references of the operations ask of their tensors, as ``csrc/common/arguments.h`` does for the kernels.
+"""Checks of the operations' tensors in Python, as in ``csrc/common/arguments.h`` for the kernels.
 
-Both sides ask. Calls under vLLM's names and from compiled graphs reach a kernel past Python, and it would read or write
-beyond a tensor. A reference would cast and broadcast in silence what its kernel refuses. A mistake would then show only
-on a GPU.
+Both sides check. Calls under vLLM's names and from compiled graphs reach a kernel without Python, and a bad tensor
+would make it read or write out of bounds. A reference would cast and broadcast silently what its kernel refuses, and a
+mistake would show only on a GPU.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ import torch
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 HALVES: Final = (torch.float16, torch.bfloat16)
 
-#: Types that a number with a scale may have: the largest number, and the smallest scale.
+#: Quantised type -> largest number and smallest scale.
 QUANTISED: Final = {torch.float8_e4m3fn: (448.0, 1 / (448.0 * 512.0)), torch.int8: (127.0, 2.0**-23)}
 
 
 class Checks:
-    """The checks of one call. Its other tensors have to go with one, the leading one.
-
-    Every method raises RuntimeError where something is not as it asks.
-    """
+    """The checks of one call; they raise RuntimeError. All tensors are compared with the leading tensor."""
 
     def __init__(self, op: str, leading_name: str, leading: torch.Tensor) -> None:
         self.op = op
@@ -42,7 +39,7 @@ class Checks:
         shape: tuple[int, ...] | None = None,
         contiguous: bool = True,
     ) -> None:
-        """On the leading one's device, of one of these types and of that shape; None has no faults."""
+        """Check device, type, shape and contiguity; None passes."""
         if tensor is None:
             return
         device = self.leading.device
@@ -52,13 +49,13 @@ class Checks:
         self.that(tensor.dtype in dtypes, f"{name} is {tensor.dtype}; expected {' or '.join(map(str, dtypes))}")
         if shape is not None:
             self.that(tensor.shape == shape, f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
-        self.that(not contiguous or tensor.is_contiguous(), f"{name} is not contiguous; expected that it is")
+        self.that(not contiguous or tensor.is_contiguous(), f"{name} is not contiguous; expected a contiguous tensor")
 
     def bound(self, tensor: torch.Tensor | None, quantised: torch.Tensor) -> None:
-        """An upper bound of scales: one number, and only for float8."""
+        """Check an upper bound of scales: one number, only for float8."""
         self.tensor("scale_ub", tensor, torch.float32)
         if tensor is not None:
-            self.that(quantised.dtype != torch.int8, "scale_ub is given; expected it for float8_e4m3fn alone")
+            self.that(quantised.dtype != torch.int8, "scale_ub is given; expected only for float8_e4m3fn")
             self.that(tensor.numel() == 1, f"scale_ub has {tensor.numel()} elements; expected 1")
 
     def last_stride(self, name: str, tensor: torch.Tensor) -> None:
@@ -68,7 +65,7 @@ class Checks:
         )
 
     def written(self, name: str, tensor: torch.Tensor) -> None:
-        """No two elements share memory by a stride of 0."""
+        """Check that no elements share memory by a stride of 0."""
         self.that(
             all(stride > 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1),
             f"{name} has a stride of 0, so its elements overlap; expected a tensor that can be written",
@@ -76,10 +73,10 @@ class Checks:
 
 
 def quantise(result: torch.Tensor, quotient: torch.Tensor) -> None:
-    """Round to the result's type. What is no number becomes its largest number, or 0 in int8."""
+    """Round to the result's type; NaN becomes 448, or 0 in int8."""
     most, _ = QUANTISED[result.dtype]
     if result.dtype == torch.int8:
         result.copy_(quotient.nan_to_num(nan=0.0).round().clamp(-128, 127))
     else:
-        # A number on the tensors' device: of NaN and it fmin takes the number.
+        # fmin(NaN, number) is the number, if both are tensors.
         result.copy_(torch.fmin(quotient, quotient.new_full((), most)).clamp(min=-most))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define operations of ``torch.ops.hwplugin``; the kernels in ``csrc`` register themselves for them when loaded."""
+"""Definition of operations in ``torch.ops.hwplugin``. The kernels in ``csrc`` register for them when loaded."""
 
 from __future__ import annotations
 
@@ -15,26 +15,21 @@ from .compile.spec import KernelSpec
 
 Reference = TypeVar("Reference", bound=Callable[..., None])
 
-# An operation is gone when what holds its definition is.
+# An operation lives as long as its library object.
 _libraries: Final[dict[str, torch.library.Library]] = {}
 
-#: Name -> the schema that it was defined by.
+#: Operation name -> schema.
 SCHEMAS: dict[str, str] = {}
 
 
 def operation(kernel: KernelSpec, writes: tuple[str, ...]) -> Callable[[Reference], Reference]:
-    """Decorate the torch reference of an operation that writes into tensors of its caller and returns nothing.
+    """Decorate the torch reference of an operation that returns nothing.
 
-    The reference is the operation's one description in Python: its name, arguments, types and defaults become the
-    schema, it serves every device that no kernel is loaded for, and its docstring says what callers have to know. The
-    decorated function calls the operation, so the kernel serves it if there is one. The first call for a GPU's tensor
-    loads the kernel, which may run a compiler.
-
-    ``__wrapped__`` of the result is the reference itself.
-
-    Args:
-        kernel: of the operation's name.
-        writes: the arguments that are written, by name.
+    The reference is the operation's only description in Python: its signature becomes the schema, it runs on every
+    device without a loaded kernel, and its docstring tells what tensors callers pass; for any other it raises
+    RuntimeError. The decorated function calls the operation, so a loaded kernel runs. The first call with a GPU's
+    tensor loads the kernel, which may compile it. ``__wrapped__`` is the reference. `writes` names its written
+    arguments.
     """
 
     def make(reference: Reference) -> Reference:
@@ -53,11 +48,12 @@ def operation(kernel: KernelSpec, writes: tuple[str, ...]) -> Callable[[Referenc
 
 
 def _on_gpu(*arguments: Any) -> bool:
-    return any(isinstance(one, torch.Tensor) and one.device.type in GPUS for one in arguments)
+    return any(isinstance(value, torch.Tensor) and value.device.type in GPUS for value in arguments)
 
 
 def _schema(reference: Callable[..., None], writes: tuple[str, ...]) -> str:
-    """The arguments as vLLM writes them: sizes that are plain numbers, and written tensors without names."""
+    """Return the arguments as vLLM writes schemas."""
+    # vLLM has sizes of type int, and written tensors without names.
     inferred = str(torch.library.infer_schema(reference, mutates_args=writes))
     return re.sub(r"\(\w+!\)", "!", inferred.replace("SymInt", "int"))
 
@@ -66,9 +62,8 @@ def define(schema: str, reference: Callable[..., Any] | None = None, shape: Call
     """Define an operation by its schema.
 
     Args:
-        schema: as ``torch.library.Library.define`` takes it.
-        reference: serves every device that no kernel is loaded for; None where nothing does.
-        shape: gives the results for tensors without data; None where the operation has no results.
+        reference: runs on every device without a loaded kernel; None for no such fallback.
+        shape: returns results for meta tensors; None if the operation has no results.
     """
     name = schema.partition("(")[0]
     library = torch.library.Library("hwplugin", "FRAGMENT")
@@ -80,4 +75,4 @@ def define(schema: str, reference: Callable[..., Any] | None = None, shape: Call
 
 
 def _no_shape(*arguments: Any, **settings: Any) -> None:
-    """For tensors without data: no shape comes out of such an operation."""
+    """Return no results for meta tensors."""

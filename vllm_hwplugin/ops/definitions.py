@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define vLLM's operations where a build of vLLM has none of them for the device that it runs on.
+"""PyTorch definitions of vLLM's operations, for builds of vLLM that lack them on their device.
 
-On CUDA nothing of this happens: vLLM's C extension has them all. A vLLM for no device, which MUSA hosts can run, has no
-extension, but still calls some of its operations by name. What is there already stays. Without these vLLM does not
-serve there, so they have no gate; the kernels that may stand in front of some of them have one (:mod:`.overrides`).
+CUDA needs none: vLLM's C extension has them all. A vLLM for no device, which MUSA hosts can run, has no extension, but
+still calls some of its operations by name. Existing kernels stay. vLLM does not run there without these definitions, so
+they have no switch; the kernels that may replace some of them have one (:mod:`.overrides`).
 
-A function's signature is the schema: it takes what every supported version passes, and so may have more arguments with
-defaults than a version's own operation. All of them can be captured: no size and no branch depends on what a tensor
-holds.
+A function's signature is the schema: it takes what every supported version passes, so it may have more arguments with
+defaults than a version's own operation. All functions can be captured: no size and no branch depends on a tensor's
+data.
 """
 
 from __future__ import annotations
@@ -32,105 +32,97 @@ _libraries: dict[str, torch.library.Library] = {}
 
 
 def define_missing(key: str) -> tuple[str, ...]:
-    """Define, for one dispatch key, what vLLM's extension does not have. To be called after that was imported.
+    """Define what vLLM's imported extension lacks for a dispatch key; idempotent.
 
-    Calling it again changes nothing.
-
-    Args:
-        key: the dispatch key of the device.
-
-    Returns:
-        The operations that have got a definition, now or before.
+    It returns all operations that have a definition.
     """
     with _lock:
-        new = [item for item in DEFINED.values() if item.name not in _libraries and _define(item, key)]
+        new = [
+            operation for operation in DEFINED.values() if operation.name not in _libraries and _define(operation, key)
+        ]
     if new:
         logger.info(
-            "this vLLM has no kernel for %s of %s; the plugin's definitions in torch serve",
+            "this vLLM has no %s kernel of %s; the plugin's PyTorch definitions run instead",
             key,
-            ", ".join(item.qualname for item in new),
+            ", ".join(operation.qualname for operation in new),
         )
-    for item in new:
-        journal.note(f"{RECORD}{item.name}", describe("torch", f"this vLLM has no kernel of it for {key}"))
+    for operation in new:
+        journal.note(f"{RECORD}{operation.name}", describe("torch", f"this vLLM has no kernel of it for {key}"))
     return tuple(_libraries)
 
 
 def is_defined(name: str) -> bool:
-    """Whether an operation is the plugin's own in this process, so that vLLM has no kernel to go back to."""
+    """Whether an operation is the plugin's own, so vLLM has no kernel."""
     return name in _libraries
 
 
 def undefine() -> None:
-    """Take all definitions back. For tests: not while one of them runs."""
+    """Take all definitions back, for tests; none may run meanwhile."""
     with _lock:
         for library in _libraries.values():
             library._destroy()
         _libraries.clear()
 
 
-def described(item: Operation) -> tuple[str, Callable[..., Any]]:
-    """The arguments of a definition, as a schema has them behind the name, and the function that computes it."""
-    if item.name not in OPS:
-        body: Callable[..., Any] = globals()[item.name]
-        return torch.library.infer_schema(body, mutates_args=item.writes), body
-    module = importlib.import_module(f"vllm_hwplugin.ops.{item.name}")
-    return SCHEMAS[item.name].removeprefix(item.name), getattr(module, item.name).__wrapped__
+def described(operation: Operation) -> tuple[str, Callable[..., Any]]:
+    """Return a definition's schema without the name, and its function."""
+    if operation.name not in OPS:
+        body: Callable[..., Any] = globals()[operation.name]
+        return torch.library.infer_schema(body, mutates_args=operation.writes), body
+    module = importlib.import_module(f"vllm_hwplugin.ops.{operation.name}")
+    return SCHEMAS[operation.name].removeprefix(operation.name), getattr(module, operation.name).__wrapped__
 
 
-def _define(item: Operation, key: str) -> bool:
-    there = getattr(getattr(torch.ops, item.namespace), item.name, None)
+def _define(operation: Operation, key: str) -> bool:
+    there = getattr(getattr(torch.ops, operation.namespace), operation.name, None)
     if there is not None:
         has = torch._C._dispatch_has_kernel_for_dispatch_key
-        if any(has(item.qualname, one) for one in (key, "CompositeExplicitAutograd", "CompositeImplicitAutograd")):
+        keys = (key, "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+        if any(has(operation.qualname, dispatch_key) for dispatch_key in keys):
             return False
-    arguments, body = described(item)
+    arguments, body = described(operation)
     if there is not None and not _takes(arguments, there.default._schema):
         logger.warning(
-            "%s has no kernel for %s and a schema that is not known, so it stays as it is: %s",
-            item.qualname,
+            "%s has no kernel for %s and an unknown schema, so it is not defined: %s",
+            operation.qualname,
             key,
             there.default._schema,
         )
         return False
-    library = torch.library.Library(item.namespace, "FRAGMENT")
+    library = torch.library.Library(operation.namespace, "FRAGMENT")
     if there is None:
-        library.define(item.name + arguments)
-    library.impl(item.name, body, key)
-    _libraries[item.name] = library
+        library.define(operation.name + arguments)
+    library.impl(operation.name, body, key)
+    _libraries[operation.name] = library
     return True
 
 
 def _takes(arguments: str, schema: Any) -> bool:
-    """Whether a definition can be called as an operation is. Builds for other devices name arguments differently."""
+    """Whether a definition can be called with an operation's schema."""
+    # Builds for other devices name arguments differently.
     own, given = torch._C.parse_schema(f"own{arguments}").arguments, schema.arguments
 
     def written(argument: Any) -> bool:
         return bool(argument.is_write) and "Tensor" in str(argument.type)
 
-    def fits(one: Any, other: Any) -> bool:
-        # Two numbers are a list, and what is always there may be missing.
+    def fits(argument: Any, other: Any) -> bool:
+        # Two numbers fit a list, and a required argument fits an optional one.
         theirs = str(other.type).replace("Tuple[int, int]", "List[int]")
-        return str(one.type) in (theirs, f"Optional[{theirs}]") and written(one) == written(other)
+        return str(argument.type) in (theirs, f"Optional[{theirs}]") and written(argument) == written(other)
 
     more = own[len(given) :]
-    alike = all(fits(one, other) for one, other in zip(own, given, strict=False))
-    return alike and len(given) <= len(own) and all(one.has_default_value() for one in more)
+    alike = all(fits(argument, other) for argument, other in zip(own, given, strict=False))
+    return alike and len(given) <= len(own) and all(argument.has_default_value() for argument in more)
 
 
 def weak_ref_tensor(input: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same memory that does not keep it.
+    """Return a view of a non-empty tensor that does not own memory.
 
-    vLLM holds the outputs of a captured graph by it. Their memory belongs to the pool of the graph, which stays as long
-    as the graph can be replayed; a tensor that owned it would keep the pool from using it again for the next graph.
-
-    Args:
-        input: with at least one element.
-
-    Returns:
-        A tensor of the same type, shape and strides. It is valid as long as something else keeps the memory.
+    vLLM holds a captured graph's outputs by such views. Their memory belongs to the graph's pool, and an owning tensor
+    would keep the pool from reusing it for the next graph.
     """
     last = sum((size - 1) * stride for size, stride in zip(input.shape, input.stride(), strict=True))
-    # From the first element of the tensor, which need not be that of its storage.
+    # From the tensor's first element, which may lie inside its storage.
     storage = torch._C._construct_storage_from_data_pointer(
         input.data_ptr(), input.device, (last + 1) * input.element_size()
     )
@@ -139,13 +131,13 @@ def weak_ref_tensor(input: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(result: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> None:
-    """``input / rms(input) * weight`` over the last dimension, normalised in float32 and rounded before the weight.
+    """Write ``input / rms(input) * weight``, rounded before the weight.
 
     Args:
-        result: input's shape. Written.
+        result: like input. Written.
         input: [..., width], float32, float16 or bfloat16.
-        weight: [width]; or [input.shape[0], width], one row for each of the outermost parts; None for none.
-        epsilon: added to the mean square.
+        weight: [width]; or [input.shape[0], width], a row for each outermost index; None for no weight.
+        epsilon: added to the mean square, which is float32.
     """
     value = input.float()
     value = (value * torch.rsqrt(value.square().mean(-1, keepdim=True) + epsilon)).to(result.dtype)
@@ -165,15 +157,14 @@ def rotary_embedding(
     rope_dim_offset: int = 0,
     inverse: bool = False,
 ) -> None:
-    """Rotate elements of each head, in place, as vLLM's ``RotaryEmbedding.forward_static`` does, bit for bit.
+    """Rotate heads in place, bit for bit like vLLM's ``RotaryEmbedding.forward_static``.
 
     Each product and sum is rounded to the cache's type; with a float32 cache the result is rounded once.
 
     Args:
         positions: [tokens] or [batch, tokens], integers: rows of the cache.
         query: positions' shape and then [heads * head_size] or [heads, head_size]. Written.
-        key: like query, with its own number of heads, written; None where a layer has no keys of its own.
-        head_size: elements of a head.
+        key: like query, with its own number of heads, written; None if the layer computes no keys.
         cos_sin_cache: [max_position, rotary_dim], the cosines and then the sines; query's type or float32.
         is_neox: the pairs are (i, i + rotary_dim / 2), else (2i, 2i + 1).
         rope_dim_offset: the first rotated element of a head.
@@ -197,7 +188,7 @@ def _rotate(part: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: b
 def apply_repetition_penalties_(
     logits: torch.Tensor, prompt_mask: torch.Tensor, output_mask: torch.Tensor, repetition_penalties: torch.Tensor
 ) -> None:
-    """vLLM's own, for devices other than CUDA."""
+    """Call vLLM's PyTorch implementation for devices other than CUDA."""
     from vllm._custom_ops import apply_repetition_penalties_torch
 
     apply_repetition_penalties_torch(logits, prompt_mask, output_mask, repetition_penalties)
@@ -218,8 +209,8 @@ def reshape_and_cache_flash(
     Args:
         key, value: [tokens or more, heads, head_size].
         key_cache, value_cache: [blocks, block_size, heads, head_size], any strides. Written.
-        slot_mapping: [tokens], int64; -1 for a token that is not to be written.
-        kv_cache_dtype: ``auto``, or the name of an unquantized type, which is then the cache's.
+        slot_mapping: [tokens], int64; -1 for a token without a slot.
+        kv_cache_dtype: ``auto`` or an unquantized type.
 
     Raises:
         NotImplementedError: a quantized cache.
@@ -238,17 +229,13 @@ def concat_and_cache_mla(
     scale: torch.Tensor,
     skip_scale: bool = False,
 ) -> None:
-    """Write latents and rotary keys, side by side, into the paged cache.
+    """Write latents and rotary keys, concatenated, into the paged cache.
 
     Args:
         kv_c: [tokens or more, latent size].
         k_pe: [tokens or more, rotary size].
         kv_cache: [blocks, block_size, latent size + rotary size], any strides. Written.
-        slot_mapping: as above.
-        kv_cache_dtype: as above.
-
-    Raises:
-        NotImplementedError: a quantized cache.
+        slot_mapping, kv_cache_dtype: as in :func:`reshape_and_cache_flash`, with its error.
     """
     _unquantized("concat_and_cache_mla", kv_cache_dtype)
     _write_slots(torch.cat([kv_c, k_pe], -1), kv_cache, slot_mapping)
@@ -265,20 +252,16 @@ def gather_and_maybe_dequant_cache(
     scale: torch.Tensor,
     seq_starts: torch.Tensor | None = None,
 ) -> None:
-    """Read keys of several requests out of the paged cache, one request behind the other.
+    """Read several requests' keys, one after another, from the paged cache.
 
     Args:
         src_cache: [blocks, block_size, size], any strides.
         dst: [num_tokens or more, size]. Its first rows are written.
         block_table: [requests, blocks of a request], integers.
-        cu_seq_lens: [requests + 1], integers: where each request's rows begin.
-        token_to_seq: [num_tokens or more], integers: the request of each row.
-        num_tokens: how many rows there are.
-        kv_cache_dtype: as above.
-        seq_starts: [requests], integers: the position of each request's first row; None for 0.
-
-    Raises:
-        NotImplementedError: a quantized cache.
+        cu_seq_lens: [requests + 1], integers: first row of each request.
+        token_to_seq: [num_tokens or more], integers: request of each row.
+        kv_cache_dtype: as in :func:`reshape_and_cache_flash`, with its error.
+        seq_starts: [requests], integers: position of each request's first row; None for 0.
     """
     _unquantized("gather_and_maybe_dequant_cache", kv_cache_dtype)
     block_size, requests = src_cache.shape[1], token_to_seq[:num_tokens].long()
@@ -298,13 +281,12 @@ def _unquantized(name: str, kv_cache_dtype: str) -> None:
 
 
 def _write_slots(new: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Write rows of ``new`` into blocks of ``cache``, of which a row has the shape."""
     tokens, block_size = slot_mapping.shape[0], cache.shape[1]
     if tokens == 0:
         return
     written = slot_mapping >= 0
-    # A token without a slot writes what the first token with one writes, to the same place; if none has one, what is in
-    # slot 0 already.
+    # A token without a slot repeats the write of the first token that has a slot; if there is none, it rewrites slot 0
+    # with its own content.
     first = written.int().argmax().view(1)
     slots = torch.where(written, slot_mapping, slot_mapping[first].clamp(min=0))
     places = (slots // block_size, slots % block_size)
@@ -323,32 +305,33 @@ def moe_align_block_size(
     maybe_expert_map: torch.Tensor | None = None,
     scatter_idx: torch.Tensor | None = None,
 ) -> None:
-    """Order the rows of a mixture of experts by expert, each expert's in whole blocks.
+    """Order the rows of a mixture of experts into blocks by expert.
 
     Args:
-        topk_ids: [tokens, topk], integers: the experts of each token. Others than 0 to num_experts - 1 are nobody's.
+        topk_ids: [tokens, topk], integers: the experts of each token. Rows with ids outside 0 to num_experts - 1 are
+            dropped.
         num_experts: of all ranks.
         block_size: rows of a block.
-        sorted_token_ids: [rows], int32. Written: places in topk_ids, by expert and then as they come, and its number of
-            elements where a block has no more.
-        experts_ids: [blocks], int32. Written: the expert of each block; 0 for those that no expert needs.
-        num_tokens_post_pad: [1], int32. Written: the rows of the blocks that experts need.
-        maybe_expert_map: [num_experts], int32: each expert's number on this rank, -1 for those of other ranks, whose
-            rows are nobody's; None where this rank has all.
-        scatter_idx: [elements of topk_ids, 1], int32. Written: each row's place, -1 for nobody's.
+        sorted_token_ids: [rows], int32. Written: indices into topk_ids by expert, in order; its number of elements for
+            padding.
+        experts_ids: [blocks], int32. Written: the expert of each block; 0 for unused blocks.
+        num_tokens_post_pad: [1], int32. Written: rows of all used blocks.
+        maybe_expert_map: [num_experts], int32: each expert's number on this rank, -1 for experts of other ranks, whose
+            rows are dropped; None if this rank has all.
+        scatter_idx: [elements of topk_ids, 1], int32. Written: each row's index, -1 if dropped.
     """
     device, rows = topk_ids.device, topk_ids.numel()
     ids = topk_ids.reshape(-1).long()
     served = (ids >= 0) & (ids < num_experts)
     if maybe_expert_map is not None:
         served &= maybe_expert_map[ids.clamp(0, num_experts - 1)] >= 0
-    # Behind all experts comes what is nobody's.
+    # Dropped rows sort behind all experts.
     by_expert, order = torch.sort(torch.where(served, ids, num_experts), stable=True)
     experts = torch.arange(num_experts, device=device)
     ends = torch.searchsorted(by_expert, experts, right=True)
     counts = torch.cat([ends[:1], ends[1:] - ends[:-1]])
     block_ends = torch.cumsum((counts + block_size - 1) // block_size, 0)
-    # From an expert's last row to the last place of its own.
+    # From an expert's last row to the last row of its blocks.
     shifts = (block_ends - (counts + block_size - 1) // block_size) * block_size - (ends - counts)
     places = torch.arange(rows, device=device) + shifts[by_expert.clamp(max=num_experts - 1)]
     beyond = sorted_token_ids.shape[0]
@@ -370,69 +353,66 @@ def moe_sum(
     topk_ids: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
 ) -> None:
-    """Add up what a token's experts have made of it.
+    """Sum the outputs of each token's experts.
 
     Args:
         input: [tokens, topk, width].
         output: [tokens, width]. Written.
-        topk_ids: [tokens, topk], integers; None where all experts count.
-        expert_map: [experts], int32: -1 for experts of other ranks, which do not count; None where all do.
+        topk_ids: [tokens, topk], integers; None if all experts count.
+        expert_map: [experts], int32: -1 for experts of other ranks, which do not count; None if all do.
     """
     if topk_ids is not None:
         served = topk_ids >= 0
         if expert_map is not None:
             served &= expert_map[topk_ids.clamp(min=0).long()] >= 0
-        # What nobody has written may be no number.
+        # Rows that no expert has written may be NaN.
         input = torch.where(served.unsqueeze(-1), input, 0)
     output.copy_(input.sum(1))
 
 
 def silu_and_mul(result: torch.Tensor, input: torch.Tensor) -> None:
-    """``silu`` of input's first half times the second. result: [..., width], written; input: [..., 2 * width]."""
+    """Write ``silu`` of the first half times the second half.
+
+    result: [..., width], written; input: [..., 2 * width].
+    """
     gate, up = input.chunk(2, -1)
     torch.mul(silu(gate), up, out=result)
 
 
 def gelu_and_mul(result: torch.Tensor, input: torch.Tensor) -> None:
-    """As ``silu_and_mul``, by ``gelu``."""
     gate, up = input.chunk(2, -1)
     torch.mul(gelu(gate), up, out=result)
 
 
 def gelu_tanh_and_mul(result: torch.Tensor, input: torch.Tensor) -> None:
-    """As ``silu_and_mul``, by ``gelu`` with its approximation by tanh."""
     gate, up = input.chunk(2, -1)
     torch.mul(gelu(gate, approximate="tanh"), up, out=result)
 
 
-# A row of zeros has no scale of its own: as small as vLLM lets one get.
+# vLLM's smallest scale, for rows of zeros.
 _LEAST_FP8_SCALE: Final = 1 / (torch.finfo(torch.float8_e4m3fn).max * 512)
 
 
 def static_scaled_fp8_quant(
     result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor, group_shape: Sequence[int] | None = None
 ) -> None:
-    """``input / scale``, rounded to FP8.
+    """Write ``input / scale``, rounded to FP8, with one scale.
 
     Args:
         result: [rows or more, width], float8_e4m3fn. Its first rows are written.
         input: [rows, width].
         scale: one element, float32.
-        group_shape: what a scale is for; only all of input.
-
-    Raises:
-        NotImplementedError: there are several scales.
     """
     if scale.numel() != 1:
         raise NotImplementedError(
             f"static_scaled_fp8_quant in torch has no scale of shape {tuple(scale.shape)} for groups of {group_shape}; "
-            "expected one scale: use a checkpoint with one for a layer's activations, or with none"
+            "expected one scale: use a checkpoint with one scale for a layer's activations, or without such scales"
         )
     _to_fp8(result, input, scale)
 
 
 def dynamic_scaled_fp8_quant(result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor) -> None:
-    """As ``static_scaled_fp8_quant``, with the scale that its largest element needs. scale: [1], float32, written."""
+    """Quantise to FP8 with the largest element's scale, [1] float32, written."""
     scale.copy_((input.abs().amax().float() / torch.finfo(result.dtype).max).clamp(min=_LEAST_FP8_SCALE))
     _to_fp8(result, input, scale)
 
@@ -440,11 +420,11 @@ def dynamic_scaled_fp8_quant(result: torch.Tensor, input: torch.Tensor, scale: t
 def dynamic_per_token_scaled_fp8_quant(
     result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor, scale_ub: torch.Tensor | None
 ) -> None:
-    """As ``dynamic_scaled_fp8_quant``, with a scale for each row.
+    """Quantise to FP8 with a scale for each row.
 
     Args:
         scale: [rows or more, 1], float32. Its first rows are written.
-        scale_ub: one element, float32: no row counts as larger than this; None for no bound.
+        scale_ub: one element, float32: upper bound of a row's largest value; None for no bound.
     """
     largest = input.abs().amax(-1, keepdim=True).float()
     if scale_ub is not None:
@@ -462,13 +442,13 @@ def _to_fp8(result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor) -> N
 def static_scaled_int8_quant(
     result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor, azp: torch.Tensor | None
 ) -> None:
-    """``input / scale``, rounded to INT8.
+    """Write ``input / scale``, rounded to INT8.
 
     Args:
-        result: input's shape, int8. Written.
+        result: like input, int8. Written.
         input: [..., width].
         scale: one element, or one for each row, float32.
-        azp: as scale, int32: what stands for 0; None for 0 itself.
+        azp: like scale, int32: the zero point; None for 0.
     """
     numbers = torch.round(input.float() / scale)
     result.copy_((numbers if azp is None else numbers + azp).clamp(-128, 127))
@@ -477,14 +457,14 @@ def static_scaled_int8_quant(
 def dynamic_scaled_int8_quant(
     result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor, azp: torch.Tensor | None
 ) -> None:
-    """As ``static_scaled_int8_quant``, with the scale and the zero that each row needs.
+    """Quantise to INT8 with each row's scale and zero point.
 
     Args:
         scale: [rows, 1], float32. Written.
-        azp: [rows, 1], int32, written; None where 0 stands for 0.
+        azp: [rows, 1], int32, written; None for the zero point 0.
     """
     rows = input.reshape(-1, input.shape[-1]).float()
-    # A row of equal numbers has no scale of its own.
+    # A row of equal numbers would have a scale of 0.
     least = torch.finfo(torch.float32).tiny
     if azp is None:
         scale.copy_((rows.abs().amax(-1, keepdim=True) / 127).clamp(min=least))

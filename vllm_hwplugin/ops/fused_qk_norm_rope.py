@@ -11,11 +11,11 @@ from ._arguments import HALVES, Checks
 from .compile.spec import KERNELS
 from .define import operation
 
-# Of heads, and of elements of one: what keeps the kernel's indices within 32 bits.
+# Most heads, and most elements of a head: the kernel's indices have 32 bits.
 _MAX: Final = 1 << 16
 
 
-# As vLLM declares its own operation of this name, so that this one can stand in its place.
+# vLLM's declaration, so that this operation can replace vLLM's.
 @operation(kernel=KERNELS["fused_qk_norm_rope"], writes=("qkv",))
 def fused_qk_norm_rope(
     qkv: torch.Tensor,
@@ -31,24 +31,19 @@ def fused_qk_norm_rope(
     position_ids: torch.Tensor,
     forced_token_heads_per_warp: int = -1,
 ) -> None:
-    """Norm each query and key head by itself, then rotate its first ``rotary_dim`` elements; values stay as they are.
+    """Norm each query and key head, then rotate its first ``rotary_dim`` elements.
 
-    The arithmetic is float32 and the result is rounded once.
+    The arithmetic is float32 and the result is rounded once. Values do not change.
 
     Args:
-        qkv: [tokens, (num_heads_q + num_heads_k + num_heads_v) * head_dim], contiguous; float16 or bfloat16. The
-            query's heads, the key's and the value's.
-        num_heads_q: heads of query; ``num_heads_k`` and ``num_heads_v`` likewise.
-        head_dim: elements of a head. 64, 128, 256 and 512 get the fast kernel where ``rotary_dim`` is a multiple of 16.
+        qkv: [tokens, (num_heads_q + num_heads_k + num_heads_v) * head_dim], contiguous; float16 or bfloat16.
+        head_dim: elements of a head. 64, 128, 256 and 512 run the fast kernel if ``rotary_dim`` is a multiple of 16.
         eps: added to the mean square.
-        q_weight: [head_dim], of qkv's type; ``k_weight`` likewise.
+        q_weight, k_weight: [head_dim], of qkv's type.
         cos_sin_cache: [max_position, rotary_dim], contiguous, the cosines and then the sines; qkv's type or float32.
         is_neox: the pairs are (i, i + rotary_dim / 2), else (2i, 2i + 1).
-        position_ids: [tokens], int64; rows of the cache. The kernel cannot check that they are inside it.
-        forced_token_heads_per_warp: steers how vLLM's own kernel is launched; without effect here.
-
-    Raises:
-        RuntimeError: a type, device, shape or stride is not as described.
+        position_ids: [tokens], int64; rows of the cache. The kernel cannot check their range.
+        forced_token_heads_per_warp: for vLLM's kernel; without effect here.
     """
     heads = num_heads_q, num_heads_k, num_heads_v
     checks = Checks("fused_qk_norm_rope", "qkv", qkv)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``torch.ops.hwplugin.merge_attn_states``: attention over two parts of the keys, merged into attention over both.
 
-Each part comes normalised, with its log-sum-exp (LSE). The merged output is the sum of the parts, each times
-``exp(its LSE - merged LSE)``; the merged LSE is ``log(exp(prefix LSE) + exp(suffix LSE))`` (FlashInfer,
-arXiv:2501.01005, section 2.2). vLLM merges so for cascade attention, context parallelism and chunked prefill of MLA.
+Each part comes normalised, with its log-sum-exp (LSE). The merged output is the sum of the parts, each times ``exp(its
+LSE - merged LSE)``; the merged LSE is ``log(exp(prefix LSE) + exp(suffix LSE))`` (FlashInfer, arXiv:2501.01005, section
+2.2). vLLM merges like this for cascade attention, context parallelism and chunked prefill of MLA.
 
 An infinite LSE means a part without keys: FlashAttention 2 returns +inf for it, FlashAttention 3 -inf.
 """
@@ -18,11 +18,11 @@ from ._arguments import FLOATS, Checks
 from .compile.spec import KERNELS
 from .define import operation
 
-# What the kernel moves at once.
+# Bytes of one load.
 _LOAD_BYTES: Final = 16
 
 
-# As vLLM has it (csrc/torch_bindings.cpp), in 0.20.2 and in 0.32.0; only the number of tokens has no default there.
+# vLLM's declaration (csrc/torch_bindings.cpp), in 0.20.2 and in 0.32.0; only the number of tokens has no default there.
 @operation(kernel=KERNELS["merge_attn_states"], writes=("output", "output_lse"))
 def merge_attn_states(
     output: torch.Tensor,
@@ -34,34 +34,28 @@ def merge_attn_states(
     prefill_tokens_with_context: int | None = None,
     output_scale: torch.Tensor | None = None,
 ) -> None:
-    """Merge two attention states into ``output``, and into ``output_lse`` where it is given.
+    """Merge two attention states into ``output``, and ``output_lse`` if given.
 
-    A part whose LSE is infinite had no keys; whatever its output holds is not used. Where both had none the output is 0
-    and its LSE -inf, as on vLLM's CPU and in its Triton kernel of newer releases. vLLM's CUDA kernel writes the
-    prefix's output there, and expects it to be 0.
+    The output of a part with an infinite LSE is ignored. If both parts have no keys, the output is 0 and its LSE -inf,
+    as on vLLM's CPU and in newer Triton kernels; vLLM's CUDA kernel writes the prefix's output there, and expects it to
+    be 0.
 
     Args:
-        output: [tokens, heads, head_size], of the parts' type, or float8_e4m3fn where there is an ``output_scale``.
-            Written. It may be ``prefix_output`` or ``suffix_output`` itself.
-        output_lse: [heads, tokens], float32, any strides. Written. It may be ``prefix_lse`` or ``suffix_lse`` itself,
-            and else has to share no memory with them.
-        prefix_output: like ``output``; float32, float16 or bfloat16. Heads are multiples of 16 bytes and begin at
-            multiples of 16 bytes, in any strides that keep to that.
-        prefix_lse: [heads, tokens], float32, any strides.
-        suffix_output: like ``prefix_output``.
-        suffix_lse: like ``prefix_lse``.
-        prefill_tokens_with_context: only so many tokens, the first ones, have a prefix. For the others the suffix and
-            its LSE are copied, and the prefix is not read. None: all have one.
-        output_scale: one float32. The output is divided by it, and cut off at the largest float8_e4m3fn.
-
-    Raises:
-        RuntimeError: a type, device, shape, stride or alignment is not as described.
+        output: [tokens, heads, head_size], of the parts' type, or float8_e4m3fn with an ``output_scale``. Written. It
+            may be ``prefix_output`` or ``suffix_output`` itself.
+        output_lse: [heads, tokens], float32, any strides. Written. It is ``prefix_lse`` or ``suffix_lse`` itself, or
+            shares no memory with them.
+        prefix_output, suffix_output: like ``output``; float32, float16 or bfloat16. Heads are multiples of 16 bytes and
+            begin at multiples of 16 bytes, in any strides.
+        prefix_lse, suffix_lse: [heads, tokens], float32, any strides.
+        prefill_tokens_with_context: only the first tokens, so many, have a prefix. For the others the suffix and its
+            LSE are copied, and the prefix is not read. None: all have a prefix.
+        output_scale: one float32. The output is divided by it, and clamped to float8_e4m3fn's range.
     """
     checks = Checks("merge_attn_states", "output", output)
     dtype = prefix_output.dtype
     checks.tensor("prefix_output", prefix_output, *FLOATS, contiguous=False)
     checks.tensor("suffix_output", suffix_output, dtype, contiguous=False)
-    # Of a type of 8 bits where there is a scale for it, and only there.
     checks.tensor("output", output, dtype if output_scale is None else torch.float8_e4m3fn, contiguous=False)
     checks.tensor("output_scale", output_scale, torch.float32)
     checks.that(output_scale is None or output_scale.numel() == 1, "output_scale has several elements; expected one")
@@ -96,20 +90,20 @@ def merge_attn_states(
 def _merge(
     prefix: torch.Tensor, prefix_lse: torch.Tensor, suffix: torch.Tensor, suffix_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in the type of the arguments, so that a test can ask for double precision."""
+    """Merge in the arguments' type, so that tests can use double precision."""
     outputs = torch.stack([prefix, suffix])
     lses = torch.stack([prefix_lse, suffix_lse])
     empty = torch.isinf(lses)
     lses = lses.masked_fill(empty, -torch.inf)
     lse = torch.logsumexp(lses, 0)
     weights = torch.exp(lses - lse).masked_fill(empty, 0.0)
-    # What stands where there were no keys may be no number, which a weight of 0 would let through.
+    # The output of a part without keys may be NaN, and NaN times a weight of 0 is NaN.
     outputs = outputs.masked_fill(empty.transpose(1, 2).unsqueeze(-1), 0.0)
     return (outputs * weights.transpose(1, 2).unsqueeze(-1)).sum(0), lse
 
 
 def _check_heads(checks: Checks, name: str, tensor: torch.Tensor, pack: int) -> None:
-    """That packs of so many elements can be moved."""
+    """Check shape, strides and alignment for loads of `pack` elements."""
     expected = checks.leading.shape
     checks.that(tensor.dim() == 3, f"{name} has {tensor.dim()} dimensions; expected [tokens, heads, head_size]")
     checks.that(tensor.shape == expected, f"{name} has shape {tuple(tensor.shape)}; expected {tuple(expected)}")
@@ -127,5 +121,5 @@ def _check_heads(checks: Checks, name: str, tensor: torch.Tensor, pack: int) -> 
     start = pack * tensor.dtype.itemsize
     checks.that(
         tensor.data_ptr() % start == 0,
-        f"{name} does not begin at a multiple of {start} bytes; expected that: call clone() first",
+        f"{name} does not begin at a multiple of {start} bytes: call clone() first",
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations of vLLM that the plugin can serve, and which of its kernels are wanted: data and one decision.
+"""vLLM's operations that the plugin can compute, and which of its kernels are wanted: data and one decision.
 
-``doctor`` and every process of vLLM read it before there is a torch, so nothing here imports it.
+``doctor`` and every process of vLLM read it before torch is there, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from typing import Final, Literal, NamedTuple
 GATE: Final = "VLLM_HWPLUGIN_OPS"
 SKIP: Final = "VLLM_HWPLUGIN_OPS_SKIP"
 
-#: The key under which vLLM registers these kernels for CUDA in every supported version, and under which the plugin's
-#: stand there.
+#: The dispatch key of vLLM's kernels for CUDA in every supported version, and of the plugin's.
 KEY: Final = "CUDA"
 
-#: The dispatch key of torch's one backend from outside, which is MUSA's where torch_musa is.
+#: The dispatch key of torch's only external backend, which torch_musa takes for MUSA.
 MUSA_KEY: Final = "PrivateUse1"
 
-#: Why the plugin's kernels are on no other host.
+#: Why other hosts have none of the plugin's kernels.
 NO_GPU: Final = "the plugin's kernels stand under vLLM's names only on CUDA and MUSA"
 
-#: Before the name of an operation, among a process's decisions (:func:`vllm_hwplugin.journal.note`).
+#: Prefix of an operation's name among a process's decisions (:func:`vllm_hwplugin.journal.note`).
 RECORD: Final = "operation "
 
 
@@ -31,11 +30,11 @@ class Operation(NamedTuple):
     """An operation of vLLM.
 
     Attributes:
-        name: of vLLM's operation, and of what serves it: the plugin's own operation in ``torch.ops.hwplugin``, where it
-            has a kernel, else a function of :mod:`.definitions`.
+        name: also of the plugin's operation in ``torch.ops.hwplugin`` if it has a kernel, else of a function of
+            :mod:`.definitions`.
         namespace: in ``torch.ops``.
-        caller: what of vLLM reaches it on MUSA; empty where nothing does today.
-        writes: the arguments that the function of :mod:`.definitions` writes.
+        caller: what calls it in vLLM on MUSA; empty if nothing does.
+        writes: arguments that the function of :mod:`.definitions` writes.
     """
 
     name: str
@@ -59,7 +58,7 @@ OPS: Final = _by_name(
     Operation("merge_attn_states", "_C", ""),
     Operation("topk_softmax", "_moe_C", "routers of mixtures of experts"),
 )
-"""Those that the plugin has a kernel for."""
+"""Operations that the plugin has a kernel for."""
 
 _QUANTISED: Final = ("result", "scale")
 
@@ -80,10 +79,10 @@ DEFINED: Final = _by_name(
     Operation(
         "moe_align_block_size",
         "_moe_C",
-        "experts, for which rows go to which",
+        "experts, to assign rows",
         ("sorted_token_ids", "experts_ids", "num_tokens_post_pad", "scatter_idx"),
     ),
-    Operation("moe_sum", "_moe_C", "experts, for what those of a token add up to", ("output",)),
+    Operation("moe_sum", "_moe_C", "experts, to add up a token's outputs", ("output",)),
     Operation("silu_and_mul", "_C", "experts, between their two layers", ("result",)),
     Operation("gelu_and_mul", "_C", "experts, between their two layers", ("result",)),
     Operation("gelu_tanh_and_mul", "_C", "experts, between their two layers", ("result",)),
@@ -93,23 +92,21 @@ DEFINED: Final = _by_name(
     Operation("static_scaled_int8_quant", "_C", "INT8 linear layers with a scale in the checkpoint", ("result",)),
     Operation("dynamic_scaled_int8_quant", "_C", "INT8 linear layers", ("result", "scale", "azp")),
 )
-"""Those that the plugin defines where a build of vLLM has no kernel for MUSA (:mod:`.definitions`)."""
+"""Operations that the plugin defines if a build of vLLM has no kernel for MUSA (:mod:`.definitions`)."""
 
 
 class KernelChoice(NamedTuple):
-    """Whether the plugin's kernel is wanted, and why."""
-
     wanted: bool
     reason: str
 
 
 def choose(op: Operation, choice: str, skip: Sequence[str], *, defined: bool) -> KernelChoice:
-    """Whether the plugin's kernel should stand under vLLM's name.
+    """Decide whether the plugin's kernel should replace vLLM's.
 
     Args:
-        choice: what the gate says: ``auto``, ``on`` or ``off``.
+        choice: the switch's value: ``auto``, ``on`` or ``off``.
         skip: names that keep vLLM's kernel.
-        defined: vLLM has no kernel of it, and the plugin's definition in torch serves.
+        defined: vLLM has no kernel of it, and the plugin's PyTorch definition runs.
     """
     if choice == "off":
         return KernelChoice(False, f"{GATE}=off")
@@ -119,11 +116,11 @@ def choose(op: Operation, choice: str, skip: Sequence[str], *, defined: bool) ->
         return KernelChoice(True, f"{GATE}=on")
     if defined:
         return KernelChoice(True, "vLLM has no kernel of it here")
-    return KernelChoice(False, f"vLLM has a kernel of its own; {GATE}=on takes the plugin's")
+    return KernelChoice(False, f"vLLM has its own kernel; {GATE}=on takes the plugin's")
 
 
 def describe(state: str, reason: str) -> str:
-    """What serves an operation, for the log and the journals."""
+    """Return which kernel runs, for the log and run records."""
     kernels = {
         "plugin": "the plugin's kernel",
         "vllm": "vLLM's kernel",
@@ -134,5 +131,5 @@ def describe(state: str, reason: str) -> str:
 
 
 def unknown_names(skip: Sequence[str]) -> tuple[str, ...]:
-    """Names in the skip list that no kernel is for: most often a spelling mistake."""
+    """Return names without a kernel in the skip list, probably typos."""
     return tuple(name for name in skip if name not in OPS)

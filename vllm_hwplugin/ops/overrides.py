@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put the plugin's kernels under the names of vLLM's operations, so that vLLM's graphs and fusions stay as they are.
+"""Register the plugin's kernels under the names of vLLM's operations, so that vLLM's graphs and fusions do not change.
 
-``torch.library`` lets a second kernel stand in front of the one that vLLM's C extension registered for CUDA. The name
-in an FX graph, the schema and the shape function stay vLLM's; code that was generated before calls by that name and so
-needs no other key in a compile cache. The first kernel is kept, and gets every call that the plugin's refuses.
+``torch.library`` lets a second kernel replace the kernel that vLLM's C extension registered for CUDA. The name in an FX
+graph, the schema and the shape function stay vLLM's; generated code calls by that name and needs no other compile cache
+key. vLLM's kernel is kept, and gets every call that the plugin's refuses.
 
-On CUDA this happens only where the gate says ``on``. On MUSA it is the default where vLLM has no kernel and the
-plugin's definition in torch (:mod:`.definitions`) has its place.
+On CUDA this happens only if the switch says ``on``. On MUSA it is the default if vLLM has no kernel and the plugin's
+PyTorch definition (:mod:`.definitions`) runs.
 
-One process of vLLM (the one that forks the others) must not start the CUDA runtime, so putting a kernel in front asks
-nothing of the device: the kernel is built or loaded at the first call, once. vLLM's profiling run calls the operations
-of a model before any graph is captured. A call while a graph is captured never builds; if it comes first, vLLM's kernel
-serves it.
+The process of vLLM that forks the others must not start the CUDA runtime, so the registration does not touch the
+device: the first call builds or loads the kernel, once. vLLM's profiling run calls a model's operations before any
+graph is captured. A call during a capture never builds; if it comes first, vLLM's kernel runs.
 
-The dispatcher reaches the plugin's kernel through a few lines of Python. docs/kernels.md has what they cost.
+The dispatcher reaches the plugin's kernel through a few lines of Python. docs/kernels.md has their cost.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ logger = logging.getLogger("vllm.hwplugin")
 _NO_MODEL = ("api-server", "inspection")
 
 
-# In csrc/common/stream.h: a kernel that is broken here is not to be passed over.
+# From csrc/common/stream.h. Such an error is raised, because the kernel is broken here.
 _NOT_STARTED: Final = "the kernel did not start"
 
 
 class OverrideError(HwpluginError, RuntimeError):
-    """A kernel that was asked for cannot stand under vLLM's name, and the process must not run without it."""
+    """A demanded kernel cannot replace vLLM's, so the process must not run."""
 
 
 class _Refused(Exception):
@@ -56,11 +55,10 @@ class Override:
 
     Attributes:
         wanted: why the plugin's is wanted.
-        required: that it is not to be had is an error.
-        stock: what serves without the plugin's kernel: vLLM's, or ``torch`` for the plugin's definition.
+        required: its absence is an error.
+        stock: runs without the plugin's kernel: vLLM's, or ``torch`` for the plugin's definition.
         state: ``open`` until the first call for a device.
-        reason: why it is as it is.
-        library: the registration; the plugin's kernel stands in front as long as this lives.
+        library: the registration; the plugin's kernel is registered as long as this lives.
     """
 
     op: Operation
@@ -83,29 +81,29 @@ _overrides: dict[str, Override] = {}
 
 
 def install(settings: gates.Settings) -> None:
-    """Put the chosen kernels in front, in this process. Calling it again changes nothing.
+    """Register the chosen kernels in this process; idempotent.
 
-    Whatever goes wrong, an operation that did not get the plugin's kernel has the one that it had.
+    An operation that does not get the plugin's kernel keeps its own.
 
     Raises:
-        OverrideError: the gate says ``on``, and a kernel cannot be put in front; or it does not say ``off``, strict
+        OverrideError: the switch says ``on``, and a kernel cannot be registered; or it does not say ``off``, strict
             mode is on, and a name in the list of exceptions is unknown.
-        GateError: the gate says ``on``, and another variable has a bad value.
+        GateError: the switch says ``on``, and another variable has a bad value.
     """
     choice, skip = settings.values[GATE].text, settings.values[SKIP].names
-    # The defaults promise no kernel: where one cannot be had, what would serve without it does.
+    # The defaults promise no kernel: operations without it run as they would without the plugin.
     required = choice == "on"
     try:
         settings.require_process()
     except gates.GateError:
         if required:
             raise
-        # The patch engine has reported it; the plugin does nothing until it is right.
+        # The patch engine has reported it; the plugin stays disabled until it is fixed.
         return
     if choice == "off":
         return
     if wrong := unknown_names(skip):
-        text = f"{SKIP} names {', '.join(wrong)}, which no kernel is for; expected some of {', '.join(OPS)}"
+        text = f"{SKIP} names {', '.join(wrong)}, without a kernel; expected some of {', '.join(OPS)}"
         if required or settings.strict:
             raise OverrideError(text)
         if not journal.repeats_another():
@@ -115,25 +113,24 @@ def install(settings: gates.Settings) -> None:
     try:
         refused = _put_all(choice, skip, required)
     except Exception as error:
-        # PyTorch and vLLM's extension fail in ways of their own, and none of them is worth a process.
-        text = (
-            f"the plugin's kernels cannot stand under the names of vLLM's operations: {type(error).__name__}: {error}"
-        )
+        # PyTorch and vLLM's extension fail in many ways, and no failure may end a process here.
+        text = f"the plugin's kernels cannot replace the kernels of vLLM's operations: {type(error).__name__}: {error}"
         if required:
-            raise OverrideError(f"{GATE}=on, but {text}. Set {GATE}=off to go on") from error
-        logger.exception("%s; what they have serves", text)
+            raise OverrideError(f"{GATE}=on, but {text}. Set {GATE}=off to continue") from error
+        logger.exception("%s; vLLM's kernels run", text)
         return
     if refused:
         text = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         if required:
             raise OverrideError(
-                f"{GATE}=on, but these operations cannot get the plugin's kernel: {text}. Name them in {SKIP} to go on"
+                f"{GATE}=on, but these operations cannot get the plugin's kernel: {text}. Name them in {SKIP} to "
+                "continue"
             )
-        logger.warning("these operations keep the kernels that they have: %s", text)
+        logger.warning("these operations keep their kernels: %s", text)
 
 
 def _put_all(choice: str, skip: Sequence[str], required: bool) -> dict[str, str]:
-    """Put in front what is wanted; why not, of those that it was refused for."""
+    """Register all wanted kernels; return why others were refused."""
     musa = is_musa_host()
     if choice == "auto" and not musa:
         return {}
@@ -149,7 +146,7 @@ def _put_all(choice: str, skip: Sequence[str], required: bool) -> dict[str, str]
             except _Refused as reason:
                 refused[op.name] = str(reason)
             except Exception as error:
-                # A PyTorch without one of the calls; the other operations may still get their kernels.
+                # This PyTorch lacks a call; other operations may still get their kernels.
                 logger.debug("%s cannot get the plugin's kernel", op.qualname, exc_info=True)
                 refused[op.name] = f"{type(error).__name__}: {error}"
             if op.name in refused:
@@ -164,7 +161,7 @@ def _stock(op: Operation) -> Literal["vllm", "torch"]:
 
 
 def load_extension() -> None:
-    """Import vLLM's C extension: a kernel that is registered later would stand in front of the plugin's."""
+    """Import vLLM's C extension, whose kernels would replace earlier ones."""
     importlib.import_module("vllm._custom_ops")
 
 
@@ -172,11 +169,8 @@ def put_in_front(op: Operation, key: str, wanted: str, *, required: bool) -> Ove
     """Register the plugin's kernel for one dispatch key of vLLM's operation.
 
     Args:
-        wanted: why, for the journal.
-        required: a kernel that is not to be had at the first call is an error.
-
-    Raises:
-        _Refused: vLLM's operation is not there, or not as it is known.
+        wanted: why, for the run record.
+        required: an error at the first call if the kernel cannot be loaded.
     """
     torch: Any = importlib.import_module("torch")
     packet = getattr(getattr(torch.ops, op.namespace), op.name, None)
@@ -186,14 +180,14 @@ def put_in_front(op: Operation, key: str, wanted: str, *, required: bool) -> Ove
     importlib.import_module(f"vllm_hwplugin.ops.{op.name}")
     own = getattr(torch.ops.hwplugin, op.name).default
     if not _alike(own._schema.arguments, theirs._schema.arguments):
-        raise _Refused(f"{op.qualname} has a schema that is not known: {theirs._schema}; expected {own._schema}")
+        raise _Refused(f"{op.qualname} has an unknown schema: {theirs._schema}; expected {own._schema}")
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op.qualname, key):
         raise _Refused(f"this vLLM has no kernel of {op.qualname} for {key}")
     override = Override(op, wanted, required, _stock(op))
     kernel = _kernel(override, own, theirs, torch.library.get_kernel(op.qualname, key))
     library = torch.library.Library(op.namespace, "IMPL")
     with warnings.catch_warnings():
-        # PyTorch warns of what is done here on purpose.
+        # PyTorch warns about overriding a kernel, which is intended here.
         warnings.filterwarnings("ignore", message=".*[Oo]verrid", category=UserWarning)
         library.impl(op.name, kernel, key, with_keyset=True, allow_override=True)
     override.library = library
@@ -203,22 +197,22 @@ def put_in_front(op: Operation, key: str, wanted: str, *, required: bool) -> Ove
 
 
 def _alike(own: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Whether the plugin's operation can be called as vLLM's is: the same arguments, and after them only defaults."""
+    """Whether the plugin's operation accepts vLLM's calls."""
 
     def known(argument: Any) -> tuple[str, str, bool]:
-        # vLLM marks a number of merge_attn_states as written, which nothing can be.
+        # vLLM marks a number of merge_attn_states as written, though numbers cannot be.
         return argument.name, str(argument.type), argument.is_write and "Tensor" in str(argument.type)
 
-    alike = all(known(one) == known(other) for one, other in zip(own, theirs, strict=False))
-    return alike and all(one.has_default_value() for one in own[len(theirs) :])
+    alike = all(known(argument) == known(other) for argument, other in zip(own, theirs, strict=False))
+    return alike and all(argument.has_default_value() for argument in own[len(theirs) :])
 
 
 def _kernel(override: Override, own: Any, theirs: Any, stock: Any) -> Callable[..., None]:
-    """What the dispatcher calls: the plugin's kernel where it takes the call, else vLLM's."""
-    # The dispatcher leaves trailing arguments out that have their default.
+    """Return what the dispatcher calls: the plugin's kernel, else vLLM's."""
+    # The dispatcher omits trailing arguments that have their default.
     defaults = tuple(argument.default_value for argument in theirs._schema.arguments)
     taken = min(len(own._schema.arguments), len(defaults))
-    # What the plugin's operation knows nothing of has to say nothing.
+    # Arguments that the plugin's operation lacks must have their defaults.
     surplus = defaults[taken:]
     refusal = f"{override.op.name}: "
 
@@ -231,8 +225,7 @@ def _kernel(override: Override, own: Any, theirs: Any, stock: Any) -> Callable[.
             try:
                 return own(*args[:taken])  # type: ignore[no-any-return]
             except RuntimeError as error:
-                # The operation's own checks, which come before anything is launched. What vLLM's kernel does not take
-                # either, it reports itself.
+                # The operation's checks come before any launch, so vLLM's kernel can run, or report the error itself.
                 if refusal not in str(error) or _NOT_STARTED in str(error):
                     raise
         return stock.call_boxed(keyset, *args)  # type: ignore[no-any-return]
@@ -241,35 +234,31 @@ def _kernel(override: Override, own: Any, theirs: Any, stock: Any) -> Callable[.
 
 
 def _decide(override: Override, args: tuple[Any, ...]) -> None:
-    """Settle at the first call which kernel serves this process: load the plugin's, which may run a compiler.
-
-    Raises:
-        OverrideError: the kernel is required and cannot be had.
-    """
+    """Decide at the first call which kernel runs; may compile the plugin's."""
     with override.lock:
         if override.state != "open":
             return
         torch: Any = importlib.import_module("torch")
         device = next(argument.device for argument in args if isinstance(argument, torch.Tensor))
         if is_capturing(device):
-            # The next call that is not captured decides. Until then the graph that is being captured has the other.
-            override.settle("open", "the first call came while a graph was captured, which does not have it")
+            # The next call outside a capture decides. The graph captured now has vLLM's kernel.
+            override.settle("open", "the first call came during the capture of a graph, which has vLLM's kernel")
             return
         try:
             loaded = load_kernel(override.op)
         except Exception:
-            # What a build or a library does beyond its own errors must not end a forward pass that vLLM can do.
-            logger.exception("the kernel %s is not used, its loading failed", override.op.name)
+            # An unexpected error of a build or a library must not end a forward pass that vLLM can run.
+            logger.exception("the kernel %s is not used, because loading it failed", override.op.name)
             loaded = False
         if loaded:
             override.settle("plugin", override.wanted)
             return
-        reason = "the plugin's kernel is not to be had here, the log says why"
+        reason = "the plugin's kernel cannot be loaded here, the log says why"
         override.settle(override.stock, reason)
         if override.required:
             raise OverrideError(
                 f"{override.op.qualname} cannot get the plugin's kernel: {reason}. Name {override.op.name} in {SKIP} "
-                "to go on"
+                "to continue"
             )
 
 
@@ -281,7 +270,7 @@ def is_capturing(device: Any) -> bool:
 
 
 def load_kernel(op: Operation) -> bool:
-    """Load the kernel into this process; False where it cannot be had, which the log then explains."""
+    """Load the kernel into this process; False, with a warning, if impossible."""
     from .compile.jit import ensure
     from .compile.spec import KERNELS
 
@@ -289,30 +278,29 @@ def load_kernel(op: Operation) -> bool:
 
 
 def is_musa_host() -> bool:
-    """Whether torch's one backend from outside is torch_musa's, which asks nothing of a device."""
+    """Whether torch's external backend is torch_musa; does not touch a device."""
     torch: Any = importlib.import_module("torch")
     return bool(torch._C._get_privateuse1_backend_name() == "musa")
 
 
 def states() -> dict[str, str]:
-    """What serves each operation that was put in front in this process, in words."""
-    return {name: describe(item.state, item.reason) for name, item in _overrides.items()}
+    """Describe, for each overridden operation, which kernel runs."""
+    return {name: describe(override.state, override.reason) for name, override in _overrides.items()}
 
 
 def remove() -> None:
-    """Give every operation its own kernel back. For tests: not while one of them runs."""
     with _lock:
-        for item in _overrides.values():
-            item.library._destroy()
+        for override in _overrides.values():
+            override.library._destroy()
         _overrides.clear()
 
 
 def _renew_locks() -> None:
-    # Another thread of the parent may have held them, and it does not exist in the child.
+    # A thread of the parent may have held them, and it does not exist in the child.
     global _lock
     _lock = threading.RLock()
-    for item in _overrides.values():
-        item.lock = threading.Lock()
+    for override in _overrides.values():
+        override.lock = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_renew_locks)

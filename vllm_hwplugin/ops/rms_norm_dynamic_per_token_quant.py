@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """``torch.ops.hwplugin.rms_norm_dynamic_per_token_quant``: RMS norm, quantised with one scale for each row.
 
-As vLLM has it (csrc/quantization/fused_kernels/fused_layernorm_dynamic_per_token_quant.cu and layernorm_utils.cuh)::
+The formulas are vLLM's (csrc/quantization/fused_kernels/fused_layernorm_dynamic_per_token_quant.cu and
+layernorm_utils.cuh)::
 
-    x = input + residual, in float32; residual becomes x rounded to its type, and what follows uses x as it is
+    x = input + residual, in float32; residual becomes x rounded to its type, the rest uses the unrounded x
     normal = round(x * rsqrt(sum of x**2 / hidden_size + epsilon)) * weight, both rounded to the input's type
     scale = max(min(max |normal| over the row, scale_ub) / range, smallest)
-    result = normal / scale for float8, normal * (1 / scale) for int8, cut off at the range, rounded to nearest even
+    result = normal / scale for float8, normal * (1 / scale) for int8, clamped to the range, rounded to nearest even
 
-float8 e4m3 has the range 448 and the smallest scale 1 / (448 * 512), int8 has 127 and 2**-23. What is not a number
-takes no part in a scale and becomes 448 or 0.
+float8 e4m3 has the range 448 and the smallest scale 1 / (448 * 512), int8 has 127 and 2**-23. NaN does not affect a
+scale and becomes 448 or 0.
 
-The kernel differs from vLLM's in the order in which squares are added, so ``normal`` can be off by one unit of its last
-place where it lies between two numbers. That order does not depend on the number of rows.
+The kernel adds squares in another order than vLLM's, so ``normal`` can be off by one unit in its last place. The order
+does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .compile.spec import KERNELS
 from .define import operation
 
 
-# As vLLM has it (csrc/torch_bindings.cpp, since 0.24 csrc/libtorch_stable/torch_bindings.cpp), from 0.20.0 to 0.33.0.
+# vLLM's declaration (csrc/torch_bindings.cpp, since 0.24 csrc/libtorch_stable/torch_bindings.cpp), 0.20.0 to 0.33.0.
 @operation(kernel=KERNELS["rms_norm_dynamic_per_token_quant"], writes=("result", "scale", "residual"))
 def rms_norm_dynamic_per_token_quant(
     result: torch.Tensor,
@@ -40,16 +41,14 @@ def rms_norm_dynamic_per_token_quant(
     """Add the residual if there is one, normalise and quantise each row.
 
     Args:
-        result: input's shape, float8_e4m3fn or int8, contiguous. Written.
-        input: [..., hidden_size], float32, float16 or bfloat16. Rows may lie apart, at even distances.
+        result: like input, float8_e4m3fn or int8, contiguous. Written.
+        input: [..., hidden_size], float32, float16 or bfloat16; hidden_size is not 0. Rows may lie apart, at even
+            distances.
         weight: [hidden_size], input's type, contiguous.
         scale: as many elements as input has rows, float32, contiguous. Written.
         epsilon: added to the mean of the squares.
-        scale_ub: one float32, for float8 alone: an upper bound of the row's largest value.
+        scale_ub: one float32, only for float8: upper bound of the row's largest value.
         residual: input's shape and type, contiguous. Becomes the sum with input.
-
-    Raises:
-        RuntimeError: a type, device, shape or stride is not as described, or hidden_size is 0.
     """
     checks = Checks("rms_norm_dynamic_per_token_quant", "input", input)
     checks.that(
@@ -82,7 +81,7 @@ def rms_norm_dynamic_per_token_quant(
     largest = normal.abs().masked_fill(normal.isnan(), 0.0).amax(dim=-1, keepdim=True)
     if scale_ub is not None:
         largest = torch.fmin(largest, scale_ub.reshape(()))
-    # Numbers on the tensors' device: PyTorch divides a CUDA tensor by a number of Python through its reciprocal.
+    # As tensors, because PyTorch divides a CUDA tensor by a Python number through its reciprocal.
     limit, smallest = (normal.new_full((), number) for number in QUANTISED[result.dtype])
     by_row = torch.fmax(largest / limit, smallest)
     scale.copy_(by_row.reshape(scale.shape))

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """``torch.ops.hwplugin.silu_and_mul_per_block_quant``: silu(gate) * up, quantised with a scale for each group of a row.
 
-In float32 from the load to the store, as vLLM has it (csrc/quantization/fused_kernels/fused_silu_mul_block_quant.cu)::
+The formulas are vLLM's (csrc/quantization/fused_kernels/fused_silu_mul_block_quant.cu), in float32 from load to store::
 
     value = gate * (1 / (1 + exp(-gate))) * up
     scale = max(min(max |value| over the group / range, scale_ub), smallest)
-    out = value / scale, cut off at the range and rounded to nearest even
+    out = value / scale, clamped to the range and rounded to nearest even
 
 float8 e4m3 has the range 448 and the smallest scale 1 / (448 * 512), int8 has 127 and 2**-23. ``value`` is not rounded
 to the input's type; vLLM's separate operations round it. Unlike in ``rms_norm_dynamic_per_token_quant``, ``scale_ub``
-bounds the scale and not the largest value. What is not a number takes no part in a scale and becomes 448 or 0. If a
-group has no number at all, its scale is ``scale_ub`` or the smallest.
+bounds the scale and not the largest value. NaN does not affect a scale and becomes 448 or 0. The scale of a group of
+NaN is ``scale_ub`` or the smallest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GROUP_SIZES: Final = (64, 128)
 _MAX_TOKENS: Final = 1 << 30
 
 
-# As vLLM has it (csrc/torch_bindings.cpp, since 0.24 csrc/libtorch_stable/torch_bindings.cpp), from 0.20.0 to 0.33.0.
+# vLLM's declaration (csrc/torch_bindings.cpp, since 0.24 csrc/libtorch_stable/torch_bindings.cpp), 0.20.0 to 0.33.0.
 @operation(kernel=KERNELS["silu_and_mul_per_block_quant"], writes=("out", "scales"))
 def silu_and_mul_per_block_quant(
     out: torch.Tensor,
@@ -43,15 +43,12 @@ def silu_and_mul_per_block_quant(
     Args:
         out: [tokens, hidden_size], float8_e4m3fn or int8, contiguous. Written.
         input: [tokens, 2 * hidden_size], float16 or bfloat16, gate and then up. Rows may lie apart.
-        scales: [tokens, hidden_size / group_size], float32. Written. Rows may lie apart; transposed, columns may, as
-            ``torch.empty(groups, tokens).t()`` or one with padding for TMA has them. A transposed one may also come as
-            [groups, tokens].
-        group_size: 64 or 128; hidden_size is a multiple of it.
-        scale_ub: one float32, for float8 alone: no scale becomes larger.
-        is_scale_transposed: tokens lie side by side in ``scales``, not groups.
+        scales: [tokens, hidden_size / group_size], float32. Written. Rows may lie apart; transposed, columns may, as in
+            ``torch.empty(groups, tokens).t()``, also with padding for TMA. Transposed, also [groups, tokens].
 
-    Raises:
-        RuntimeError: a type, device, shape or stride is not as described.
+        group_size: 64 or 128; hidden_size is a multiple of it.
+        scale_ub: one float32, only for float8: upper bound of the scales.
+        is_scale_transposed: tokens are contiguous in ``scales``, not groups.
     """
     checks = Checks("silu_and_mul_per_block_quant", "input", input)
     checks.tensor("input", input, *HALVES, contiguous=False)
@@ -81,7 +78,7 @@ def silu_and_mul_per_block_quant(
     value = (gate * (1 / (1 + torch.exp(-gate))) * up).unflatten(-1, (-1, group_size))
     largest = value.abs().masked_fill(value.isnan(), -torch.inf).amax(dim=-1)
     largest = largest.masked_fill(largest < 0, torch.nan)
-    # Numbers on the tensors' device: PyTorch divides a CUDA tensor by a number of Python through its reciprocal.
+    # As tensors, because PyTorch divides a CUDA tensor by a Python number through its reciprocal.
     limit, smallest = (value.new_full((), number) for number in QUANTISED[out.dtype])
     scale = largest / limit
     if scale_ub is not None:
@@ -92,7 +89,7 @@ def silu_and_mul_per_block_quant(
 
 
 def _by_token(scales: torch.Tensor, tokens: int, groups: int, transposed: bool) -> torch.Tensor:
-    """The scales as [tokens, groups], whichever of the forms they have."""
+    """Return the scales as [tokens, groups], whichever form they have."""
     turned = scales.shape != (tokens, groups) or (tokens == groups > 1 and scales.stride(1) == 1)
     result = scales.t() if transposed and turned else scales
     if result.shape != (tokens, groups):
@@ -104,6 +101,6 @@ def _by_token(scales: torch.Tensor, tokens: int, groups: int, transposed: bool) 
     if (rows.shape[1] > 1 and rows.stride(1) != 1) or (rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]):
         raise RuntimeError(
             f"silu_and_mul_per_block_quant: scales has strides {scales.stride(0)} and {scales.stride(1)}; expected "
-            f"those of a {'transposed' if transposed else 'contiguous'} tensor"
+            f"strides of a {'transposed' if transposed else 'contiguous'} tensor"
         )
     return result

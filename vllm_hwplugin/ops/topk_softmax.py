@@ -2,12 +2,12 @@
 """``torch.ops.hwplugin.topk_softmax``: softmax over the experts of each token, and the ``topk`` largest of them.
 
 vLLM routes mixtures of experts with it, by these rules (vLLM csrc/moe/topk_softmax_kernels.cu): of equal experts the
-lower one comes first. A row whose softmax is no number, as padding can leave it, counts as all 0 and so gets the first
-experts, each once, with weights of 0.
+lower one comes first. A row whose softmax is NaN, as in padding, counts as all 0 and so gets the first experts, each
+once, with weights of 0.
 
-One thing differs. Without a bias, this compares logits of 16 bits themselves; vLLM compares their probabilities in
-float32. Those of two unequal logits may round to the same number, most of all to 0. vLLM then takes the lower expert,
-and this the one of the larger logit. Their weights are the same.
+There is one difference. Without a bias, this compares 16-bit logits themselves, and vLLM their probabilities in
+float32. Two unequal logits may have equal probabilities after rounding, most of all 0. Then vLLM takes the lower
+expert, and this operation the expert with the larger logit. The weights are the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _INDEX_DTYPES: Final = (torch.int32, torch.int64, torch.uint32)
 _INT32_MAX: Final = torch.iinfo(torch.int32).max
 
 
-# As vLLM has it (csrc/moe/torch_bindings.cpp). It ends with bias in 0.20.2 to 0.26.0; is_padding is there from 0.27.0.
+# vLLM's declaration (csrc/moe/torch_bindings.cpp). It ends with bias in 0.20.2 to 0.26.0, and with is_padding from
+# 0.27.0.
 @operation(kernel=KERNELS["topk_softmax"], writes=("topk_weights", "topk_indices", "token_expert_indices"))
 def topk_softmax(
     topk_weights: torch.Tensor,
@@ -41,13 +42,12 @@ def topk_softmax(
         topk_weights: [tokens, topk], float32, contiguous. Written: the probabilities, largest first.
         topk_indices: [tokens, topk], int32, int64 or uint32, contiguous. Written: the experts.
         token_expert_indices: [tokens, topk], int32, contiguous. Written: ``slot * tokens + token``.
-        gating_output: [tokens, experts], float32, float16 or bfloat16, logits. Rows may lie apart.
-        renormalize: divide the weights of a token by their sum, where that is not 0.
-        bias: [experts], float32, contiguous. Experts are chosen by probability + bias; the weights are without it.
-        is_padding: [tokens], bool, contiguous. The indices of these tokens become -1.
+        gating_output: [tokens, experts], float32, float16 or bfloat16, logits. Rows may lie apart. At least topk
+            experts.
+        renormalize: divide a token's weights by their sum, unless it is 0.
+        bias: [experts], float32, contiguous. Experts are chosen by probability + bias; the weights are without bias.
+        is_padding: [tokens], bool, contiguous. The indices of padding become -1.
 
-    Raises:
-        RuntimeError: a type, device, shape or stride is not as described, or topk is larger than the number of experts.
     """
     checks = Checks("topk_softmax", "gating_output", gating_output)
     checks.that(
@@ -73,7 +73,8 @@ def topk_softmax(
     probabilities = softmax.masked_fill(broken, 0.0)
     if bias is not None:
         choice = probabilities + bias
-        # Torch has what is no number first.
+        # torch.sort puts NaN first.
+
         choice = choice.masked_fill(choice.isnan(), -torch.inf)
     elif gating_output.dtype.itemsize == 2:
         choice = gating_output.masked_fill(broken, 0.0)

@@ -165,7 +165,7 @@ def test_who_has_waited_for_a_build_that_failed_does_not_repeat_it(
             thread.join()
     # Once at each start.
     assert len(nvcc.calls) == 2
-    assert sum("another process has just found that" in one for one in said) == 4
+    assert sum("another process's build failed just now" in one for one in said) == 4
     assert all("the compiler is broken" in one for one in said)
     nvcc.set("broken", False)
     assert sorted(path.name for path in jit.provide(kernel, torch_cuda).parent.iterdir()) == [
@@ -479,7 +479,7 @@ def test_a_device_that_the_kernel_is_not_for_is_an_obstacle(
     hopper = dataclasses.replace(kernel, cuda_arch=("9.0a",))
     for listed in "9.0", "8.0":
         monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
-        assert jit.obstacle(hopper, (8, 9)) == "sample is for 9.0a alone, and the device is 8.9"
+        assert jit.obstacle(hopper, (8, 9)) == "sample is only for 9.0a, and the device is 8.9"
         assert jit.obstacle(hopper, (9, 0)) == ""
 
 

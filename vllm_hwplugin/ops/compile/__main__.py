@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m vllm_hwplugin.ops.compile FOLDER``: build every kernel into a folder; exit 1 where one cannot be built.
+"""``python -m vllm_hwplugin.ops.compile FOLDER``: build every kernel into a folder; exit 1 if a build fails.
 
-For continuous integration, which has no GPU: ``TORCH_CUDA_ARCH_LIST`` says what to build for.
+For continuous integration, which has no GPU: ``TORCH_CUDA_ARCH_LIST`` names the architectures.
 """
 
 from __future__ import annotations

@@ -16,22 +16,16 @@ from .port import port_for
 from .spec import KERNELS, KernelSpec, KernelUnavailable, ToolchainName
 from .toolchain import find_tool
 
-#: Where the wheel carries the libraries, below the package.
+#: The wheel's folder of libraries, below the package.
 PREBUILT = "ops/_prebuilt"
 
 
 def build_all(
     target: Path, root: Path, say: Callable[[str], None], environ: Mapping[str, str] | None = None
 ) -> tuple[Path, ...]:
-    """Build what can be built here.
+    """Build all kernels that can be built here; return their libraries.
 
-    Args:
-        target: gets a folder for each kernel; what it held is removed.
-        root: the folder ``csrc``.
-        say: told, in a sentence, of each library and of each that could not be built.
-
-    Returns:
-        The libraries.
+    `target` gets a folder for each kernel in place of its content, `say` a sentence for each library and each failure.
     """
     environ = os.environ if environ is None else environ
     shutil.rmtree(target, ignore_errors=True)
@@ -59,7 +53,7 @@ def build_all(
 
 
 def _toolchain_name(torch: torch_build.TorchBuild, environ: Mapping[str, str]) -> ToolchainName:
-    """A CPU build of PyTorch has no devices to build for; naming architectures builds for other hosts."""
+    """Return PyTorch's compiler; for a CPU build, the named architectures'."""
     if torch.toolchain is not None:
         return torch.toolchain
     if environ.get("TORCH_CUDA_ARCH_LIST"):
@@ -70,7 +64,6 @@ def _toolchain_name(torch: torch_build.TorchBuild, environ: Mapping[str, str]) -
 
 
 def _discard(target: Path, kernel: KernelSpec) -> None:
-    """A failed build leaves nothing that would get into the wheel."""
     shutil.rmtree(target / kernel.name, ignore_errors=True)
     if target.is_dir() and not any(target.iterdir()):
         target.rmdir()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which GPU architectures a kernel is compiled for: ahead of time what a variable says, else what the devices are.
+"""GPU architectures of a build: ahead of time from a variable, else from the devices.
 
-``TORCH_CUDA_ARCH_LIST`` is written as PyTorch's extension builder takes it (``9.0;8.6+PTX``, ``9.0a``), but for its
-names of GPU families. For MUSA ``TORCH_MUSA_ARCH_LIST`` (``22;31``), as torch_musa's builder takes it, comes before
-``MTGPU_TARGET`` (``mp_31``), the one architecture that torchada and vllm-musa build their own code for.
+``TORCH_CUDA_ARCH_LIST`` has the syntax of PyTorch's extension builder (``9.0;8.6+PTX``, ``9.0a``), without names of GPU
+families. For MUSA ``TORCH_MUSA_ARCH_LIST`` (``22;31``) of torch_musa's builder comes before ``MTGPU_TARGET``
+(``mp_31``), the single architecture that torchada and vllm-musa build for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MUSA_TARGET: Final = "MTGPU_TARGET"
 _CUDA: Final = re.compile(r"(\d+)\.(\d)([af]?)(\+PTX)?")
 _MUSA_NUMBER: Final = re.compile(r"\d\d+")
 _MUSA: Final = re.compile(r"mp_\d\d+")
-# Before mp_31 a warp has 128 threads (torch_musa, TensorModeKernel.mu), and the kernels count on 32.
+# Before mp_31 a warp has 128 threads (torch_musa, TensorModeKernel.mu), and the kernels need 32.
 _WIDE_WARPS: Final = re.compile(r"mp_[12]\d")
 
 
@@ -31,19 +31,15 @@ def arch_flags(
     capabilities: Sequence[tuple[int, int]],
     cuda_only: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """The flags that name architectures.
+    """Return the flags that name architectures.
 
     Args:
-        toolchain: which compiler.
-        environ: where its variables are read; set but empty counts as not set. Without any of them the devices decide,
-            as they have to for a library that this host is to load.
+        environ: of the variables; empty values count as not set. Without a variable this host's devices decide.
         capabilities: (major, minor) of each device of this host.
-        cuda_only: the architectures that the kernel is for, with their suffixes; empty for all. It is compiled for
-            those whose numbers are asked for.
+        cuda_only: the kernel's only architectures, with suffixes; empty for all.
 
     Raises:
-        KernelUnavailable: a variable cannot be read, or none is set and there is no device, or the kernel is for other
-            architectures, or one is a MUSA architecture that no kernel is for.
+        KernelUnavailable: a variable is malformed, or there is no architecture to build for.
     """
     variable, example = (CUDA_LIST, "9.0") if toolchain == "nvcc" else (MUSA_LIST, "31")
     named = _listed(environ, CUDA_LIST) if toolchain == "nvcc" else _musa(environ)
@@ -58,14 +54,14 @@ def arch_flags(
             parts = [part for part in cuda_only if _number(part) in asked]
             if not parts:
                 raise KernelUnavailable(
-                    f"the kernel is for {', '.join(cuda_only)} alone; asked for is {', '.join(sorted(asked))}"
+                    f"the kernel is only for {', '.join(cuda_only)}; found {', '.join(sorted(asked))}"
                 )
         return tuple(dict.fromkeys(flag for part in parts for flag in _gencode(part)))
     parts = named or [f"mp_{major}{minor}" for major, minor in sorted(set(capabilities))]
     if wide := [part for part in parts if _WIDE_WARPS.fullmatch(part)]:
         raise KernelUnavailable(
-            f"{' and '.join(wide)} has warps of 128 threads, and the kernels are for warps of 32; build for mp_31 and "
-            "later alone"
+            f"{' and '.join(wide)} has warps of 128 threads, and the kernels are for warps of 32; build only for mp_31 "
+            "and later"
         )
     return tuple(dict.fromkeys(f"--offload-arch={part}" for part in parts))
 
@@ -75,7 +71,6 @@ def _listed(environ: Mapping[str, str], variable: str) -> list[str]:
 
 
 def _musa(environ: Mapping[str, str]) -> list[str]:
-    """The architectures that are named for MUSA, as mcc takes them."""
     numbers = _listed(environ, MUSA_LIST)
     for number in numbers:
         if not _MUSA_NUMBER.fullmatch(number):
@@ -84,7 +79,7 @@ def _musa(environ: Mapping[str, str]) -> list[str]:
         return [f"mp_{number}" for number in numbers]
     target = environ.get(MUSA_TARGET, "").strip()
     if target and not _MUSA.fullmatch(target):
-        # Also a list: torchada would take it for one architecture, and its own build would fail.
+        # Lists are refused, too: torchada would take one for an architecture, and its build would fail.
         raise KernelUnavailable(
             f"{MUSA_TARGET} is {target!r}; expected one architecture such as mp_31. {MUSA_LIST} takes several, such as "
             "22;31"

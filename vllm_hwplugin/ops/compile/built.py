@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the records of libraries that were built, and decide which of them suits a host.
+"""Records of built libraries, and which library suits a host.
 
-``doctor`` reads them too, so nothing here imports torch.
+``doctor`` reads them too, so this does not import torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .ahead import PREBUILT
 from .ninja import RECORD
 from .plan import FORMAT
 
-#: The folder of libraries that were built at first use, below a cache folder.
+#: The folder of libraries built at first use, below a cache folder.
 FOLDER = "kernels"
 
 _CODE = re.compile(r"-gencode=arch=compute_\d+[af]?,code=(sm|compute)_(\d+)(\d)([af]?)")
@@ -45,9 +45,9 @@ class Built:
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether it holds code for such a device of its toolchain's vendor.
 
-        For CUDA that is binary code of the device's generation, or PTX not newer than it. Code for one exact
-        architecture (``a``) runs only there, and code for a family (``f``) counts only for its first member. Code for
-        MUSA counts only for its own architecture: the vendor promises no other.
+        CUDA needs binary code of the device's generation, or PTX not newer than it. Code for one exact architecture
+        (``a``) runs only there; code for a family (``f``) counts only for its first member, MUSA code only for its own
+        architecture.
         """
         for flag in self.arch:
             if musa := _MUSA_CODE.fullmatch(flag):
@@ -69,20 +69,16 @@ class Built:
 
 
 def read(folder: Path) -> Built | None:
-    """The library in a folder of the wheel; None where it is not whole, or was built by another release's rules."""
+    """Return the wheel's library in a folder, if whole and current."""
     try:
         return _built(folder, (folder / RECORD).read_bytes())
     except OSError:
-        # What cannot be read is built again.
+        # An unreadable library is built again.
         return None
 
 
 def read_cached(folder: Path) -> Built | None:
-    """The same for a folder in the cache, which may hold only what this user put there.
-
-    Raises:
-        UntrustedFolder: another user can change what lies in it.
-    """
+    """Return the library in a cache folder, or raise UntrustedFolder."""
     try:
         folder = trusted_folder(folder)
     except OSError:
@@ -93,43 +89,41 @@ def read_cached(folder: Path) -> Built | None:
 
 def _built(folder: Path, record: bytes) -> Built | None:
     try:
-        found = json.loads(record)
-        library = folder / found["library"]
-        if found["format"] != FORMAT or library.parent != folder or not library.is_file():
+        entries = json.loads(record)
+        library = folder / entries["library"]
+        if entries["format"] != FORMAT or library.parent != folder or not library.is_file():
             return None
-        if library.stat().st_size != found["size"]:
-            # To load a part of one may end the process.
+        if library.stat().st_size != entries["size"]:
+            # Loading a truncated library may end the process.
             return None
         result = Built(
             library=library,
-            kernel=found["kernel"],
-            toolchain=found["toolchain"],
-            version=found["version"],
-            torch=found["torch"],
-            sources=found["sources"],
-            arch=tuple(found["arch"]),
-            flags=tuple(flag for item in found["flags"] for flag in item["flags"]),
-            changes_numerics=tuple(found["changes_numerics"]),
+            kernel=entries["kernel"],
+            toolchain=entries["toolchain"],
+            version=entries["version"],
+            torch=entries["torch"],
+            sources=entries["sources"],
+            arch=tuple(entries["arch"]),
+            flags=tuple(flag for row in entries["flags"] for flag in row["flags"]),
+            changes_numerics=tuple(entries["changes_numerics"]),
         )
         texts = (result.kernel, result.toolchain, result.version, result.torch, result.sources)
         whole = all(isinstance(text, str) for text in chain(texts, result.arch, result.flags, result.changes_numerics))
         return result if whole else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        # A cache holds nothing that cannot be made anew.
+        # Everything in a cache can be built again.
         return None
 
 
 def prebuilt_folder() -> Path:
-    """Where the wheel carries its libraries; it need not exist."""
+    """Return the wheel's folder of libraries, which may not exist."""
     return Path(vllm_hwplugin.__file__).parent / PREBUILT
 
 
 def read_all(places: Iterable[Path], notes: list[str]) -> Sequence[Built]:
-    """Every library: the wheel's, then those in the cache.
+    """Read every library: the wheel's, then the caches' in `places`.
 
-    Args:
-        places: cache folders.
-        notes: gets a line for each folder of the cache that was left out, and why.
+    `notes` gets a line for each folder of a cache that is skipped, with the reason.
     """
     libraries = [read(folder) for folder in sorted(prebuilt_folder().glob("*"))]
     for place in places:
@@ -145,5 +139,5 @@ def read_all(places: Iterable[Path], notes: list[str]) -> Sequence[Built]:
             try:
                 libraries.append(read_cached(folder / name))
             except UntrustedFolder as error:
-                notes.append(f"a kernel is left out: {error}")
-    return [found for found in libraries if found is not None]
+                notes.append(f"a kernel is skipped: {error}")
+    return [library for library in libraries if library is not None]

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which flags a compiler gets, and why: one table and one function that reads it.
+"""Compiler flags and their reasons: a table and a function that reads it.
 
-A row applies when the compiler's version is in its range and its gate (if any) is in the stated position. Rows keep
-their order on the command line. No kernel has flags of its own: parity with vLLM is bit for bit, so nvcc may use no
-approximate mathematics. The rows for mcc follow the published builds of vllm-musa and mate and were not run on MUSA
-hardware.
+A row applies if the compiler's version is in its range and its switch (if any) has the stated value. Flags keep the
+table's order. No kernel has its own flags: parity with vLLM is bit for bit, so nvcc uses no approximate mathematics.
+The rows for mcc follow the published builds of vllm-musa and mate and were not run on MUSA hardware.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ LOAD_CLUSTER: Final = "VLLM_HWPLUGIN_LOAD_CLUSTER"
 _VLLM_MUSA: Final = "MooreThreads/vllm-musa, setup.py"
 _MATE: Final = "MooreThreads/mate 0.2.2, mate/jit/attention"
 _PR_50: Final = "MooreThreads/vllm-musa, pull request 50"
-_CLANG: Final = "clang, controlling floating-point behaviour; mcc is made of it"
+_CLANG: Final = "clang, controlling floating-point behaviour; mcc is based on it"
 _NVCC: Final = "CUDA compiler driver nvcc, command options"
 _STABLE_ABI: Final = "PyTorch, LibTorch stable ABI"
 
@@ -35,11 +34,11 @@ class FlagRow:
     """One decision about flags.
 
     Attributes:
-        versions: the compiler versions it is for, as ``packaging`` writes ranges; empty for all.
-        flags: in order; an ``-mllvm`` and its value are one decision.
+        versions: compiler versions, a range for ``packaging``; empty for all.
+        flags: in order; an ``-mllvm`` and its value belong together.
         changes_numerics: the same source may give other results with it.
-        source: where it is known from.
-        gate: the variable that decides, if one does. ``gate_is`` is the position in which the row applies.
+        source: where the flag is documented.
+        gate: the variable that decides, if any; the row applies if its value is ``gate_is``.
     """
 
     toolchain: ToolchainName
@@ -53,9 +52,9 @@ class FlagRow:
 
 
 _OPTIMISE: Final = "full optimisation"
-_CPLUSPLUS: Final = "what the stable ABI's headers need, and what older compilers still have"
+_CPLUSPLUS: Final = "the stable ABI's headers need it, and older compilers have it"
 _LIBRARY: Final = "the object becomes part of a shared library"
-_ABI_REASON: Final = "calls nothing that PyTorch 2.10 does not have, so that one library serves it and later releases"
+_ABI_REASON: Final = "calls only what PyTorch 2.10 has, so that one library works with it and later releases"
 _ABI: Final = ("-DTORCH_TARGET_VERSION=0x020a000000000000",)
 
 TABLE: Final[tuple[FlagRow, ...]] = (
@@ -70,16 +69,16 @@ TABLE: Final[tuple[FlagRow, ...]] = (
         "nvcc",
         ">=13.0",
         ("-frandom-seed=hwplugin",),
-        "names what has no name of its own by the source in place of the process, so that builds can be compared",
+        "names unnamed symbols after the source, not the process, so that builds can be compared",
         _NVCC,
     ),
-    FlagRow("mcc", "", ("-mtgpu",), "device code for Moore Threads' GPUs; mate counts on the default", _VLLM_MUSA),
+    FlagRow("mcc", "", ("-mtgpu",), "device code for Moore Threads' GPUs; mate relies on the default", _VLLM_MUSA),
     FlagRow("mcc", "", ("-O3",), _OPTIMISE, _VLLM_MUSA),
-    FlagRow("mcc", "", ("-Od3",), "the same for device code, whose level mcc takes apart from the host's", _MATE),
+    FlagRow("mcc", "", ("-Od3",), "the same for device code, which has a separate level in mcc", _MATE),
     FlagRow("mcc", "", ("-std=c++17",), _CPLUSPLUS, _STABLE_ABI),
     FlagRow("mcc", "", ("-fPIC",), _LIBRARY, _VLLM_MUSA),
     FlagRow("mcc", "", _ABI, _ABI_REASON, _STABLE_ABI),
-    FlagRow("mcc", "", ("-DNDEBUG",), "no assertions in device code: vllm-musa and mate have none either", _MATE),
+    FlagRow("mcc", "", ("-DNDEBUG",), "no assertions in device code, as in vllm-musa and mate", _MATE),
     FlagRow(
         "mcc",
         "",
@@ -92,7 +91,7 @@ TABLE: Final[tuple[FlagRow, ...]] = (
         "mcc",
         "",
         ("-fno-signed-zeros",),
-        "the sign of zero need not be kept; part of the set that was measured together",
+        "the sign of zero does not matter; part of the set that was measured together",
         _PR_50,
         changes_numerics=True,
     ),
@@ -108,7 +107,7 @@ TABLE: Final[tuple[FlagRow, ...]] = (
         "mcc",
         "",
         ("-fno-finite-math-only",),
-        "takes back the part of -ffast-math that forgets infinities and NaN, which the kernels ask for",
+        "undoes the part of -ffast-math that ignores infinities and NaN, which the kernels test for",
         _CLANG,
         changes_numerics=True,
     ),
@@ -134,8 +133,8 @@ TABLE: Final[tuple[FlagRow, ...]] = (
         "mcc",
         ">=4.3.6",
         ("-mllvm", "-mtgpu-load-cluster-mutation=1", "-mllvm", "--num-dwords-of-load-in-mutation=64"),
-        "clusters loads; mate gives the options to every compiler from its oldest on, where vllm-musa begins after "
-        "5.0.0 out of caution: one that does not know them fails, and of earlier ones nothing is known",
+        "clusters loads; mate passes the options to every compiler from its oldest on, and vllm-musa, out of caution, "
+        "only after 5.0.0: a compiler without them fails, and nothing is known about earlier compilers",
         _MATE,
         gate=LOAD_CLUSTER,
     ),
@@ -143,15 +142,12 @@ TABLE: Final[tuple[FlagRow, ...]] = (
 
 
 def flags_for(toolchain: ToolchainName, version: Version, environ: Mapping[str, str] | None) -> tuple[FlagRow, ...]:
-    """The flags without architectures and include folders.
+    """Return the flags except architectures and include folders.
 
-    Args:
-        toolchain: which compiler.
-        version: its version; a pre-release counts as a version of its range.
-        environ: where the gates are read; ``os.environ`` by default.
+    A pre-release counts as a version of its range.
 
     Raises:
-        GateError: a gate that decides here has a bad value.
+        GateError: a switch that decides here has a bad value.
     """
     return tuple(
         row
@@ -163,5 +159,5 @@ def flags_for(toolchain: ToolchainName, version: Version, environ: Mapping[str, 
 
 
 def words(rows: tuple[FlagRow, ...]) -> tuple[str, ...]:
-    """The flags as they stand on the command line."""
+    """Return the rows' flags for the command line."""
     return tuple(flag for row in rows for flag in row.flags)

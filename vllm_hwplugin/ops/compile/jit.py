@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load a kernel's library: the wheel's, the cache's, or one that is built now.
+"""Load a kernel's library: from the wheel, from the cache, or from a build at first use.
 
-A kernel that cannot be had is no error: its operation has a torch reference, one warning says what is missing and what
-that costs, and this process does not try again. The next start does, because what was missing may be there by then;
-workers that have waited for a build that failed do not.
+A kernel that cannot be loaded is no error: its operation has a torch reference, one warning says what is missing and
+what that costs, and this process does not try again. The next start does, because the missing part may be there then.
+Workers that waited for a failed build do not build again.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from .torch_build import TorchBuild
 
 logger = logging.getLogger("vllm.hwplugin")
 
-#: Seconds that a build may take, and that a process waits for another one's. vLLM's API servers wait 600 for an engine.
+#: Most seconds of a build, and of waiting for another process's build. vLLM's API servers wait 600 for an engine.
 WAIT = 400.0
-#: Beside a lock: why the last build failed.
+#: The file next to a lock that says why the last build failed.
 _FAILED: Final = "failed"
 _POLL_SECONDS: Final = 0.1
 
@@ -46,10 +46,9 @@ _loaded: dict[str, bool] = {}
 
 
 def ensure(kernel: KernelSpec) -> bool:
-    """Load the kernel into this process, once. Not for use while a graph is captured: it may run a compiler.
+    """Load the kernel into this process, once; not during a capture.
 
-    Returns:
-        Whether the operation has its kernel now; otherwise its torch reference serves.
+    It may run a compiler. Without the kernel the operation's torch reference runs.
     """
     with _lock:
         if kernel.name not in _loaded:
@@ -70,36 +69,29 @@ def _try_load(kernel: KernelSpec) -> bool:
 
 
 def provide(kernel: KernelSpec, torch: TorchBuild, environ: Mapping[str, str] | None = None) -> Path:
-    """The library for this host, found or built.
+    """Return the library for this host, found or built.
 
     Raises:
-        KernelUnavailable: it cannot be had.
-        GateError: a gate that decides here has a bad value.
+        KernelUnavailable: there is none, and it cannot be built.
     """
     environ = os.environ if environ is None else environ
-    found = _find(kernel, torch, environ)
-    return found if isinstance(found, Path) else build_once(found, environ)
+    library = _find(kernel, torch, environ)
+    return library if isinstance(library, Path) else build_once(library, environ)
 
 
 def obstacle(kernel: KernelSpec, capability: tuple[int, int], environ: Mapping[str, str] | None = None) -> str:
-    """Why a kernel cannot be had for an NVIDIA device; empty where it probably can.
+    """Return why an NVIDIA device cannot have a kernel, or "".
 
-    For choices that are made before the kernel is needed: nothing is built or loaded, and the device is not touched. A
-    build may still fail.
-
-    Args:
-        capability: (major, minor) of the device.
-
-    Raises:
-        GateError: a gate that decides here has a bad value.
+    For choices made before the kernel is needed: it builds and loads nothing and does not touch the device. A build may
+    still fail. `capability` is (major, minor).
     """
     environ = os.environ if environ is None else environ
     if not kernel.is_for(capability):
         number = "{}.{}".format(*capability)
-        return f"{kernel.name} is for {', '.join(kernel.cuda_arch)} alone, and the device is {number}"
+        return f"{kernel.name} is only for {', '.join(kernel.cuda_arch)}, and the device is {number}"
     try:
-        found = _find(kernel, torch_build.installed((capability,)), environ)
-        if isinstance(found, BuildPlan) and not any(_is_ready(found, folder) for folder in _folders(found, environ)):
+        plan = _find(kernel, torch_build.installed((capability,)), environ)
+        if isinstance(plan, BuildPlan) and not any(_is_ready(plan, folder) for folder in _folders(plan, environ)):
             find_ninja(environ)
     except (KernelUnavailable, OSError) as error:
         return str(error)
@@ -107,9 +99,9 @@ def obstacle(kernel: KernelSpec, capability: tuple[int, int], environ: Mapping[s
 
 
 def _find(kernel: KernelSpec, torch: TorchBuild, environ: Mapping[str, str]) -> Path | BuildPlan:
-    """The wheel's library, else what has to be built if the cache does not have it."""
+    """Return the wheel's library, else the plan of a build."""
     if torch.toolchain is None:
-        raise KernelUnavailable(f"torch {torch.version} is a CPU build, beside which no GPU kernel can run")
+        raise KernelUnavailable(f"torch {torch.version} is a CPU build, which runs no GPU kernel")
     root = source_root()
     if (ready := find_prebuilt(kernel, torch, built.prebuilt_folder(), root)) is not None:
         return ready
@@ -121,27 +113,22 @@ def _find(kernel: KernelSpec, torch: TorchBuild, environ: Mapping[str, str]) -> 
 
 
 def _ready(plan: BuildPlan, folder: Path) -> Path | None:
-    """The library of that folder, if it is whole and runs here.
-
-    Raises:
-        UntrustedFolder: another user can change what lies in it.
-    """
-    found = built.read_cached(folder)
-    return found.library if found is not None and _runs_here(found, plan.kernel, plan.torch) else None
+    library = built.read_cached(folder)
+    return library.library if library is not None and _runs_here(library, plan.kernel, plan.torch) else None
 
 
 def _is_ready(plan: BuildPlan, folder: Path) -> bool:
     try:
         return _ready(plan, folder) is not None
     except UntrustedFolder:
-        # It will not be used either, and what is asked here is whether another is needed.
+        # Such a library will not be used, so a build is needed.
         return False
 
 
-def _runs_here(found: built.Built, kernel: KernelSpec, torch: TorchBuild) -> bool:
-    """Whether it has code for every device that the kernel is for: a launch without it ends the engine."""
+def _runs_here(library: built.Built, kernel: KernelSpec, torch: TorchBuild) -> bool:
+    # A launch on a device without code ends the engine.
     devices = [capability for capability in torch.capabilities if kernel.is_for(capability)]
-    return bool(devices) and all(found.runs_on(capability) for capability in devices)
+    return bool(devices) and all(library.runs_on(capability) for capability in devices)
 
 
 def _folders(plan: BuildPlan, environ: Mapping[str, str]) -> list[Path]:
@@ -149,29 +136,32 @@ def _folders(plan: BuildPlan, environ: Mapping[str, str]) -> list[Path]:
 
 
 def find_prebuilt(kernel: KernelSpec, torch: TorchBuild, folder: Path, root: Path) -> Path | None:
-    """The wheel's library, if it is of these sources and suits this PyTorch and every device.
+    """Return the wheel's library, if it suits sources, PyTorch and devices.
 
-    The stable ABI makes a library good for the PyTorch that it was built with and for later ones; the major version of
-    CUDA has to be the same, because PyTorch and the library share streams and one driver.
+    By the stable ABI a library works with the PyTorch of its build and later releases. The major version of CUDA must
+    be equal, because PyTorch and the library share streams and a driver.
     """
-    found = built.read(folder / kernel.name)
-    if found is None or found.toolchain != torch.toolchain or found.sources != source_digest(root, kernel.folders):
+    library = built.read(folder / kernel.name)
+    if (
+        library is None
+        or library.toolchain != torch.toolchain
+        or library.sources != source_digest(root, kernel.folders)
+    ):
         return None
-    if torch.cuda is not None and Version(found.version).major != Version(torch.cuda).major:
+    if torch.cuda is not None and Version(library.version).major != Version(torch.cuda).major:
         return None
-    return found.library if _runs_here(found, kernel, torch) else None
+    return library.library if _runs_here(library, kernel, torch) else None
 
 
 def build_once(plan: BuildPlan, environ: Mapping[str, str]) -> Path:
-    """The library in the cache; the first process of all that ask builds it, the others wait.
+    """Return the cache's library; the first process builds it, others wait.
 
-    The lock is the operating system's, so a dead holder's lock is free. On network file systems that do not keep locks
-    across hosts, two hosts may build the same library; each then puts a whole file in place. A file system that keeps
-    no locks at all is passed over.
+    The lock is the operating system's, so a dead holder's lock is free. On network file systems without locks across
+    hosts, two hosts may build the same library; each then puts a whole file in place. A file system without locks is
+    skipped.
 
     Raises:
-        KernelUnavailable: no folder can be used, the build failed, its result runs on other devices, or another process
-            took too long over it.
+        KernelUnavailable: no folder can be used, the build failed, took too long, or is for other devices.
     """
     notes = []
     for candidate in _folders(plan, environ):
@@ -186,24 +176,24 @@ def build_once(plan: BuildPlan, environ: Mapping[str, str]) -> Path:
             notes.append(f"{folder} is not writable")
             continue
         if os.statvfs(folder).f_flag & os.ST_NOEXEC:
-            # As containers have /dev/shm, and temporary files that Docker's --tmpfs makes: no library is loaded there.
+            # /dev/shm in containers and Docker's --tmpfs are mounted like this: no library can be loaded from them.
             notes.append(f"{folder} is on a file system that is mounted noexec")
             continue
         try:
             failed_before = _failure(folder)
             with _locked(folder / "lock"):
-                # Whoever held the lock before may have built it, or have found that it cannot be built.
+                # The last holder of the lock may have built it, or have failed to.
                 if (ready := _ready(plan, folder)) is not None:
                     return ready
                 if (failed := _failure(folder)) != failed_before and failed is not None:
-                    raise KernelUnavailable(f"another process has just found that {failed.partition(' ')[2]}")
+                    raise KernelUnavailable(f"another process's build failed just now: {failed.partition(' ')[2]}")
                 logger.info("building the kernel %s with %s", plan.kernel.name, plan.toolchain.path)
                 try:
                     build(plan, folder, environ, WAIT)
                 except KernelUnavailable as error:
-                    # On a full disk those that wait try for themselves.
+                    # If the disk is full, the waiting processes try for themselves.
                     with contextlib.suppress(OSError):
-                        # The number makes it another one than the last, which may have had the same reason.
+                        # The time distinguishes it from the last failure, which may have had the same reason.
                         (folder / _FAILED).write_text(f"{time.time_ns()} {error}", encoding="utf-8")
                     raise
                 (folder / _FAILED).unlink(missing_ok=True)
@@ -211,28 +201,25 @@ def build_once(plan: BuildPlan, environ: Mapping[str, str]) -> Path:
                     return ready
                 raise KernelUnavailable(
                     f"what {plan.toolchain.path} built for {' '.join(plan.arch)} does not run on every device here, "
-                    f"which are {', '.join('{}.{}'.format(*one) for one in plan.torch.capabilities)}"
+                    f"which are {', '.join('{}.{}'.format(*capability) for capability in plan.torch.capabilities)}"
                 )
         except TimeoutError as error:
             raise KernelUnavailable(f"another process has been building in {folder} for {WAIT:g} s") from error
         except OSError as error:
             notes.append(f"{folder}: {error}")
     raise KernelUnavailable(
-        f"no folder for built kernels can be used: {'; '.join(notes)}; set VLLM_HWPLUGIN_CACHE_DIR to a folder that can"
+        f"no folder for built kernels can be used: {'; '.join(notes)}; set VLLM_HWPLUGIN_CACHE_DIR to a usable folder"
     )
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a file's lock alone.
+    """Hold a file's lock exclusively.
 
-    Some releases of `filelock` that vLLM allows wait for ever where a file system keeps no locks, or raise what is no
-    OSError; so this asks the operating system.
-
-    Raises:
-        TimeoutError: another process has held it for `WAIT` seconds.
-        OSError: the file system keeps no locks.
+    Raises TimeoutError after `WAIT` seconds, and OSError if the file system has no locks.
     """
+    # Not by `filelock`: some releases that vLLM allows wait for ever on a file system without locks, or raise another
+    # error than OSError.
     with open(path, "ab") as file:
         end = time.monotonic() + WAIT
         while True:
@@ -246,7 +233,7 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # A child that was forked meanwhile has the file open, too.
+            # A child that was forked meanwhile also has the file open.
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
@@ -258,7 +245,7 @@ def _failure(folder: Path) -> str | None:
 
 
 def _renew_lock() -> None:
-    # Another thread of the parent may have been building, and it does not exist in the child.
+    # A thread of the parent may have been building, and it does not exist in the child.
     global _lock
     _lock = threading.Lock()
 

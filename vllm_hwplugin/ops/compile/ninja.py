@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a plan's commands by ninja.
 
-``torch.utils.cpp_extension`` does not serve: it adds flags of its own to those of the table, wants Python's headers
-although a library on the stable ABI needs none, and its lock outlives a process that is killed.
+``torch.utils.cpp_extension`` is not used: it adds its own flags to the table's, wants Python's headers although a
+library on the stable ABI needs none, and its lock outlives a killed process.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ from .plan import BuildPlan
 from .spec import KernelUnavailable
 from .toolchain import find_tool
 
-#: The file beside a library that says what it was built with.
+#: The file next to a library that says what it was built with.
 RECORD = "built.json"
 
 _TAIL = 2000
-#: Seconds for commands to end once they are told to.
+#: Seconds for commands to end after SIGTERM.
 _END: Final = 10.0
 
 
 def build(plan: BuildPlan, folder: Path, environ: Mapping[str, str], limit: float | None = None) -> Path:
-    """Build the library in ``folder``, and write its record last, so that a record stands for a whole library.
+    """Build the library in ``folder``; write its record last.
 
     Args:
-        folder: exists and is used by this process alone, for the time being.
-        environ: of the commands; PATH is read there too.
+        folder: exists; no other process uses it meanwhile.
+        environ: of the commands; its PATH is searched for ninja.
         limit: seconds that they may take.
 
     Raises:
-        KernelUnavailable: ninja is missing, a command failed or took too long, or the sources cannot be ported to this
-            compiler.
+        KernelUnavailable: ninja is missing, a command failed or took too long, or the sources cannot be ported.
         OSError: the folder cannot be written to.
     """
     work = folder / "building"
@@ -49,7 +48,7 @@ def build(plan: BuildPlan, folder: Path, environ: Mapping[str, str], limit: floa
     (work / "build.ninja").write_text(script(plan.ported(work / "ported")), encoding="utf-8")
     code, output = _run([find_ninja(environ), "-C", str(work)], environ, limit)
     if code != 0:
-        # The folder is left as it is: the commands can be run again by hand.
+        # The folder stays, so that the commands can be run again by hand.
         happened = f"took more than {limit:g} s over" if code is None else "did not build"
         raise KernelUnavailable(
             f"{plan.toolchain.path} {happened} {plan.kernel.name}; run `ninja -C {work}` to see it again; "
@@ -57,7 +56,7 @@ def build(plan: BuildPlan, folder: Path, environ: Mapping[str, str], limit: floa
         )
     library = folder / plan.library
     with open(work / plan.library, "rb") as made:
-        # Before the record, so that a power cut leaves no half of it behind a record.
+        # Before the record, so that a power cut leaves no truncated library with a record.
         os.fsync(made.fileno())
     os.replace(work / plan.library, library)
     record = {**plan.record(), "size": library.stat().st_size}
@@ -67,7 +66,7 @@ def build(plan: BuildPlan, folder: Path, environ: Mapping[str, str], limit: floa
 
 
 def _run(command: list[str], environ: Mapping[str, str], limit: float | None) -> tuple[int | None, str]:
-    """The exit status, None where it had to be ended with all that it started, and what it said."""
+    """Return the exit status and output; None if all processes were stopped."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -81,8 +80,8 @@ def _run(command: list[str], environ: Mapping[str, str], limit: float | None) ->
     try:
         output, _ = process.communicate(timeout=limit)
     except BaseException as error:
-        # Some releases of pip's ninja are a script that runs the program. That ends its commands, which have process
-        # groups of their own.
+        # Some releases of pip's ninja are a script that runs the program. The program stops its commands, which have
+        # their own process groups.
         os.killpg(process.pid, signal.SIGTERM)
         try:
             output, _ = process.communicate(timeout=_END)
@@ -96,7 +95,6 @@ def _run(command: list[str], environ: Mapping[str, str], limit: float | None) ->
 
 
 def script(plan: BuildPlan) -> str:
-    """The text of ``build.ninja``: an edge for the source, and one for the library."""
     compiled = f"{plan.kernel.name}.o"
     lines = ["ninja_required_version = 1.5", "rule run", "  command = $words", ""]
     lines += _edge(compiled, str(plan.source), plan.compile_command(compiled))
@@ -110,12 +108,8 @@ def _edge(output: str, needed: str, command: tuple[str, ...]) -> list[str]:
 
 
 def find_ninja(environ: Mapping[str, str]) -> str:
-    """The program.
-
-    Raises:
-        KernelUnavailable: it is not there.
-    """
-    found = find_tool("ninja", environ)
-    if found is None:
+    """Return ninja's path, or raise KernelUnavailable."""
+    path = find_tool("ninja", environ)
+    if path is None:
         raise KernelUnavailable("ninja is neither on PATH nor installed; run `pip install ninja`")
-    return found
+    return path

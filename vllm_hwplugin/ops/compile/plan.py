@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one build does, decided before anything is written: flags, commands and the key of the result.
+"""The plan of one build, made before anything is written: flags, commands and the key of the result.
 
-The key is a digest of everything that can change the library: the texts of the kernel's folder and of the common one,
-the flags, the versions of PyTorch and the compiler, and what the compiler takes from its surroundings. Paths are not in
-it, so that a build that moved is found again.
+The key is a digest of everything that can change the library: the texts of the kernel's folders, the flags, the
+versions of PyTorch and the compiler, and the compiler's environment. It contains no paths, so a moved tree finds its
+builds.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .spec import KernelSpec, KernelUnavailable, ToolchainName
 from .toolchain import Toolchain
 from .torch_build import TorchBuild
 
-#: In the key and in each record of a build; raised when a command changes in a way that the key does not see.
+#: Part of the key and of each record; raised when a command changes without changing the key.
 FORMAT: Final = 1
 
 #: The first release with every call of the stable ABI that the kernels make.
 MIN_TORCH: Final = Version("2.10")
 
-# libtorch.so leads to the CUDA or MUSA part where PyTorch has one; some linkers would leave it out as not needed. The
-# names of nvcc's temporary files, which have the process in them, are among the symbols that nothing needs.
+# libtorch.so loads PyTorch's CUDA or MUSA part; some linkers would drop it as not needed. Unneeded symbols contain the
+# names of nvcc's temporary files, and with them the process id.
 _LINKER: Final[Mapping[ToolchainName, tuple[str, ...]]] = {
     "nvcc": ("-Xlinker=--no-as-needed", "-Xlinker=--strip-all"),
     "mcc": ("-Wl,--no-as-needed",),
 }
-# What a MUSA build adds to the stable ABI, the current stream among it, is in a library of torch_musa's own, which
-# Python loads for torch_musa alone: a kernel's library that does not name it finds its weak symbols null.
+# A MUSA build's additions to the stable ABI, such as the current stream, are in a library of torch_musa, which Python
+# loads only for torch_musa: unless a kernel's library names it, its weak symbols are null.
 _LIBRARIES: Final[Mapping[ToolchainName, tuple[str, ...]]] = {
     "nvcc": ("-ltorch", "-ltorch_cpu", "-lc10"),
     "mcc": ("-ltorch", "-ltorch_cpu", "-lc10", "-lmusa_python", "-lmusart"),
@@ -48,15 +48,14 @@ _LIBRARIES: Final[Mapping[ToolchainName, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class BuildPlan:
-    """One library that is to be built.
+    """One library to build.
 
     Attributes:
-        chosen: the flags with their reasons, those of the architectures not among them.
+        chosen: the flags with their reasons, without architectures.
         arch: the flags that name architectures.
-        root: the folder ``csrc``, or a ported copy of what the kernel needs of it. Includes are relative to it.
-        ccache: the program of that name, if the compiler is to be called through it.
-        port: what makes the sources into the compiler's language; None where they are in it.
-        suffix: of the source.
+        root: the folder ``csrc``, or a ported copy. Includes are relative to it.
+        ccache: the program's path; None to call the compiler directly.
+        port: translates the sources to the compiler's language; None if not needed.
     """
 
     kernel: KernelSpec
@@ -71,12 +70,11 @@ class BuildPlan:
 
     @property
     def library(self) -> str:
-        """The name of the resulting file."""
         return f"{self.kernel.name}.so"
 
     @property
     def key(self) -> str:
-        """The name of the library's build in the cache."""
+        """The name of the build in the cache."""
         facts = {
             "format": FORMAT,
             "kernel": self.kernel.name,
@@ -90,11 +88,10 @@ class BuildPlan:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
 
     def ported(self, folder: Path) -> BuildPlan:
-        """The same build from a ported copy of the sources, which is made in ``folder``.
+        """Port the sources into ``folder``; return the same build from there.
 
         Raises:
             KernelUnavailable: the sources cannot be ported.
-            OSError: the folder cannot be written to.
         """
         if self.port is None:
             return self
@@ -104,11 +101,9 @@ class BuildPlan:
 
     @property
     def source(self) -> Path:
-        """The file that is compiled."""
         return self.root / self.kernel.name / f"{self.kernel.name}{self.suffix}"
 
     def compile_command(self, output: str) -> tuple[str, ...]:
-        """Compile the kernel's source into an object."""
         return (
             *((self.ccache,) if self.ccache else ()),
             self.toolchain.path,
@@ -123,7 +118,7 @@ class BuildPlan:
         )
 
     def link_command(self, compiled: str, output: str) -> tuple[str, ...]:
-        """Link the object. nvcc puts the CUDA runtime into the library, so that the library can be loaded anywhere."""
+        """Link the object; nvcc links the CUDA runtime statically."""
         homes = [self.torch.root]
         if self.torch.musa_root is not None:
             homes += [self.torch.musa_root, self.toolchain.home]
@@ -131,7 +126,7 @@ class BuildPlan:
         return self.toolchain.path, "-shared", compiled, "-o", output, *folders, *_libraries(self.toolchain.name)
 
     def record(self) -> dict[str, Any]:
-        """What ``doctor`` tells of the library, and what decides whether it suits another host."""
+        """Return what ``doctor`` shows, and what decides about other hosts."""
         return {
             "format": FORMAT,
             "kernel": self.kernel.name,
@@ -142,8 +137,8 @@ class BuildPlan:
             "version": str(self.toolchain.version),
             "torch": str(self.torch.version),
             "arch": list(self.arch),
-            "flags": [{"flags": list(item.flags), "reason": item.reason} for item in self.chosen],
-            "changes_numerics": [flag for item in self.chosen if item.changes_numerics for flag in item.flags],
+            "flags": [{"flags": list(row.flags), "reason": row.reason} for row in self.chosen],
+            "changes_numerics": [flag for row in self.chosen if row.changes_numerics for flag in row.flags],
             "port": None if self.port is None else self.port.origin,
         }
 
@@ -159,18 +154,16 @@ def make_plan(
     *,
     ahead: bool = False,
 ) -> BuildPlan:
-    """Decide about one build.
+    """Plan one build.
 
     Args:
-        environ: where gates and, ahead of time, architectures are read.
+        environ: of switches and, ahead of time, architectures.
         root: the folder ``csrc``.
-        port: what the compiler needs of `port.port_for`.
-        ahead: the library is for the hosts that a variable names, if one does; else only for this host's devices.
+        ahead: for the architectures that a variable names, if set; else only for this host's devices.
 
     Raises:
-        KernelUnavailable: this compiler does not build the kernel, does not go with this PyTorch, or there is no
+        KernelUnavailable: this compiler does not build the kernel or does not fit this PyTorch, or there is no
             architecture to build for.
-        GateError: a gate that decides here has a bad value.
     """
     if reason := kernel.excluded.get(toolchain.name):
         raise KernelUnavailable(f"{kernel.name} is not built by {toolchain.name}: {reason}")
@@ -183,7 +176,7 @@ def make_plan(
         )
     if toolchain.name == "mcc" and torch.musa_root is None:
         raise KernelUnavailable(
-            f"torch {torch.version} is beside no torch_musa, whose libmusa_python.so has the current stream; install it"
+            f"torch {torch.version} has no torch_musa, whose libmusa_python.so has the current stream; install it"
         )
     chosen = flags_for(toolchain.name, toolchain.version, environ)
     arch = arch_flags(toolchain.name, environ if ahead else {}, torch.capabilities, kernel.cuda_arch)
@@ -195,7 +188,7 @@ def _libraries(toolchain: ToolchainName) -> tuple[str, ...]:
 
 
 def source_digest(root: Path, folders: Sequence[str]) -> str:
-    """A digest of names and texts of all files below some folders of ``root``."""
+    """Digest the names and texts of all files below ``folders`` of ``root``."""
     digest = hashlib.sha256()
     for path in sorted(path for folder in folders for path in (root / folder).rglob("*") if path.is_file()):
         text = path.read_bytes()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn CUDA C++ into what mcc compiles, in a copy of a kernel's folders. Not run on MUSA hardware.
+"""Translate CUDA C++ for mcc, in a copy of a kernel's folders. Not run on MUSA hardware.
 
-The names come from torchada's table, because torchada already tells a MUSA host's PyTorch and its extensions apart from
-CUDA's. Only the table is read: importing torchada changes functions of torch, and its own porting of sources works in
-place and wants torch_musa. What the table cannot say of the stable ABI stands below.
+The names come from torchada's table, because a MUSA host's PyTorch and its extensions already depend on torchada. Only
+the table is read: importing torchada changes functions of torch, and its own porting works in place and needs
+torch_musa. Rules that the table lacks, for the stable ABI, are below.
 
-Text is replaced, so a name without a rule would stay, and mcc might compile something else than was meant. So a copy
-with a CUDA name left in it is refused.
+The port replaces text, so a name without a rule would stay, and mcc might compile something else. So a copy with a CUDA
+name left in it is refused.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from typing import Final
 
 from .spec import KernelUnavailable, ToolchainName
 
-#: Of sources, as nvcc and mcc take them for device code; headers keep their names.
+#: Suffixes of device code for nvcc and mcc; headers keep their names.
 CUDA_SUFFIX: Final = ".cu"
 MUSA_SUFFIX: Final = ".mu"
 
 _PORTED: Final = (".cu", ".cuh", ".h", ".cpp")
 
-# Headers are matched whole: as a part, `cuda.h` would be found in other names.
+# Matched with its delimiters, because other names contain `cuda.h`.
 _TOO_SHORT: Final = ("cuda.h",)
 
-# torchada's rule for it compiles the instructions away, which gives a kernel that silently does less.
+# torchada's rule removes the instructions, and the kernel would silently do less.
 _NOT_TAKEN: Final = ("asm volatile",)
 
 _PATTERNS: Final = (
     # The dispatch key and the device type of MUSA's tensors.
     (re.compile(r"(\bSTABLE_TORCH_LIBRARY_IMPL\s*\(\s*\w+\s*,\s*)CUDA\b"), r"\1PrivateUse1"),
     (re.compile(r"\b(\w+)\.is_cuda\(\)"), r"(\1.device().type() == torch::headeronly::DeviceType::PrivateUse1)"),
-    # What is for a generation of NVIDIA's GPUs is not for MUSA's: the branch for the oldest is taken. torchada's table
-    # takes the one of a generation that it holds for equal.
+    # Code for a generation of NVIDIA's GPUs is not for MUSA's: the oldest branch is taken. torchada's table takes the
+    # branch of a generation that it considers equal.
     (re.compile(r"\bdefined\s*\(\s*__CUDA_ARCH__\s*\)"), "1"),
     (re.compile(r"\b__CUDA_ARCH__(?=\s*[<>]=?\s*\d)"), "0"),
 )
 
-# What users read: only in literals, for in code a CUDA is a name that needs a rule.
+# Messages to users: only in literals, because a CUDA in code is a name that needs a rule.
 _LITERAL: Final = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _WORDS: Final = ((re.compile(r"\bCUDA\b"), "MUSA"), (re.compile(r"\bcuda(?=:)"), "musa"))
 
@@ -58,11 +58,11 @@ _LEFT: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """The rules for one build.
+    """The rules of one build.
 
     Attributes:
-        origin: where the table is from, such as ``torchada 0.1.103``.
-        table: CUDA text and MUSA text, the longest first, so that no rule hides a longer one.
+        origin: source of the table, such as ``torchada 0.1.103``.
+        table: CUDA text and MUSA text, longest first, so that no rule hides a longer one.
     """
 
     origin: str
@@ -70,12 +70,11 @@ class Port:
 
     @property
     def digest(self) -> str:
-        """Of everything that decides about the text: part of the key of a build."""
+        """Digest of everything that decides about the text: part of the key of a build."""
         rules = [*self.table, *((rule.pattern, text) for rule, text in (*_PATTERNS, *_WORDS)), MUSA_SUFFIX]
         return hashlib.sha256(json.dumps(rules).encode()).hexdigest()[:20]
 
     def text(self, source: str) -> str:
-        """One file's text."""
         for pattern, replacement in _PATTERNS:
             source = pattern.sub(replacement, source)
         for old, new in self.table:
@@ -83,11 +82,10 @@ class Port:
         return _LITERAL.sub(_reword, source)
 
     def tree(self, folder: Path, target: Path) -> None:
-        """Copy a folder of ``csrc``, ported. ``target`` does not exist yet; ``folder`` is only read.
+        """Port a folder of ``csrc`` into ``target``, which does not exist yet.
 
         Raises:
-            KernelUnavailable: a name of CUDA has no rule; the message has all of them.
-            OSError: the copy cannot be written.
+            KernelUnavailable: CUDA names without a rule, all in the message.
         """
         left = []
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -107,31 +105,27 @@ class Port:
 
 
 def left_over(text: str) -> tuple[str, ...]:
-    """Names of CUDA in ported code, and inline assembly, which is NVIDIA's; comments do not count."""
+    """Return CUDA names and inline assembly in ported code, without comments."""
     return tuple(dict.fromkeys(_LEFT.findall(_COMMENT.sub(" ", text))))
 
 
 def port_for(toolchain: ToolchainName) -> Port | None:
-    """The port that a compiler needs; None where it takes the sources as they are.
-
-    Raises:
-        KernelUnavailable: torchada is not there, or its table is not where it used to be.
-    """
+    """Return the port that a compiler needs, or None."""
     return installed_rules() if toolchain == "mcc" else None
 
 
 def installed_rules() -> Port:
-    """The rules of the installed torchada, which is not imported.
+    """Read the rules of the installed torchada, without importing it.
 
     Raises:
-        KernelUnavailable: see `port_for`.
+        KernelUnavailable: torchada or its table is missing.
     """
     try:
         version = importlib.metadata.version("torchada")
         spec = importlib.util.find_spec("torchada")
     except (importlib.metadata.PackageNotFoundError, ValueError) as error:
         raise KernelUnavailable(
-            f"torchada is not installed: {error}; its table of names makes CUDA into MUSA"
+            f"torchada is not installed: {error}; install it, because its table maps CUDA names to MUSA"
         ) from error
     if spec is None or spec.origin is None:
         raise KernelUnavailable("torchada cannot be found, though it is installed; install it again")
@@ -139,13 +133,9 @@ def installed_rules() -> Port:
 
 
 def read_rules(package: Path, origin: str) -> Port:
-    """The rules in a folder ``torchada``.
-
-    Raises:
-        KernelUnavailable: the table is not there, or not a table.
-    """
+    """Read the rules in a folder ``torchada``."""
     folder = package / "_mappings"
-    # Under a name of its own: the module is a private one of torchada's, which may be imported as well.
+    # Under another name, because the module is private to torchada, which may also be imported.
     name = f"{__name__}._table"
     location = importlib.util.spec_from_file_location(
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]
@@ -158,7 +148,7 @@ def read_rules(package: Path, origin: str) -> Port:
         location.loader.exec_module(module)
         rules = dict(module.MAPPING_RULE)
     except Exception as error:
-        # Whatever another release of torchada does there: it is not known.
+        # Another release of torchada may do anything there.
         raise KernelUnavailable(
             f"{origin} has no table of names at {folder}: {error!r}; expected MAPPING_RULE"
         ) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels there are, and what is particular about building each."""
+"""The kernels, and how each is built."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ...errors import HwpluginError
 
 ToolchainName = Literal["nvcc", "mcc"]
 
-#: The folder of ``csrc`` with what several kernels include.
+#: The folder of ``csrc`` with headers of several kernels.
 COMMON: Final = "common"
-#: And that of those with what is Hopper's alone, so it is not ported to MUSA.
+#: The folder of headers only for Hopper, which is not ported to MUSA.
 HOPPER: Final = "hopper"
 
 
@@ -27,10 +27,9 @@ class KernelSpec:
 
     Attributes:
         name: of the operation in ``torch.ops.hwplugin``, and of the folder in ``csrc``.
-        fallback_cost: what a user pays where the kernel is not there, as the end of a sentence.
-        cuda_arch: the only architectures that it is for, as ``TORCH_CUDA_ARCH_LIST`` writes them; empty for all.
-        excluded: toolchains that do not build it, with the reason. Its operation is still defined there, and the torch
-            reference serves it.
+        fallback_cost: the user's cost without the kernel, as the end of a sentence.
+        cuda_arch: its only architectures, as in ``TORCH_CUDA_ARCH_LIST``; empty for all.
+        excluded: toolchains that do not build it, with the reason. There the operation's torch reference runs.
     """
 
     name: str
@@ -40,11 +39,10 @@ class KernelSpec:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """The folders of ``csrc`` that its sources and headers lie in."""
         return (self.name, COMMON, HOPPER) if "9.0a" in self.cuda_arch else (self.name, COMMON)
 
     def is_for(self, capability: tuple[int, int]) -> bool:
-        """Whether it is written for such a device of NVIDIA's, (major, minor)."""
+        """Whether it is for an NVIDIA device of this (major, minor)."""
         return not self.cuda_arch or "{}.{}".format(*capability) in {arch.rstrip("af") for arch in self.cuda_arch}
 
 
@@ -69,7 +67,7 @@ _KERNELS: Final = (
     ),
     KernelSpec(
         "skinny_linear",
-        "linear layers of few tokens are cuBLAS's",
+        "cuBLAS computes linear layers of few tokens",
         cuda_arch=("9.0a",),
         excluded=MappingProxyType({"mcc": "written for Hopper's copy engine and its overlap of kernels"}),
     ),
@@ -83,7 +81,7 @@ _KERNELS: Final = (
     ),
     KernelSpec(
         "log_draft_rows",
-        "what draft tokens overwrite in the KV cache is kept by some PyTorch operations for each layer",
+        "bytes that draft tokens overwrite in the KV cache are saved by some PyTorch operations for each layer",
     ),
     KernelSpec(
         "restore_draft_rows",
@@ -95,17 +93,13 @@ KERNELS: Final[Mapping[str, KernelSpec]] = MappingProxyType({spec.name: spec for
 
 
 def source_root() -> Path:
-    """The folder ``csrc``: inside the package where it was installed, beside it in a source tree.
-
-    Raises:
-        FileNotFoundError: neither is there, so the installation is not complete.
-    """
+    """Return ``csrc``: in an installed package, or next to the package."""
     package = Path(vllm_hwplugin.__file__).parent
     for folder in (package / "csrc", package.parent / "csrc"):
         if folder.is_dir():
             return folder
-    raise FileNotFoundError(f"no folder csrc in {package} or beside it; install vllm-hwplugin again")
+    raise FileNotFoundError(f"no folder csrc in {package} or next to it; install vllm-hwplugin again")
 
 
 class KernelUnavailable(HwpluginError):
-    """A kernel is not here and cannot be built here. The message says what is missing and how to get it."""
+    """A kernel is missing and cannot be built. The message says what is missing and how to get it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find nvcc or mcc, and know its version."""
+"""Find nvcc or mcc, and its version."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ToolName = Literal[ToolchainName, "ninja", "ccache"]
 
 TOOLS: Final[tuple[ToolName, ...]] = get_args(ToolName)
 
-#: The variables that name a compiler's home, best first, and the place where it is installed by default.
+#: Variables with a compiler's home, best first, and its default folder.
 HOMES: Final[Mapping[ToolchainName, tuple[tuple[str, ...], str]]] = {
     "nvcc": (("CUDA_HOME", "CUDA_PATH"), "/usr/local/cuda"),
     "mcc": (("MUSA_HOME", "MUSA_PATH"), "/usr/local/musa"),
@@ -29,42 +29,42 @@ HOMES: Final[Mapping[ToolchainName, tuple[tuple[str, ...], str]]] = {
 
 
 def find_tool(name: ToolName, environ: Mapping[str, str]) -> str | None:
-    """The program's path, None where it is not there.
+    """Return a program's path, or None.
 
-    A compiler is looked for in the home that a variable names, then on PATH, then in its usual place; ninja on PATH,
-    then in the distribution `ninja`, which installs it beside Python; ccache on PATH.
+    A compiler: in a variable's home, on PATH, in its default folder. ninja: on PATH, in the distribution `ninja`, which
+    installs it next to Python. ccache: on PATH.
     """
     places = [environ.get("PATH", os.defpath)]
     if name == "nvcc" or name == "mcc":
         variables, usual = HOMES[name]
         named = (environ.get(variable) for variable in variables)
         places = [*(f"{home}/bin" for home in named if home), *places, f"{usual}/bin"]
-    found = shutil.which(name, path=os.pathsep.join(places))
-    if found is None and name == "ninja":
+    path = shutil.which(name, path=os.pathsep.join(places))
+    if path is None and name == "ninja":
         try:
             package: Any = importlib.import_module("ninja")
         except ImportError:
             return None
-        # A folder of that name, wherever Python looks for modules, is a package without it.
+        # A folder named ninja on `sys.path` is a package without BIN_DIR.
         folder = getattr(package, "BIN_DIR", None)
-        found = None if folder is None else str(Path(folder) / "ninja")
-    return found
+        path = None if folder is None else str(Path(folder) / "ninja")
+    return path
 
 
 Ask = Callable[[Sequence[str]], str]
 
-# mcc also names the clang that it is made of, so only the line of its own name counts.
+# mcc also prints the version of its clang, so only the line with its own name counts.
 _VERSIONS: Final[Mapping[ToolchainName, re.Pattern[str]]] = {
     "nvcc": re.compile(r"^Cuda compilation tools, release [\d.]+, V(\d+(?:\.\d+)+)", re.MULTILINE),
     "mcc": re.compile(r"^mcc version (\d+(?:\.\d+)+)", re.MULTILINE),
 }
 
 
-# Of the toolkit that mcc is a part of: 50100 is 5.1.0.
+# The version of mcc's toolkit: 50100 is 5.1.0.
 _HEADER: Final = re.compile(r"^[ \t]*#[ \t]*define[ \t]+MUSA_VERSION[ \t]+(\d+)\b", re.MULTILINE)
 
 
-# Flags that nvcc takes beside those of its command line.
+# Flags that nvcc adds to its command line.
 _NVCC_FLAGS: Final = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 _NVCC_HOST_COMPILER: Final = "NVCC_CCBIN"
 
@@ -73,8 +73,7 @@ _NVCC_HOST_COMPILER: Final = "NVCC_CCBIN"
 class Toolchain:
     """A compiler.
 
-    Attributes:
-        surroundings: what changes its output beside the command line, such as flags in variables.
+    `surroundings` is what else changes its output, such as flags in variables.
     """
 
     name: ToolchainName
@@ -84,7 +83,6 @@ class Toolchain:
 
     @property
     def home(self) -> Path:
-        """The folder above the ``bin`` that it lies in."""
         return _home(self.path)
 
 
@@ -93,7 +91,7 @@ def _home(path: str) -> Path:
 
 
 def ask(argv: Sequence[str]) -> str:
-    """What a compiler prints.
+    """Return what a compiler prints.
 
     Raises:
         KernelUnavailable: it does not run, fails, or does not answer within half a minute.
@@ -106,10 +104,10 @@ def ask(argv: Sequence[str]) -> str:
 
 
 def find(name: ToolchainName, environ: Mapping[str, str] | None = None, ask: Ask = ask) -> Toolchain:
-    """The compiler of that name, found as :func:`find_tool` finds it.
+    """Find a compiler by :func:`find_tool`, and its version.
 
     Raises:
-        KernelUnavailable: it is not there, does not run, or its version cannot be read.
+        KernelUnavailable: it is missing, does not run, or its version cannot be read.
     """
     environ = os.environ if environ is None else environ
     path = find_tool(name, environ)
@@ -123,26 +121,19 @@ def find(name: ToolchainName, environ: Mapping[str, str] | None = None, ask: Ask
 
 
 def _surroundings(environ: Mapping[str, str], ask: Ask) -> tuple[str, ...]:
-    """What nvcc takes from its variables, and the version of the host compiler that it calls.
-
-    Raises:
-        KernelUnavailable: that compiler does not run.
-    """
-    found = [f"{variable}={environ[variable]}" for variable in _NVCC_FLAGS if environ.get(variable)]
+    """Return nvcc's flags from variables, and its host compiler's version."""
+    surroundings = [f"{variable}={environ[variable]}" for variable in _NVCC_FLAGS if environ.get(variable)]
     host = shutil.which(environ.get(_NVCC_HOST_COMPILER) or "gcc", path=environ.get("PATH", os.defpath))
     if host is not None:
-        found.append(ask([host, "--version"]).partition("\n")[0])
-    return tuple(found)
+        surroundings.append(ask([host, "--version"]).partition("\n")[0])
+    return tuple(surroundings)
 
 
 def read_version(name: ToolchainName, path: str, ask: Ask = ask) -> Version:
-    """The version of the compiler at `path`.
+    """Return the version of the compiler at `path`.
 
-    No public source shows what every mcc prints, so the header of its toolkit, which every build includes, counts where
-    that is not known.
-
-    Raises:
-        KernelUnavailable: it does not run, or its version cannot be read; the message has all that was tried.
+    No public source shows the output of every mcc, so an unknown output falls back to the toolkit's header, which every
+    build includes.
     """
     output = ask([path, "--version"])
     try:
@@ -166,11 +157,7 @@ def read_version(name: ToolchainName, path: str, ask: Ask = ask) -> Version:
 
 
 def parse_version(name: ToolchainName, output: str) -> Version:
-    """The version in what ``--version`` printed.
-
-    Raises:
-        KernelUnavailable: it is not of the known form; the message holds the output.
-    """
+    """Return the version in the output of ``--version``."""
     match = _VERSIONS[name].search(output)
     if match is None:
         raise KernelUnavailable(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a build has to know of the installed PyTorch."""
+"""Facts about the installed PyTorch for a build."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class TorchBuild:
     """A PyTorch.
 
     Attributes:
-        root: the folder of the package, which holds ``include`` and ``lib``.
-        cuda: the CUDA version that it was built with, None for other builds.
-        musa: the same for MUSA, as torch_musa writes it: ``MUSA_VERSION`` of its toolkit, so ``50100`` for 5.1.0.
-        musa_root: the folder of the package torch_musa, whose ``lib`` has what a MUSA build adds to the stable ABI.
-        capabilities: (major, minor) of each device that it sees.
+        root: the package's folder, with ``include`` and ``lib``.
+        cuda: CUDA version of the build; None for other builds.
+        musa: torch_musa's ``MUSA_VERSION``, such as ``50100`` for 5.1.0.
+        musa_root: folder of the package torch_musa; its ``lib`` has the MUSA part of the stable ABI.
+        capabilities: (major, minor) of each visible device.
     """
 
     version: Version
@@ -34,23 +34,22 @@ class TorchBuild:
 
     @property
     def toolchain(self) -> ToolchainName | None:
-        """The compiler whose libraries run beside it; None for a CPU build."""
+        """The compiler of its libraries; None for a CPU build."""
         if self.musa is not None:
             return "mcc"
         return None if self.cuda is None else "nvcc"
 
 
 def installed(capabilities: tuple[tuple[int, int], ...] | None = None) -> TorchBuild:
-    """The PyTorch of this environment. Imports it.
+    """Return the PyTorch of this environment, after importing it.
 
-    Args:
-        capabilities: of the devices, where they are known; else PyTorch is asked, which initialises its GPU part.
+    Without known `capabilities` it asks PyTorch, which initialises its GPU part.
 
     Raises:
         KernelUnavailable: there is none, or it or its torch_musa cannot be imported.
     """
     torch = _import("torch")
-    # torch_musa, where it is installed, puts both on the torch module.
+    # An installed torch_musa sets both on the torch module.
     musa = getattr(torch.version, "musa", None)
     if capabilities is None:
         devices: Any = torch.musa if musa is not None else torch.cuda
@@ -69,5 +68,6 @@ def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        # A PyTorch that does not fit its host fails in many ways, OSError and RuntimeError among them.
+        # A PyTorch that does not fit its host raises OSError, RuntimeError and others.
+
         raise KernelUnavailable(f"{name} cannot be imported: {error}; install it") from error
