@@ -295,5 +295,5 @@ def test_a_question_that_the_table_does_not_know_is_told(caplog: pytest.LogCaptu
     finally:
         logging.getLogger("vllm.hwplugin").removeHandler(caplog.handler)
     assert {record.getMessage() for record in caplog.records} == {
-        "vLLM 0.26.0 asks supports_something_new, of which FLASH_ATTN declares nothing: vLLM's default stands"
+        "vLLM 0.26.0 asks supports_something_new, and FLASH_ATTN does not declare it: vLLM's default stays"
     }

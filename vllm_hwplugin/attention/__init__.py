@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention backends that declare what they can do. Importing this package imports no vLLM."""
+"""Attention backends that declare their capabilities. Importing this package imports no vLLM."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin's FLASH_ATTN is on CUDA and on MUSA: its class, what its kernels hold, and where it is chosen.
+"""The plugin's FLASH_ATTN on CUDA and MUSA: classes, kernel limits, and where it is chosen.
 
 The declarations (:mod:`.capabilities`), the classes (:mod:`.cuda`, :mod:`..musa.attention`), the checks of a call
-(:mod:`.paged`) and the choice of the platform (``platforms/_cuda_attention.py``, ``musa/_selector.py``) follow from
-this. It imports neither torch nor vLLM.
+(:mod:`.paged`) and the platform's choice (``platforms/_cuda_attention.py``, ``musa/_selector.py``) follow from this
+module, which imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -14,13 +14,9 @@ from typing import Final
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What kernels hold.
+    """Limits of kernels: elements of a head, tokens of a page, torch's names of dtypes.
 
-    Args:
-        largest_head: elements of a head.
-        head_multiple: elements; a head is a multiple of it: 16 bytes, one access.
-        page_multiple: tokens; a page is a multiple of it: what one copy of keys takes.
-        dtypes: of queries, keys and result, as torch names them.
+    A head is a multiple of `head_multiple`, 16 bytes, one access; a page of `page_multiple`, one copy of keys.
     """
 
     largest_head: int
@@ -31,14 +27,9 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Faster:
-    """On devices of a generation the plugin's CUDA kernel is faster than one of vLLM's backends at large heads.
+    """A device generation on which the CUDA kernel is faster than a backend of vLLM at large heads.
 
-    Its Triton kernels, which serve without it, are not.
-
-    Args:
-        major: of the compute capability.
-        than: vLLM's name of the backend.
-        reason: where that is known from.
+    The plugin's Triton kernels are not. `reason` is the source of the measurement.
     """
 
     major: int
@@ -48,15 +39,15 @@ class Faster:
 
 @dataclasses.dataclass(frozen=True)
 class LargeHeads:
-    """The layers of a backend that run on the plugin's kernels.
+    """A backend's layers that run on the plugin's kernels.
 
     Args:
-        above: the head size where they begin: the largest that vLLM's own kernels have.
-        declared: the name that their declarations have.
-        limits: of every kernel that may serve them. A test compares them with the CUDA kernel's source.
-        largest_group: query heads that share a KV head: the rows of the CUDA kernel's tile.
-        kernel: the name of the CUDA kernel (``ops/compile/spec.py``).
-        faster: what benchmarks have shown; elsewhere vLLM's choice stays where it works.
+        above: the largest head size of vLLM's own kernels.
+        declared: the name of their declarations.
+        limits: of every kernel that may run them. A test compares them with the CUDA kernel's source.
+        largest_group: most query heads that share a KV head: the rows of the CUDA kernel's tile.
+        kernel: the CUDA kernel's name (``ops/compile/spec.py``).
+        faster: benchmark results; elsewhere vLLM's choice stays if it works.
     """
 
     above: int
@@ -69,14 +60,7 @@ class LargeHeads:
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """A backend of vLLM for which the plugin has a class of its own.
-
-    Args:
-        name: vLLM's.
-        module: where the class is.
-        cls: its name.
-        declared: the name that its declarations have.
-    """
+    """A backend of vLLM for which the plugin has its own class; `declared` is the name of its declarations."""
 
     name: str
     module: str
@@ -85,17 +69,13 @@ class Backend:
 
     @property
     def path(self) -> str:
-        """The qualified name of the class, as vLLM takes it."""
+        """The qualified name of the class, for vLLM."""
         return f"{self.module}.{self.cls}"
 
 
 @dataclasses.dataclass(frozen=True)
 class CudaBackend(Backend):
-    """On CUDA.
-
-    Args:
-        large: the layers that vLLM's own kernels do not serve.
-    """
+    """On CUDA; ``large`` are the layers that vLLM's own kernels do not run."""
 
     large: LargeHeads
 
@@ -106,8 +86,7 @@ class MusaBackend(Backend):
 
     Args:
         needs: what importing the class needs, for a message.
-        limits: of mate's kernels.
-        page: tokens of the pages that mate copies by the copy engine. It takes others, by slower loads.
+        page: tokens of the pages that mate copies by the copy engine; it loads other pages more slowly.
     """
 
     needs: str
@@ -138,7 +117,7 @@ CUDA: Final = CudaBackend(
         ),
     ),
 )
-"""vLLM's FlashAttention 2 and 3 up to their largest head, the plugin's kernels above."""
+"""vLLM's FlashAttention 2 and 3 up to their largest head, the plugin's kernels above it."""
 
 MUSA: Final = MusaBackend(
     name="FLASH_ATTN",
@@ -147,7 +126,7 @@ MUSA: Final = MusaBackend(
     declared="FLASH_ATTN@musa",
     needs="Moore Threads' mate, from their own index, and a GPU that is visible; the public `mate` is another project",
     limits=Limits(largest_head=512, head_multiple=8, page_multiple=16, dtypes=("float16", "bfloat16")),
-    # As of mate 0.2.2.
+    # In mate 0.2.2.
     page=64,
 )
 """mate.flash_attn_varlen_func, with vLLM's FlashAttention for metadata and the shape of the KV cache."""

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin's attention backends can do, as data.
+"""The capabilities of the plugin's attention backends, as data.
 
 vLLM asks a backend class by classmethods (``supports_non_causal``, ``is_mla``, ...). The base class answers all of
-them, mostly with False. A backend that leaves one out is refused where it would work, or accepted where it would not,
-and nothing says so. Versions also ask different questions. So each question has a name here, and each backend of the
-plugin an answer to it, with a reason and with how it is known. The classes are made from that (:mod:`.classes`);
-docs/attention.md has the table in words.
+them, mostly with False. A backend that forgets one is refused where it would work, or accepted where it fails,
+silently. The questions also differ between versions. So each question has a name here, and each backend of the plugin
+an answer, a reason, and how it is known. :mod:`.classes` makes the classes from that; docs/attention.md has the table.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ FLASH_ATTN: Final = CUDA.declared
 """The plugin's FLASH_ATTN on CUDA."""
 
 FLASH_ATTN_LARGE: Final = CUDA.large.declared
-"""The same, for layers with heads above :data:`LARGEST_OF_VLLM`, which run on the plugin's kernel."""
+"""The same for layers with heads above :data:`LARGEST_OF_VLLM`, on the plugin's kernel."""
 
 LARGEST_OF_VLLM: Final = CUDA.large.above
 """The largest head of vLLM's FlashAttention 2 and 3."""
@@ -33,15 +32,14 @@ FLASH_ATTN_MUSA: Final = MUSA.declared
 
 @dataclasses.dataclass(frozen=True)
 class Capability:
-    """One question that vLLM asks of a backend.
+    """One question of vLLM to a backend.
 
     Args:
-        name: the plugin's name for it.
+        name: the plugin's.
         method: the member of ``AttentionBackend`` that answers.
-        since: the first version of vLLM whose base class has the member, of those that are supported.
-        argument: the argument of ``validate_configuration`` that decides whether it is asked, or that it is asked
-            about; empty where ``validate_configuration`` has none of that kind.
-        plain: the member is a class attribute and not a classmethod.
+        since: the first supported version whose base class has the member.
+        argument: of ``validate_configuration``: whether the question is asked, or about what; empty if there is none.
+        plain: the member is a class attribute, not a classmethod.
     """
 
     name: str
@@ -52,8 +50,8 @@ class Capability:
 
 
 CAPABILITIES: Final[Mapping[str, Capability]] = {
-    item.name: item
-    for item in (
+    capability.name: capability
+    for capability in (
         Capability("head_sizes", "supports_head_size", argument="head_size"),
         Capability("dtypes", "supports_dtype", argument="dtype"),
         Capability("kv_cache_dtypes", "supports_kv_cache_dtype", argument="kv_cache_dtype"),
@@ -88,12 +86,12 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
 GAPS: Final[Mapping[str, str]] = {
     "supports_combination": "judges all arguments together, so it is code of the backend class and not a value",
 }
-"""Members of vLLM's base class with the name of a capability that are none of :data:`CAPABILITIES`, and why."""
+"""Members of vLLM's base class named like a capability that are not in :data:`CAPABILITIES`, and why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Multiples:
-    """The multiples of a number, from a least one and up to a greatest one, both included; or without end."""
+    """The multiples of a number from ``least`` to ``up_to``, both included; None for no end."""
 
     of: int
     up_to: int | None = None
@@ -109,11 +107,11 @@ class Multiples:
 
 @dataclasses.dataclass(frozen=True)
 class Vllm:
-    """The answer is that of vLLM's own class, which depends on the device or on the kernels that are installed.
+    """vLLM's own class answers, by the device or by installed kernels.
 
     Args:
-        but_not: the names (of types as torch and vLLM write them) that its class may say yes to and that then fail, so
-            that the answer to them is no.
+        but_not: names (of types, as torch and vLLM write them) that its class accepts and that then fail: the answer to
+            them is no.
     """
 
     but_not: tuple[str, ...] = ()
@@ -129,19 +127,18 @@ Value = bool | Multiples | tuple[str, ...] | Vllm
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """What a backend answers to one question.
+    """A backend's answer to one question.
 
     Args:
-        backend: vLLM's name of the backend; with ``@device`` it is the one for that device only, with ``>size`` that
-            for larger heads only.
-        capability: a name of :data:`CAPABILITIES`.
-        value: True or False; the numbers that are fit; the names that are fit (of types as torch and vLLM write them);
-            or :data:`VLLM`, perhaps with exceptions.
+        backend: vLLM's name, with ``@device`` only for that device, with ``>size`` only for larger heads.
+        capability: a name in :data:`CAPABILITIES`.
+        value: True or False; the accepted numbers; the accepted names (of types, as torch and vLLM write them); or
+            :data:`VLLM`, perhaps with exceptions.
         since: the first version of vLLM in which it holds.
-        before: the first in which it does not, or of which nothing is known.
-        reason: why this value.
+        before: the first in which it does not, or about which nothing is known.
+        reason: for this value.
         verified: how it is known.
-        limit: what a True leaves out on purpose; empty where it holds without reserve.
+        limit: what a True leaves out on purpose; empty without reservation.
     """
 
     backend: str
@@ -162,7 +159,7 @@ _COMPARED = "vLLM's constant, compared with its source by a test"
 _DEVICE = "depends on the device and on the FlashAttention versions that vLLM was built with"
 # The commit messages of https://github.com/MooreThreads/vllm-musa/pull/52 say what was tried.
 _PROBED = "vllm-musa's comparison of mate with torch on MUSA hardware (pull request 52); not repeated here"
-_SERVED = "gemma-4 is served so by vllm-musa (pull request 52); not repeated here"
+_SERVED = "vllm-musa runs gemma-4 like this (pull request 52); not repeated here"
 _UNTRIED = "not tried; False is the safe answer"
 _READ = "read in vLLM's source"
 _KIND = "what the backend is"
@@ -170,8 +167,8 @@ _TRIED = "compared with float64 by the kernel's tests"
 
 _LIMITS = CUDA.large.limits
 _OF_OTHERS: Final = {
-    "mla": "MLA has backends of its own",
-    "sparse": "sparse MLA has backends of its own",
+    "mla": "MLA has its own backends",
+    "sparse": "sparse MLA has its own backends",
     "ssm": "attention, no state-space layer",
 }
 
@@ -210,9 +207,9 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     _cuda(
         "head_sizes",
         Multiples(_LIMITS.head_multiple, _LIMITS.largest_head, least=32),
-        "up to 256 on vLLM's kernels, above on the plugin's; with the KV cache of 0.26 FlashAttention 3 runs without "
-        "end at 8 and 16",
-        "vllm-hwplugin probe on an H200 with vLLM 0.26.0, which tries 8, 16, 32 and larger ones",
+        "up to 256 on vLLM's kernels, above on the plugin's; with the KV cache of 0.26 FlashAttention 3 hangs at 8 and "
+        "16",
+        "vllm-hwplugin probe on an H200 with vLLM 0.26.0, which tries 8, 16, 32 and larger sizes",
         since="0.26.0",
     ),
     _cuda("block_sizes", Multiples(_LIMITS.page_multiple), "the pages of vLLM's FLASH_ATTN cache", _READ),
@@ -227,7 +224,7 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     ),
     _cuda("kv_cache_dtypes", VLLM, _DEVICE, since="0.22.0"),
     *(_cuda(name, VLLM, _DEVICE) for name in ("attn_types", "compute_capability", "sink")),
-    _cuda("mm_prefix", VLLM, "no before 0.24.0; from there on where FlashAttention 4 resolves, which takes a mask"),
+    _cuda("mm_prefix", VLLM, "no before 0.24.0; from then on if FlashAttention 4 resolves, which takes a mask"),
     _cuda("per_head_quant_scales", VLLM, "needs FlashAttention 3 or later"),
     *(_cuda(name, False, reason) for name, reason in _OF_OTHERS.items()),
     _cuda("alibi_sqrt", False, "the kernels know linear ALiBi only"),
@@ -239,7 +236,7 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     _cuda(
         "device_cpu_query_lens_mismatch",
         VLLM,
-        "the base class says yes where there is no state-space layer",
+        "the base class says yes if there is no state-space layer",
     ),
     _cuda("non_causal_dcp", VLLM, "a property of vLLM's metadata builder"),
     _cuda("dcp", VLLM, "a property of vLLM's implementation class"),
@@ -262,7 +259,7 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     _large(
         "block_sizes",
         Multiples(_LIMITS.page_multiple),
-        "vLLM's shape of a FLASH_ATTN cache has pages of such sizes; leave --block-size out",
+        "vLLM's FLASH_ATTN cache has pages of such sizes; leave --block-size out",
         _TRIED,
     ),
     _large("attn_types", ("decoder",), "encoder layers have no paged cache, and the kernel reads one; use TRITON_ATTN"),
@@ -304,8 +301,8 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     _musa(
         "block_sizes",
         Multiples(MUSA.limits.page_multiple),
-        f"vLLM's shape of a FLASH_ATTN cache has pages of such sizes; without --block-size they have {MUSA.page} "
-        "tokens, which mate loads fastest",
+        f"vLLM's FLASH_ATTN cache has pages of such sizes; without --block-size they have {MUSA.page} tokens, which "
+        "mate loads fastest",
         "read in vLLM's source, and in mate's (0.2.2)",
     ),
     _musa("attn_types", ("decoder",), "encoder layers have no paged cache, and mate is called with one"),
@@ -316,8 +313,8 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     _musa(
         "mm_prefix",
         True,
-        "mate has no mask, so the tokens of an image cannot see each other in both directions; but models of that kind "
-        "also serve text, and vLLM selects the backend by the model. A batch with an image is refused at run time",
+        "mate has no mask, so the tokens of an image cannot see each other in both directions; but such models also "
+        "serve text, and vLLM selects the backend by the model. A batch with an image is refused at run time",
         _SERVED,
         limit="text only",
     ),
@@ -326,49 +323,53 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     _musa(
         "batch_invariance",
         True,
-        "mate splits the keys of a request only by a schedule, which it is then not given, and is told num_splits=1 "
-        "where it takes that; every batch is read from the cache; its deterministic is about gradients",
+        "mate splits a request's keys only by a schedule, which it then does not get, and gets num_splits=1 if it "
+        "takes that; every batch is read from the cache; its deterministic is about gradients",
         "read in mate's source (0.2.2), and " + _PROBED,
     ),
     _musa("kv_connector", False, "KV transfer that copies blocks is not supported on MUSA"),
     _musa("sliding_window", True, "the window is an argument of mate's function", _SERVED),
-    _musa("pcp", False, "needs the log-sum-exp of each part, which mate is not asked for"),
-    _musa("device_cpu_query_lens_mismatch", False, "mate is given the CPU's longest query"),
+    _musa("pcp", False, "needs the log-sum-exp of each part, and mate does not return it here"),
+    _musa("device_cpu_query_lens_mismatch", False, "mate gets the CPU's longest query"),
     _musa(
         "non_causal_dcp",
         False,
-        "needs the log-sum-exp of each part, which mate is not asked for",
+        "needs the log-sum-exp of each part, and mate does not return it here",
     ),
-    _musa("dcp", False, "needs the log-sum-exp of each part, which mate is not asked for"),
+    _musa("dcp", False, "needs the log-sum-exp of each part, and mate does not return it here"),
     _musa("rswa", False, "mate has no mask"),
     _musa("kv_cache_update_bypass", False, "no fused operation writes the cache on MUSA"),
 )
 
-BACKENDS: Final = tuple(dict.fromkeys(item.backend for item in DECLARATIONS))
+BACKENDS: Final = tuple(dict.fromkeys(declaration.backend for declaration in DECLARATIONS))
 """The backends that have declarations."""
 
 
 def declared(backend: str, version: str) -> Mapping[str, Declaration]:
-    """What the plugin declares of a backend, by capability.
+    """Return a backend's declarations by capability.
 
-    Args:
-        backend: one of :data:`BACKENDS`; the plugin declares nothing of any other, and vLLM's class decides.
-        version: of vLLM, such as ``0.26.0``; a local part (``+cu129``) does not matter. An unchecked version has no
-            declarations.
+    About backends outside :data:`BACKENDS` vLLM's class decides. A version's local part (``+cu129``) does not matter;
+    an unchecked version has no declarations.
     """
-    return {item.capability: item for item in DECLARATIONS if item.backend == backend and item.versions.covers(version)}
+    return {
+        declaration.capability: declaration
+        for declaration in DECLARATIONS
+        if declaration.backend == backend and declaration.versions.covers(version)
+    }
 
 
 def asked_in(version: str) -> frozenset[str]:
-    """The capabilities that a version of vLLM asks for."""
-    return frozenset(item.name for item in CAPABILITIES.values() if Versions(f">={item.since}").covers(version))
+    """Return the capabilities that a version of vLLM asks for."""
+    capabilities = CAPABILITIES.values()
+    return frozenset(
+        capability.name for capability in capabilities if Versions(f">={capability.since}").covers(version)
+    )
 
 
 def allows(value: Value, asked: Any) -> bool:
-    """Whether a declared value covers what is asked; if the answer is vLLM's, whether it is not excepted.
+    """Whether a declared value, or vLLM's answer, covers what is asked.
 
     Args:
-        value: of a :class:`Declaration`.
         asked: a flag, a size, or a type (by its name, or a ``torch.dtype``). None asks for nothing.
     """
     if isinstance(value, bool):
@@ -383,40 +384,36 @@ def allows(value: Value, asked: Any) -> bool:
 
 
 def reserves(declarations: Mapping[str, Declaration], asked: Mapping[str, Any]) -> list[str]:
-    """The reserves of what is declared and asked for, in sentences.
+    """Return the reservations about declared capabilities, in sentences.
 
-    Args:
-        declarations: of one backend, as :func:`declared` gives them.
-        asked: the arguments of ``validate_configuration`` by name.
+    `asked` has the arguments of ``validate_configuration`` by name.
     """
     return [
-        f"{item.backend} declares {item.capability} for {item.limit}: {item.reason}"
-        for item in declarations.values()
-        if item.limit and asked.get(CAPABILITIES[item.capability].argument)
+        f"{declaration.backend} declares {declaration.capability} for {declaration.limit}: {declaration.reason}"
+        for declaration in declarations.values()
+        if declaration.limit and asked.get(CAPABILITIES[declaration.capability].argument)
     ]
 
 
 def explain(declarations: Mapping[str, Declaration], asked: Mapping[str, Any]) -> list[str]:
-    """Why a configuration is refused, in sentences with what was asked and what is declared.
+    """Return why a configuration is refused: what was asked, what is declared.
 
-    Args:
-        declarations: of one backend, as :func:`declared` gives them.
-        asked: the arguments of ``validate_configuration`` by name.
+    `asked` has the arguments of ``validate_configuration`` by name.
     """
-    told = []
-    for item in declarations.values():
-        argument = CAPABILITIES[item.capability].argument
-        if argument not in asked or allows(item.value, asked[argument]):
+    reasons = []
+    for capability, declaration in declarations.items():
+        backend, value, reason = declaration.backend, declaration.value, declaration.reason
+        argument = CAPABILITIES[capability].argument
+        if argument not in asked or allows(value, asked[argument]):
             continue
-        if isinstance(item.value, Vllm):
-            told.append(f"{item.backend} does not declare {argument} {_name(asked[argument])}: {item.reason}")
-            continue
-        if isinstance(item.value, bool):
-            told.append(f"{item.backend} does not declare {item.capability}: {item.reason}")
-            continue
-        fit = item.value if isinstance(item.value, Multiples) else " or ".join(item.value)
-        told.append(f"{item.backend}: {argument} is {_name(asked[argument])}, expected {fit}: {item.reason}")
-    return told
+        if isinstance(value, Vllm):
+            reasons.append(f"{backend} does not declare {argument} {_name(asked[argument])}: {reason}")
+        elif isinstance(value, bool):
+            reasons.append(f"{backend} does not declare {capability}: {reason}")
+        else:
+            expected = value if isinstance(value, Multiples) else " or ".join(value)
+            reasons.append(f"{backend}: {argument} is {_name(asked[argument])}, expected {expected}: {reason}")
+    return reasons
 
 
 def _name(asked: Any) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backend classes of vLLM whose classmethods are made from the declarations.
+"""Subclasses of vLLM's backends whose classmethods are made from the declarations.
 
-The made methods take any arguments that a version of vLLM passes: signatures grew from 0.20 to 0.33, and an answer that
-is data depends on the first argument at most.
+The methods accept any arguments: signatures grew from vLLM 0.20 to 0.33, and a declared answer depends at most on the
+first argument.
 """
 
 from __future__ import annotations
@@ -32,37 +32,33 @@ _B = TypeVar("_B", bound=type)
 
 
 def declares(backend: str, version: str, above: tuple[int, str] | None = None) -> Callable[[_B], _B]:
-    """Decorate a subclass of one of vLLM's backends: its capabilities are those that are declared under a name.
+    """Decorate a subclass of a backend of vLLM with declared capabilities.
 
-    A declared value becomes the class's answer, in place of what it inherits. If vLLM's own answer is declared, the
-    inherited one stays, except for what is excepted. ``validate_configuration`` is vLLM's; beside vLLM's reasons it
-    says what was expected.
-
-    ``declarations`` of the class are what it was made from.
+    A declared value becomes the class's answer, in place of the inherited one. If vLLM's own answer is declared, the
+    inherited one stays, except for declared exceptions. ``validate_configuration`` is vLLM's, and its reasons also say
+    what was expected. ``declarations`` of the class are those it was made from.
 
     Args:
         backend: a name with declarations.
         version: of the vLLM whose class is the base.
-        above: a head size and a name. The name's declarations judge a layer with larger heads, together with the
-            class's ``refuse_above``, which takes the arguments of ``validate_configuration`` by name and gives reasons.
+        above: a head size and a name with declarations for larger heads. They apply together with the class's
+            ``refuse_above``, which takes the arguments of ``validate_configuration`` by name and returns reasons.
 
     Raises:
-        ImportError: nothing is declared for that version, or not all that it asks for. It is an ImportError because
-            vLLM and the plugin's platforms take it for "this backend is not to be had here".
+        ImportError: the declarations for that version are missing or incomplete. vLLM and the plugin's platforms take
+            an ImportError for "this backend is not available here".
     """
     declarations = _complete(backend, version)
     larger = None if above is None else (above[0], _complete(above[1], version))
 
     def make(cls: _B) -> _B:
-        for item in declarations.values():
-            if item.value != VLLM:
-                _give(cls, item, item.value)
+        for declaration in declarations.values():
+            if declaration.value != VLLM:
+                _give(cls, declaration, declaration.value)
         cls.declarations = declarations  # type: ignore[attr-defined]
         cls.validate_configuration = _validation(cls, declarations, larger)  # type: ignore[attr-defined]
         for name in sorted(undeclared(cls)):
-            logger.warning(
-                "vLLM %s asks %s, of which %s declares nothing: vLLM's default stands", version, name, backend
-            )
+            logger.warning("vLLM %s asks %s, and %s does not declare it: vLLM's default stays", version, name, backend)
         return cls
 
     return make
@@ -73,20 +69,20 @@ def _complete(backend: str, version: str) -> Mapping[str, Declaration]:
     missing = sorted(asked_in(version) - declarations.keys())
     if missing or not declarations:
         raise ImportError(
-            f"{backend} has no declaration of {', '.join(missing) or 'anything'} for vLLM {version}; the declarations "
-            "are for the versions that docs/compatibility.md lists, so use one of those, or a backend of vLLM's own"
+            f"{backend} has no declaration of {', '.join(missing) or 'anything'} for vLLM {version}; use a version in "
+            "docs/compatibility.md, which have declarations, or one of vLLM's own backends"
         )
     return declarations
 
 
 def undeclared(cls: type) -> set[str]:
-    """The members of a class with the name of a capability that the plugin knows nothing of."""
-    known = {item.method for item in CAPABILITIES.values()} | set(GAPS)
+    """Return members of a class named like capabilities, but unknown here."""
+    known = {capability.method for capability in CAPABILITIES.values()} | set(GAPS)
     return {name for name in dir(cls) if name.startswith(("supports_", "is_"))} - known
 
 
-def _give(cls: type, item: Declaration, value: Value) -> None:
-    capability = CAPABILITIES[item.capability]
+def _give(cls: type, declaration: Declaration, value: Value) -> None:
+    capability = CAPABILITIES[declaration.capability]
     if capability.plain:
         setattr(cls, capability.method, value)
         return
@@ -99,21 +95,21 @@ def _give(cls: type, item: Declaration, value: Value) -> None:
         inherited = getattr(cls.__mro__[1], capability.method, None) if isinstance(value, Vllm) else None
 
         def answer(cls: type, *args: Any, **kwargs: Any) -> bool:
-            # The one thing that is asked about comes first, by position or by a name that is the caller's to choose.
+            # The question's only argument comes first, by position or by any name.
             if not allows(value, next(iter((*args, *kwargs.values())))):
                 return False
             return inherited is None or bool(inherited.__func__(cls, *args, **kwargs))
 
     answer.__name__ = capability.method
     answer.__qualname__ = f"{cls.__qualname__}.{capability.method}"
-    answer.__doc__ = f"{item.value}: {item.reason}. {item.verified}."
+    answer.__doc__ = f"{declaration.value}: {declaration.reason}. {declaration.verified}."
     setattr(cls, capability.method, classmethod(answer))
-    if item.capability == "block_sizes" and isinstance(value, Multiples):
+    if declaration.capability == "block_sizes" and isinstance(value, Multiples):
         setattr(cls, "get_supported_kernel_block_sizes", staticmethod(_kernel_block_sizes(value.of)))  # noqa: B010
 
 
 def _kernel_block_sizes(of: int) -> Callable[..., list[Any]]:
-    """vLLM's other way to ask for block sizes, which it divides a group's pages by."""
+    """Return vLLM's other method for block sizes, which divide a group's pages."""
 
     def get_supported_kernel_block_sizes(*args: Any, **kwargs: Any) -> list[Any]:
         from vllm.v1.attention.backend import MultipleOf

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLASH_ATTN on CUDA: vLLM's own FlashAttention for heads of up to 256, and the plugin's kernel for larger ones.
+"""FLASH_ATTN on CUDA: vLLM's FlashAttention for heads of up to 256, and the plugin's kernel for larger heads.
 
-One backend, chosen layer by layer: a model of the gemma-4 kind has sliding layers of 256 and full ones of 512. Metadata
-and KV cache are those of vLLM's FlashAttention in both cases. vLLM's kernel writes the cache; it takes any head size. A
-large head needs no version of FlashAttention: FlashAttention 3 ends at 256, and 4 needs packages that not every host
-has.
+It is one backend, because a model like gemma-4 has sliding layers of 256 and full layers of 512. Metadata and KV cache
+are vLLM's in both cases, and vLLM's kernel writes the cache, for any head size. Large heads need no FlashAttention:
+version 3 ends at 256, and version 4 needs packages that not every host has.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ _IMAGES = (
 
 
 def this_device() -> torch.device:
-    """The device of this process."""
     device = torch.device(current_platform.device_type)
     if device.type == "cpu":
         return device
@@ -46,46 +44,47 @@ def this_device() -> torch.device:
 
 
 def reserve(device: torch.device) -> tuple[Any, ...]:
-    """The scratch of a device, one for each batch that runs at a time."""
+    """Return the device's scratch, one for each concurrent micro-batch."""
     config = get_current_vllm_config_or_none()
     count = config.parallel_config.num_ubatches if config is not None and config.parallel_config.use_ubatching else 1
     return tuple(_scratch(device, number) for number in range(count))
 
 
 def of_this_batch(scratch: tuple[Any, ...]) -> Any:
-    """The piece that the calling thread may write to."""
+    """Return the scratch of the calling thread."""
     return scratch[0] if len(scratch) == 1 else scratch[dbo_current_ubatch_id()]
 
 
-# Memory in which the large-head kernel leaves the results of its splits: one piece for all layers of a process, which
-# run one after the other. With dual-batch overlap (`--enable-dbo`) two halves of a batch run at the same time, and each
-# has its own. It is taken while the model is built, so that vLLM's memory profiling counts it and captured graphs keep
-# its address. The layers alone hold it: what an engine took goes with it. In sleep mode it may lie in a pool that is
-# unmapped while the engine sleeps, and the next engine of the process must not find it.
+# The large-head kernel's memory for split results: one for all layers of a process, which run one after another. With
+# dual-batch overlap (`--enable-dbo`) both micro-batches have their own. It is allocated while the model is built, so
+# that
+# vLLM's memory profiling counts it and captured graphs keep its address. Only the layers hold it, so it is freed with
+# them: in sleep mode it may lie in a pool that is unmapped while the engine sleeps, and the next engine of the process
+# must not reuse it.
 _taken: weakref.WeakValueDictionary[tuple[torch.device, int], Any] = weakref.WeakValueDictionary()
 
 
 def _scratch(device: torch.device, number: int) -> Any:
-    found = _taken.get((device, number))
-    if found is None:
+    scratch = _taken.get((device, number))
+    if scratch is None:
         from .paged import Scratch
 
-        found = _taken[device, number] = Scratch.allocate(device)
-    return found
+        scratch = _taken[device, number] = Scratch.allocate(device)
+    return scratch
 
 
 class CudaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]  # as below
-    """vLLM's; for layers with large heads without what only its own kernels have: their schedules and cascades."""
+    """vLLM's builder, without schedules and cascades of vLLM's kernels for layers with large heads."""
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        # The plugin's kernel reads all lengths on the device, so a graph of it holds any batch up to the longest query
-        # that it was captured with.
+        # The plugin's kernel reads all lengths on the device, so its graph runs any batch up to the longest query at
+        # capture.
         support = AttentionCGSupport.ALWAYS
         if min(_head_sizes(kv_cache_spec)) <= LARGEST_OF_VLLM:
             support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
         if captures_short_queries(vllm_config):
-            # FlashAttention 3 drops the causal mask, too, where the longest query is said to have one token.
+            # FlashAttention 3 also drops the causal mask if the longest query is given as one token.
             return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda support: support.value)
         return support
 
@@ -99,7 +98,7 @@ class CudaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type:
             self.aot_schedule = False
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        # Here from 0.24.0 on; before, vLLM writes them into the metadata after this.
+        # From 0.24.0 on; before, vLLM writes the ranges into the metadata after this.
         if self.large and has_images(getattr(common_attn_metadata, "mm_req_doc_ranges", None)):
             raise NotImplementedError(_IMAGES)
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
@@ -110,13 +109,10 @@ class CudaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type:
 
 
 class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as below
-    """Decoder attention with heads above 256.
+    """Decoder attention with heads above 256; refuses layers that need more than is declared for large heads.
 
-    A subclass of vLLM's for its ``do_kv_cache_update``, and because vLLM's metadata builders plan their schedules by
-    the windows of all layers of that class. Its ``__init__`` is not run: that settles on a version of FlashAttention.
-
-    Raises:
-        ValueError: the layer needs what is not declared for such heads.
+    A subclass for vLLM's ``do_kv_cache_update``, and because vLLM's metadata builders plan schedules by the windows of
+    all layers of that class. Its ``__init__`` is not called, because it chooses a version of FlashAttention.
     """
 
     can_return_lse_for_decode = False
@@ -166,7 +162,7 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
-        # The kernel reads them as float32. They are loaded after this, so they are copied in each step, by the device.
+        # The kernel reads float32. The sinks are loaded later, so the device copies them in each step.
         self._float32_sinks = None if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
         self.vllm_flash_attn_version = None
         self.supports_quant_query_input = False
@@ -187,20 +183,16 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of ``query`` (tokens, heads, head size) over the cache, into ``output``.
-
-        Raises:
-            NotImplementedError: asked for what is not declared for such heads.
-        """
+        """Write the attention of ``query`` [tokens, heads, head size] into ``output``."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("FLASH_ATTN with heads above 256 does not quantize its output")
         if attn_metadata is None:
-            # vLLM measures memory, with no cache yet.
+            # vLLM's memory profiling has no cache yet.
             return output.fill_(0)
         causal = attn_metadata.causal
         if not isinstance(causal, bool):
             raise NotImplementedError(
-                "FLASH_ATTN with heads above 256 has one mask for all requests: causal, or not; use TRITON_ATTN"
+                "FLASH_ATTN with heads above 256 has one mask for all requests, causal or not; use TRITON_ATTN"
             )
         if has_images(getattr(attn_metadata, "mm_prefix_range", None)):
             raise NotImplementedError(_IMAGES)
@@ -233,7 +225,7 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
 
 
 class CudaFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as below
-    """What vLLM makes a layer's implementation with: it gives vLLM's own, or the one for large heads."""
+    """The class that vLLM instantiates for a layer: it returns vLLM's implementation, or the one for large heads."""
 
     def __new__(cls, num_heads: int, head_size: int, *args: Any, **kwargs: Any) -> Any:
         made = LargeHeadAttentionImpl if head_size > LARGEST_OF_VLLM else FlashAttentionImpl
@@ -242,7 +234,7 @@ class CudaFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
 
 @declares(CUDA.declared, __version__, above=(CUDA.large.above, CUDA.large.declared))
 class CudaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """vLLM's FlashAttention, whose cache and metadata it keeps, with larger heads."""
+    """vLLM's FlashAttention with larger heads, and its cache and metadata."""
 
     @staticmethod
     def get_impl_cls() -> type[CudaFlashAttentionImpl]:
@@ -263,7 +255,7 @@ class CudaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  #
         device_capability: Any,
         **_: Any,
     ) -> list[str]:
-        """What rules out a layer with a large head beside the declarations; arguments as vLLM asks."""
+        """Return reasons against a large head that no declaration has."""
         if not cls.supports_compute_capability(device_capability):
             return [f"compute capability is {device_capability}, expected 8.0 or later"]
         kv_dtype = dtype if kv_cache_dtype in (None, "auto") else getattr(torch, str(kv_cache_dtype))
@@ -278,18 +270,18 @@ class CudaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  #
         return [] if reason is None else [reason]
 
 
-# Asked about where the user has left the block size to vLLM, which then takes one that the backend declares.
+# If the user leaves the block size to vLLM, vLLM takes a declared size.
 _ANY_BLOCK_SIZE = CUDA.large.limits.page_multiple
 
 
 def _head_sizes(kv_cache_spec: Any) -> list[int]:
-    """Of the layers of a KV cache group, whose spec may hold one for each of them."""
+    # A KV cache group's spec may hold a spec for each layer.
     specs = getattr(kv_cache_spec, "kv_cache_specs", None)
     return [spec.head_size for spec in specs.values()] if specs else [kv_cache_spec.head_size]
 
 
 def _without_warmup(vllm_config: Any) -> Any:
-    """The configuration, in which vLLM 0.30 and later do not compile FlashAttention 4 ahead for the layers."""
+    """Return a configuration without FlashAttention 4's warm-up of vLLM 0.30 and later."""
     kernel_config = getattr(vllm_config, "kernel_config", None)
     if not getattr(kernel_config, "enable_jit_warmup", False):
         return vllm_config

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM 0.20 to 0.33 shape what FLASH_ATTN gets: its KV cache, its windows, and the ranges of images.
+"""Forms of FLASH_ATTN's KV cache, windows and image ranges in vLLM 0.20 to 0.33.
 
-Shared by the backends of the plugin that keep vLLM's metadata and cache and bring a kernel of their own.
+Shared by the plugin's backends that keep vLLM's metadata and cache and have their own kernel.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from vllm.version import __version__
 
 
 def split(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values as (blocks, tokens a block, KV heads, head size), of the cache as this vLLM shapes it."""
+    """Return keys and values, [blocks, block size, KV heads, head size]."""
     if kv_cache.dim() == 4:
-        # From 0.26.0 on: (blocks, KV heads, tokens a block, keys and values of a head).
+        # From 0.26.0 on: [blocks, KV heads, block size, keys and values of a head].
         keys, values = kv_cache.transpose(1, 2).split(head_size, dim=-1)
     else:
         keys, values = kv_cache.unbind(_PAIR_DIM)
@@ -27,7 +27,7 @@ def split(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.T
 
 
 def _pair_dim() -> int:
-    """Which dimension of a cache with five holds keys and values: 0 up to 0.22, 1 up to 0.25."""
+    # Of a cache with five dimensions, the one of keys and values: 0 up to 0.22, 1 up to 0.25.
     if not hasattr(FlashAttentionBackend, "get_kv_cache_shape"):
         return 0
     blocks, block_size, kv_heads, head_size = 7, 16, 3, 8
@@ -39,30 +39,30 @@ _PAIR_DIM = _pair_dim()
 
 
 def symmetric(window: tuple[int, int], causal: bool) -> tuple[int, int]:
-    """The window to both sides where attention is. vLLM's FlashAttention does so from 0.25.0 on; before, it looks back
-    only, and tokens that should see each other do not.
+    """Return the window, on both sides of bidirectional attention.
+
+    vLLM's FlashAttention does so from 0.25.0 on; before, it only looks back, and some tokens do not see each other.
     """
     return window if causal else (window[0], window[0])
 
 
 def has_images(ranges: Mapping[int, list[Any]] | None) -> bool:
-    """Whether a batch holds tokens of images that see each other in both directions.
+    """Whether a batch has image tokens that see each other both ways.
 
-    Args:
-        ranges: by request, as vLLM gives them in a layer's metadata (``mm_prefix_range``, up to 0.23) or in what that
-            is built from (``mm_req_doc_ranges``, later).
+    The ranges by request are in a layer's metadata (``mm_prefix_range``) up to 0.23, and later in the metadata's input
+    (``mm_req_doc_ranges``).
     """
     return bool(ranges) and any(ranges.values())  # type: ignore[union-attr]
 
 
 def captures_short_queries(vllm_config: Any) -> bool:
-    """Whether vLLM captures FULL graphs of mixed batches with a shorter longest query than it replays them with.
+    """Whether FULL graphs are captured with shorter queries than replays have.
 
-    Up to 0.30 the second model runner does: it spreads the tokens of such a graph evenly over the requests, and says
-    that none is longer. A kernel that launches by this bound leaves out the tokens behind it. At a bound of one token
-    FlashAttention 3 masks nothing, with heads of up to 64 and of more than 128.
+    The second model runner does so up to 0.30: it spreads the tokens of a mixed batch's graph evenly over the requests,
+    and passes their length as the longest query. A kernel that launches by this bound omits the tokens beyond it. For
+    one token, FlashAttention 3 also masks nothing, with heads of up to 64 and of more than 128.
     """
     if Version(__version__) >= Version("0.31.0"):
         return False
-    # 0.20 and 0.21 have the variable alone.
+    # 0.20 and 0.21 only have the variable.
     return bool(getattr(vllm_config, "use_v2_model_runner", envs.VLLM_USE_V2_MODEL_RUNNER))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a paged KV cache with heads of up to 512: a CUDA kernel for Hopper, Triton kernels for the rest."""
+"""Attention over a paged KV cache with heads of up to 512: a CUDA kernel for Hopper, Triton kernels for other GPUs."""
 
 from ._arguments import MAX_HEAD_SIZE, Scratch, refuse, refuse_heads
 from ._call import Kernel, kernel_for, paged_attention

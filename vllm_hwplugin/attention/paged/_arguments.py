@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call is given, the memory that it has, and what is wrong with it."""
+"""The arguments of a call, its scratch memory, and checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ACCESS: Final = 16  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The tensors and settings of :func:`~vllm_hwplugin.attention.paged.paged_attention`, which describes them."""
+    """The arguments of :func:`~vllm_hwplugin.attention.paged.paged_attention`, which describes them."""
 
     query: torch.Tensor
     keys: torch.Tensor
@@ -40,7 +40,7 @@ class Arguments:
 class Scratch:
     """Memory of fixed size, so that memory profiling sees all of it and captured graphs keep its address.
 
-    One serves all layers whose kernels run one after the other on a stream.
+    All layers whose kernels run one after another on a stream share it.
 
     Args:
         out: [rows * head size], float32.
@@ -52,7 +52,7 @@ class Scratch:
 
     @classmethod
     def allocate(cls, device: torch.device) -> Scratch:
-        """Take 64 MiB of a device's memory."""
+        """Allocate 64 MiB on a device."""
         return cls(
             torch.empty(SCRATCH_ROWS * MAX_HEAD_SIZE, dtype=torch.float32, device=device),
             torch.empty(SCRATCH_ROWS, dtype=torch.float32, device=device),
@@ -60,14 +60,7 @@ class Scratch:
 
 
 def refuse(head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int) -> str | None:
-    """Why a layer cannot be run, or None.
-
-    Args:
-        head_size: elements.
-        dtype: of queries and result.
-        kv_dtype: of the KV cache.
-        block_size: tokens of a page.
-    """
+    """Return why a layer cannot run, or None."""
     if head_size <= 0 or head_size > MAX_HEAD_SIZE or head_size % _ALIGNMENT:
         return f"head size is {head_size}, expected a multiple of {_ALIGNMENT} up to {MAX_HEAD_SIZE}"
     if dtype not in _DTYPES:
@@ -80,7 +73,8 @@ def refuse(head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size
 
 
 def refuse_heads(num_heads: int, num_kv_heads: int) -> str | None:
-    """Why so many query heads cannot share so many KV heads, or None. vLLM's selector does not know them."""
+    """Return why query heads cannot share KV heads, or None."""
+    # vLLM's selector does not know these numbers.
     most = CUDA.large.largest_group
     if num_heads <= 0 or num_kv_heads <= 0 or num_heads % num_kv_heads or num_heads // num_kv_heads > most:
         return f"{num_heads} query heads and {num_kv_heads} KV heads, expected a multiple, and at most {most} times"
@@ -88,11 +82,7 @@ def refuse_heads(num_heads: int, num_kv_heads: int) -> str | None:
 
 
 def check_heads(query: torch.Tensor, keys: torch.Tensor) -> None:
-    """Refuse what cannot be cut into programs. Every launch asks, so nothing is made that only an error needs.
-
-    Raises:
-        ValueError: what, found, expected.
-    """
+    """Check the shapes that the plan of a launch divides."""
     if query.dim() != 3:
         raise _error(f"query has shape {tuple(query.shape)}, expected [tokens, heads, head size]")
     if keys.dim() != 4:
@@ -102,10 +92,10 @@ def check_heads(query: torch.Tensor, keys: torch.Tensor) -> None:
 
 
 def check(given: Arguments) -> None:
-    """Refuse what a kernel would read or write wrongly. Looks at shapes, strides and devices, never at values.
+    """Check shapes, strides and devices, never values.
 
     Raises:
-        ValueError: what, found, expected.
+        ValueError: a kernel would read or write wrongly.
     """
     query, keys, values, out = given.query, given.keys, given.values, given.out
     check_heads(query, keys)
@@ -114,7 +104,10 @@ def check(given: Arguments) -> None:
         f"keys and values have shapes {tuple(keys.shape)} and {tuple(values.shape)}, expected the same",
     )
     num_heads, head_size = query.shape[1:]
-    _expect(out.shape == query.shape and out.dtype == query.dtype, "out has to have query's shape and type")
+    _expect(
+        out.shape == query.shape and out.dtype == query.dtype,
+        f"out is {out.dtype} of shape {tuple(out.shape)}, expected query's, {query.dtype} of {tuple(query.shape)}",
+    )
     _expect(keys.shape[3] == head_size, f"keys have head size {keys.shape[3]}, query has {head_size}")
     _expect(values.dtype == keys.dtype, f"keys are {keys.dtype}, values are {values.dtype}, expected one type")
     reason = refuse(head_size, query.dtype, keys.dtype, keys.shape[1])

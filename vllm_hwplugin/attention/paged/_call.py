@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check a call, cut the batch, launch."""
+"""Check a call, plan the launch, launch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ._plan import plan_launch
 from ._triton import TritonKernel
 
 Kernel: TypeAlias = HopperKernel | TritonKernel
-"""One for a device, without memory and state.
+"""A device's kernel, without memory and state.
 
-``heights`` are the tiles that it has, ``check`` refuses what a plan would take wrongly, and ``launch`` runs one batch.
+``heights`` are its tiles, ``check`` refuses arguments that a plan or launch would misread, ``launch`` runs a batch.
 """
 
 
 def kernel_for(device: torch.device) -> Kernel:
-    """The fastest kernel that serves a device. The first call may run a compiler."""
+    """Return the device's fastest kernel; the first call may compile it."""
     return HopperKernel.load(device) or TritonKernel.load(device)
 
 
@@ -43,33 +43,33 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> None:
-    """Attention of each request's new tokens over its keys in a paged cache, those of the new tokens among them.
+    """Write the attention of new tokens over keys in a paged cache.
 
-    The queries of a request are its last tokens. A launch reads tensors and bounds, never a value of a tensor: it can
-    be captured in a CUDA graph, and its replay serves any batch within the bounds. Tokens behind the last request are
-    not written. A row that sees no key is zero.
+    The queries of a request are its last tokens, whose keys are in the cache. A launch reads tensors and bounds, never
+    a tensor's value: a CUDA graph can capture it, and its replay computes any batch within the bounds. Rows of ``out``
+    behind the last request are not written. A row that sees no key is zero.
 
     Args:
         query: [tokens, heads, head size], float16 or bfloat16; the last stride 1, the others multiples of 8.
         keys: [blocks, block size, KV heads, head size], query's type, any strides like query's.
         values: like keys.
         out: like query.
-        query_start_loc: [requests + 1], int32: where each request's tokens begin, and where the last one's end.
+        query_start_loc: [requests + 1], int32: start of each request's tokens, and the last one's end.
         seq_lens: [requests], int32: keys of each.
         block_table: [requests, blocks], int32.
         max_query_len: an upper bound of a request's new tokens.
         scale: of the logits.
         causal: a token sees keys up to its own.
-        kernel: for query's device, as :func:`kernel_for` gives it.
+        kernel: of query's device, from :func:`kernel_for`.
         scratch: of query's device.
-        window: tokens that are seen before and after a token's own; -1 for no end.
+        window: tokens seen before and after a token's own; -1 for no end.
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0 for none.
         sinks: [heads], float32: the logit of a key without a value.
-        batch_invariant: a row's result is the same to the bit whatever batch it is in, and slower for small batches.
+        batch_invariant: a row's result is bit-identical in every batch, and slower in small batches.
 
     Raises:
         ValueError: a shape, type, stride or device is not as described.
-        RuntimeError: the same, where the CUDA kernel runs and its operation has checked it.
+        RuntimeError: the same, from the CUDA kernel's operation.
     """
     given = Arguments(
         query,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch the CUDA kernel for Hopper (csrc/paged_attention), where it is loaded."""
+"""Launch the CUDA kernel for Hopper (csrc/paged_attention), if it is loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._plan import Heights, LaunchPlan, balance
 
 _CAPABILITY: Final = (9, 0)
 
-# Without a torch reference: its arguments are those of a launch, and Triton kernels serve in its place.
+# Without a torch reference: its arguments describe a launch, and Triton kernels run instead.
 define(
     "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor(a!) out, Tensor(b!) partial_out, "
     "Tensor(c!) partial_lse, Tensor? sinks, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, float scale, "
@@ -38,7 +38,7 @@ class HopperKernel:
 
     @classmethod
     def load(cls, device: torch.device) -> HopperKernel | None:
-        """None where it does not serve the device. The first call may run a compiler."""
+        """Return the device's kernel or None; the first call may compile it."""
         if device.type != "cuda" or torch.cuda.get_device_capability(device) != _CAPABILITY:
             return None
         if not ensure(KERNELS["paged_attention"]):
@@ -46,7 +46,7 @@ class HopperKernel:
         return cls(torch.cuda.get_device_properties(device).multi_processor_count)
 
     def check(self, given: Arguments) -> None:
-        # The operation checks all else, in C++ and so in less of the host's time.
+        # The operation checks the rest in C++, which takes less of the host's time.
         check_heads(given.query, given.keys)
 
     def launch(self, given: Arguments, plan: LaunchPlan, scratch: Scratch) -> None:

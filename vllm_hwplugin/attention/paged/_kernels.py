@@ -2,13 +2,13 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The Triton kernels: attention over a paged KV cache, split over its length, and the merge of the splits.
 
-The online softmax and the split over the keys are those of FlashAttention 2 and Flash-Decoding; the code is for large
-heads, where one tile of the output fills half of a multiprocessor's registers. All logits are in units of log2(e),
-because the hardware has ``exp2``.
+The online softmax and the split over the keys are FlashAttention 2's and Flash-Decoding's; the code is for large heads,
+where one tile of the output fills half of a multiprocessor's registers. All logits are in units of log2(e), because the
+hardware has ``exp2``.
 
 A block of queries is ``BLOCK_Q`` tokens of one request with the ``GROUP`` query heads that share a KV head, so that
-keys and values are read once for all of them. Which tokens a program has is worked out on the device from
-``query_start_loc``: a launch depends on bounds alone and can be captured in a CUDA graph.
+keys and values are read once for all of them. A program finds its tokens on the device from ``query_start_loc``: a
+launch depends only on bounds and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton.language as tl
 
 @triton.jit
 def _request_of(query_start_loc, block, num_requests, BLOCK_Q: tl.constexpr):
-    """The request that a block of queries belongs to, where requests have different numbers of blocks.
+    """Return the request of a block of queries, by binary search.
 
     Request ``r`` gets the blocks from ``query_start_loc[r] // BLOCK_Q + r`` on: at least as many as it needs, and known
     without a sum over the requests before it.
@@ -37,11 +37,11 @@ def _request_of(query_start_loc, block, num_requests, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def _block_of(query_start_loc, seq_lens, num_requests, blocks_per_request, BLOCK_Q: tl.constexpr, SEARCH: tl.constexpr):
-    """Where the program's block of queries lies: request, first token in the batch, tokens left, first position.
+    """Return request, first token in the batch, tokens left, first position.
 
-    Tokens left is not positive where the program has nothing to do.
+    Tokens left is not positive if the program has nothing to do.
     """
-    # The last blocks of a causal prefill see the most keys: they start first, so that no long one is left at the end.
+    # The last blocks of a causal prefill see the most keys and take longest, so they start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     if SEARCH:
         request = _request_of(query_start_loc, block, num_requests, BLOCK_Q)
@@ -70,10 +70,10 @@ def _keys_of(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """The keys that a split of a block of queries reads, ``begin`` to before ``end``, and how many splits have any.
+    """Return a split's first key, end, and the number of used splits.
 
-    ``begin`` is a multiple of ``BLOCK_N`` whatever the batch is, so a row's tiles and its rounding do not depend on
-    what runs beside it.
+    The first key is a multiple of ``BLOCK_N`` in every batch, so a row's tiles and rounding do not depend on other
+    rows.
     """
     end = length
     begin = 0
@@ -92,7 +92,7 @@ def _keys_of(
     return begin, tl.minimum(end, begin + tiles_per_split * BLOCK_N), used
 
 
-# Specializing on these would compile anew in the middle of serving, when a batch of another size comes.
+# Specializing on these would compile again while serving, when a batch of another size comes.
 @triton.jit(
     do_not_specialize=[
         "num_requests",
@@ -159,9 +159,9 @@ def attention(
     SPLIT: tl.constexpr,
     SEARCH: tl.constexpr,
 ):
-    """Grid: (blocks of queries, KV heads, splits). Writes ``out``, or the splits' results where there is more than one.
+    """Write ``out``, or results of splits; grid (query blocks, KV heads, splits).
 
-    Strides, the last ones apart, are multiples of 8 elements, so that 16 bytes are loaded at once.
+    Strides except the last are multiples of 8 elements, for loads of 16 bytes.
     """
     stride_query_token = tl.multiple_of(stride_query_token, 8)
     stride_query_head = tl.multiple_of(stride_query_head, 8)
@@ -212,7 +212,7 @@ def attention(
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SINKS and split == 0:
-        # A key without a value. Of the splits the first one has it.
+        # A key without a value, counted in the first split.
         largest = tl.load(sinks + row_head, mask=row_real, other=0.0) * 1.4426950408889634
         total = tl.full([BLOCK_M], 1.0, tl.float32)
     sums = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
@@ -231,7 +231,7 @@ def attention(
             k = tl.load(keys + at_key[None, :] + columns[:, None], mask=column_real[:, None], other=0.0)
         logits = tl.dot(q, k) * scale
         if SOFTCAP:
-            # tanh by a sigmoid: the scale has log2(e) in it, and so has the cap.
+            # tanh by a sigmoid: both scale and cap include the factor log2(e).
             logits = softcap * (2.0 / (1.0 + tl.exp2(-2.8853900817779268 * (logits / softcap))) - 1.0)
         seen = inside[None, :] & row_real[:, None]
         if CAUSAL:
@@ -243,14 +243,14 @@ def attention(
                 seen = seen & (n[None, :] - row_position[:, None] <= window_right)
         logits = tl.where(seen, logits, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(logits, 1))
-        # A row that has seen no key yet: any finite number does, the weights are zero.
+        # For a row that has seen no key yet any finite number works, because its weights are zero.
         reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weights = tl.exp2(logits - reference[:, None])
         shrink = tl.exp2(largest - reference)
         total = total * shrink + tl.sum(weights, 1)
         sums = sums * shrink[:, None]
         at_value = page * stride_value_block + n % PAGE * stride_value_token
-        # What lies behind a request's last token may be anything, also not a number, which no weight of zero undoes.
+        # The cache behind a request's last token may hold NaN, and NaN times a weight of zero is NaN.
         v = tl.load(
             values + at_value[:, None] + columns[None, :], mask=inside[:, None] & column_real[None, :], other=0.0
         )
@@ -258,7 +258,7 @@ def attention(
         largest = new_largest
 
     result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-    # A single split has the whole result already, and `merge` leaves it alone.
+    # A single split writes the result itself, and `merge` skips the row.
     if SPLIT and used > 1:
         slot = (block.to(tl.int64) * tl.num_programs(1) + kv_head) * num_splits + split
         row = slot * BLOCK_M + rows
@@ -315,7 +315,10 @@ def merge(
     WINDOW: tl.constexpr,
     SEARCH: tl.constexpr,
 ):
-    """Grid: (blocks of queries, KV heads * BLOCK_M, slices of the head). One row of the output, a slice of it."""
+    """Write a slice of a row.
+
+    Grid: (blocks of queries, KV heads * BLOCK_M, slices of the head).
+    """
     block, request, token, tokens, position = _block_of(
         query_start_loc, seq_lens, num_requests, blocks_per_request, BLOCK_Q, SEARCH
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a batch is cut into programs: pure decisions from bounds that the host knows, so that it can be captured."""
+"""The programs of a batch: pure decisions from bounds that the host knows, so that a launch can be captured."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import functools
 from typing import Final, TypeAlias
 
 MAX_SPLITS: Final = 128
-"""Of one row. The kernels that merge them count on it."""
+"""Of one row. The kernels that merge splits rely on it."""
 
 SCRATCH_ROWS: Final = 32768
-"""Rows of split results that the scratch memory holds, each of a head's size: 64 MiB at 512."""
+"""Rows of split results in the scratch memory, each of a head's size: 64 MiB at 512."""
 
 Heights: TypeAlias = tuple[tuple[int, int], ...]
-"""Rows of each tile that a kernel has, ascending, and how many programs with it share a multiprocessor."""
+"""Rows of a kernel's tiles, ascending, and how many programs with each share a multiprocessor."""
 
-# A split more than needed is a row more to write and to merge; it has to save this part of the time.
+# A further split costs a row to write and to merge, so it must save this part of the time.
 _WORTH: Final = 0.05
 
 
@@ -26,11 +26,11 @@ class LaunchPlan:
 
     Args:
         rows: of a block of queries, a token and a head each: the height of a program's tile.
-        tokens: of one request in a block of queries, ``rows`` divided by the heads that share a KV head.
+        tokens: of a request in a block of queries: ``rows`` divided by the heads that share a KV head.
         blocks: of queries in the batch.
-        blocks_per_request: where every request has as many; 0 where programs search for their request.
-        splits: of the keys of a block of queries, at most. A short request has fewer, which the device finds out.
-        max_query_len: tokens of one request, at most.
+        blocks_per_request: if equal for all requests; 0 if programs search for their request.
+        splits: most splits of the keys of a block of queries. The device gives short requests fewer.
+        max_query_len: most tokens of a request.
         batch_invariant: keys are not split.
     """
 
@@ -43,7 +43,7 @@ class LaunchPlan:
     batch_invariant: bool
 
 
-# All layers of a step ask for the same.
+# All layers of a step ask for the same plan.
 @functools.lru_cache(maxsize=1024)
 def plan_launch(
     heights: Heights,
@@ -56,27 +56,20 @@ def plan_launch(
     multiprocessors: int,
     batch_invariant: bool,
 ) -> LaunchPlan:
-    """Cut a batch.
-
-    The counts of requests and tokens and the longest query are upper bounds: a captured launch serves any batch within
-    them.
+    """Plan a batch from upper bounds of requests, tokens and longest query.
 
     Args:
         heights: of the kernel's tiles.
-        num_requests: rows of the block table, padding among them.
-        num_tokens: of all requests.
-        max_query_len: tokens of one request.
-        num_heads: of the queries.
-        num_kv_heads: of the cache.
-        multiprocessors: of the device.
-        batch_invariant: a row is computed alike whatever runs beside it: one tile for all batches, and no split.
+        num_requests: rows of the block table, with padding.
+        max_query_len: tokens of a request.
+        batch_invariant: a row is computed alike in every batch: one tile height, and no split.
     """
     group = num_heads // num_kv_heads
     fitting = [tile for tile in heights if max(max_query_len, 1) * group <= tile[0]]
     rows, together = heights[-1] if batch_invariant or not fitting else fitting[0]
     tokens = rows // group
     per_request = -(-max_query_len // tokens)
-    # Where requests differ in length, most blocks of the even cut would be empty.
+    # If requests differ in length, most blocks of an even division are empty.
     even, searched = num_requests * per_request, num_tokens // tokens + num_requests
     search = even > 2 * searched
     blocks = searched if search else even
@@ -85,11 +78,12 @@ def plan_launch(
 
 
 def _splits(programs: int, rows: int, at_once: int) -> int:
-    """How many splits of each program end soonest, on a device that runs ``at_once`` of them at a time."""
+    """Return the number of splits that ends soonest."""
+    # The device runs `at_once` programs at a time.
     most = min(MAX_SPLITS, SCRATCH_ROWS // (programs * rows))
     if most < 2:
         return 1
-    # In a round that starts anyway more and shorter splits cost nothing, so only the fullest of each count.
+    # More and shorter splits cost nothing within a round, so only the largest number of each round counts.
     first = -(-programs // at_once)
     choices = [min(most, number * at_once // programs) for number in range(first, first + most)]
     times = [-(-programs * splits // at_once) / splits for splits in choices]
@@ -97,23 +91,23 @@ def _splits(programs: int, rows: int, at_once: int) -> int:
     return next(splits for splits, time in zip(choices, times, strict=True) if time <= best * (1 + _WORTH))
 
 
-# One request has all programs. More than twice as many as the device runs fill it by themselves, and each would have to
-# look at all of them.
+# A single request has all programs. More than twice the programs that the device runs at a time fill it by themselves,
+# and each program would look at all requests.
 _FEWEST: Final = 2
 _MOST: Final = 2
-# Programs for each request, where there is room in so many rounds, so that a long one ends with the others.
+# Programs for each request, within so many rounds, so that a long request ends with the others.
 _SPARE: Final = 3
 _ROUNDS: Final = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Balance:
-    """What the device needs to share keys out (csrc/paged_attention/balance.cuh).
+    """What the device needs to distribute keys over programs (csrc/paged_attention/balance.cuh).
 
     Args:
-        splits: of a request, at most: the scratch memory has room for as many results.
-        programs: of a KV head; 0 where all blocks of queries are split alike.
-        at_once: of those, how many the device runs at a time.
+        splits: most splits of a request, so that their results fit into the scratch memory.
+        programs: of a KV head; 0 if all blocks of queries are split alike.
+        at_once: how many programs of a KV head the device runs at a time.
     """
 
     splits: int
@@ -121,16 +115,16 @@ class Balance:
     at_once: int
 
 
-# All layers of a step ask for the same.
+# All layers of a step ask for the same balance.
 @functools.lru_cache(maxsize=1024)
 def balance(plan: LaunchPlan, *, group: int, num_kv_heads: int, multiprocessors: int) -> Balance:
-    """Bound the programs of a batch in which every request has one block of queries; other batches are split alike.
+    """Bound a batch's programs, if each request has one block of queries.
+
+    Other batches are split alike.
 
     Args:
-        plan: of the batch, for tiles of which a multiprocessor runs one.
+        plan: for tiles that fill a multiprocessor.
         group: query heads that share a KV head.
-        num_kv_heads: of the cache.
-        multiprocessors: of the device.
     """
     alike = Balance(plan.splits, 0, 0)
     programs = plan.blocks * num_kv_heads

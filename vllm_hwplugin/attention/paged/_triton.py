@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch the Triton kernels, which run on every GPU that vLLM's Triton does."""
+"""Launch the Triton kernels, which run on every GPU of vLLM's Triton."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHUNK: Final = 16
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How the kernel is compiled for a height of the tile.
+    """Settings of the kernel for one height of the tile.
 
     Args:
         keys: in one step.
@@ -36,13 +36,14 @@ class Tile:
     together: int
 
 
-# By measurement on an H200 at head size 512. Two warps and short tiles leave room for several programs on a
-# multiprocessor, which hide each other's waiting; greater heights would not fit into the registers.
-# A page holds a multiple of a tile's keys, so a tile never reaches into a page that lies before a window whole, where
-# anything may stand by then.
+# Measured on an H200 at head size 512. With two warps and short tiles several programs fit on a multiprocessor and hide
+# each other's latency; greater heights do not fit into the registers.
+# A page holds a multiple of a tile's keys, so a tile never reads a page that lies before the window, which may have
+# been
+# overwritten.
 TILES: Final[Mapping[int, Tile]] = {16: Tile(16, 2, 3, 4), 32: Tile(16, 4, 3, 2), 64: Tile(16, 8, 3, 1)}
 
-# What Triton's interpreter on a CPU, in tests, has: any number.
+# Any number, for Triton's interpreter on a CPU in tests.
 _OF_NO_GPU: Final = 132
 
 
@@ -65,7 +66,7 @@ class TritonKernel:
         check(given)
 
     def launch(self, given: Arguments, plan: LaunchPlan, scratch: Scratch) -> None:
-        """Run `attention`, and `merge` where there may be splits."""
+        """Run `attention`, and `merge` if there may be splits."""
         tile = TILES[plan.rows]
         head_size = given.query.shape[2]
         num_requests, num_kv_heads = given.seq_lens.shape[0], given.keys.shape[2]
