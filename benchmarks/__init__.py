@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Development tools: what the project's figures are made with, and the pages that are made of them.
+"""Development tools: measurements of the project's figures, and the pages with them.
 
-They are no part of the wheel. What a user measures with is ``vllm-hwplugin bench``.
+They are not in the wheel. Users measure with ``vllm-hwplugin bench``.
 """

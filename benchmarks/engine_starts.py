@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin adds to the start of an engine: `python -m benchmarks.engine_starts --json FILE`.
+"""Measure what the plugin adds to the start of an engine: `python -m benchmarks.engine_starts --json FILE`.
 
-Each side of a case is started as users start it: in fresh processes, the engine's core in one of its own, with vLLM's
-own `gpu_memory_utilization`, `max_num_seqs` and capture sizes. What is compared is seconds until the engine is ready,
-and the blocks of its KV cache. The shapes are those of `vllm-hwplugin bench`, with dummy weights.
+Each side of a case starts as for users: in fresh processes, the engine core in its own, with vLLM's own
+`gpu_memory_utilization`, `max_num_seqs` and capture sizes. Compared are the seconds until the engine is ready, and the
+blocks of its KV cache. Shapes are from `vllm-hwplugin bench`, with dummy weights.
 
-A side has caches of its own for compiled code. They are filled by a first start of all sides at the same time, with a
-small KV cache each: so its seconds say what a first start takes beside others. More such starts, if `--fills` asks for
-them, are not measured: they fill what vLLM compiles elsewhere once it finds a compiled graph. Then each side starts
-alone on the device, all in turn, `--rounds` times. The first of these may still compile kernels for sizes that follow
-from vLLM's own settings, so one round says little.
+Each side has its own caches of compiled code. A first start of all sides at the same time, with a small KV cache each,
+fills them, so a first start's seconds include the load of the other starts. Further such starts, by `--fills`, are not
+measured: they fill what vLLM compiles only after it finds a compiled graph. Then each side starts with the device to
+itself, in turn, `--rounds` times. The first round may still compile kernels for sizes that follow from vLLM's own
+settings, so one round says little.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vllm_hwplugin_lab.bench import Case, Job, Outcome
 from vllm_hwplugin_lab.bench.plan import check, shapes_folder
 
 FORMAT: Final = "starts 1"
-#: What `bench` sets for engines that are alive together, or to have few surprises; here vLLM's own values count.
+#: Settings of `bench` for engines that share a device; here vLLM's own values count.
 _SET_BY_BENCH: Final = (
     "max_num_seqs",
     "max_model_len",
@@ -40,7 +40,7 @@ _SET_BY_BENCH: Final = (
 _CASES: Final = ("eagle3:3", "dflash:15")
 #: Of each engine while all start together.
 _SMALL_CACHE: Final = 1 << 30
-#: Of the device, which a start asks for first even where its cache has a size: others have taken some by then.
+#: Of the device's memory: a start checks this share first, even if its cache has a fixed size.
 _SMALL_SHARE: Final = 0.1
 _TIMEOUT: Final = 500.0
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", default="0.6b")
     parser.add_argument("--case", action="append", metavar="METHOD:K", help="default: eagle3:3 and dflash:15")
     parser.add_argument("--side", action="append", help=f"default: {', '.join(bench.ALL_SIDES)}")
-    parser.add_argument("--rounds", type=int, default=2, help="starts of each side, alone on the device")
+    parser.add_argument("--rounds", type=int, default=2, help="starts of each side, the only one on the device")
     parser.add_argument("--fills", type=int, default=2, help="starts of all sides at the same time before that")
     parser.add_argument("--json", type=Path, required=True)
     asked = parser.parse_args(arguments)
@@ -69,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         patched_environment={},
         sides=sides,
     )
-    cases = [Case(asked.shape, method, int(k)) for method, _, k in (one.partition(":") for one in asked.case or _CASES)]
+    cases = [
+        Case(asked.shape, method, int(k)) for method, _, k in (case.partition(":") for case in asked.case or _CASES)
+    ]
     check(cases, host, sides)
     results: dict[str, Any] = {
         "format": FORMAT,
@@ -101,11 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ]
                 asked.json.write_text(bench.results_text(results))
                 print(f"{job.label}: {_facts(alone[key][-1])}", flush=True)
-    return 1 if any(one.error for outcomes in alone.values() for one in outcomes) else 0
+    return 1 if any(outcome.error for outcomes in alone.values() for outcome in outcomes) else 0
 
 
 def _as_users_start(job: Job, caches: Path) -> Job:
-    """The engine with vLLM's own settings, and caches that no other side fills."""
+    """Return the engine's job with vLLM's own settings and separate caches."""
     own = {
         "VLLM_CACHE_ROOT": caches / "vllm",
         "TRITON_HOME": caches,
@@ -134,14 +136,14 @@ def _together(jobs: Mapping[tuple[Case, str], Job]) -> dict[tuple[Case, str], Ou
     }
     with concurrent.futures.ThreadPoolExecutor(len(small)) as pool:
         started = {key: pool.submit(bench.launch, job, timeout=_TIMEOUT) for key, job in small.items()}
-        return {key: one.result() for key, one in started.items()}
+        return {key: outcome.result() for key, outcome in started.items()}
 
 
 def _case(case: Case, sides: Mapping[str, tuple[Outcome, Sequence[Outcome]]]) -> dict[str, Any]:
     return {
         **dataclasses.asdict(case),
         "sides": {
-            side: {"first_together": _facts(first), "alone": [_facts(one) for one in alone]}
+            side: {"first_together": _facts(first), "alone": [_facts(outcome) for outcome in alone]}
             for side, (first, alone) in sides.items()
         },
     }
@@ -149,10 +151,10 @@ def _case(case: Case, sides: Mapping[str, tuple[Outcome, Sequence[Outcome]]]) ->
 
 def _facts(outcome: Outcome) -> dict[str, Any]:
     ready = outcome.ready()
-    said = {
+    decisions = {
         key: text
-        for one in outcome.records
-        for key, text in one["decisions"].items()
+        for record in outcome.records
+        for key, text in record["decisions"].items()
         if key.startswith(("v1-", "v2-", "capture"))
     }
     return {
@@ -161,7 +163,7 @@ def _facts(outcome: Outcome) -> dict[str, Any]:
         "seconds": ready.get("seconds"),
         "host_us": ready.get("host_us"),
         "num_gpu_blocks": ready.get("num_gpu_blocks"),
-        "said": said,
+        "said": decisions,
         "took": outcome.took,
     }
 

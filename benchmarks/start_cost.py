@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin adds to the start of a vLLM process: `python benchmarks/start_cost.py [--json FILE]`.
+"""Measure what the plugin adds to the start of a vLLM process: `python benchmarks/start_cost.py [--json FILE]`.
 
-Each sample is a fresh process that has imported vLLM's plugin loader, as every vLLM process has at that point, and then
+Each sample is a fresh process that has imported vLLM's plugin loader, like every vLLM process at that point, and then
 
-* imports and runs the entry point ("register": gates, catalogue, plan, copies, finder, journal), and
-* makes every patched module ready to execute ("load": check the copy, byte code), less the time that the installed
-  module takes for the same. Executing the module is not counted: it does the same with and without the plugin.
+* imports and runs the entry point ("register": environment, catalogue, plan, copies, finder, run record), and * makes
+every patched module ready to execute ("load": check the copy, byte code), less the time that the installed   module
+takes for the same. Executing the module is not counted: it costs the same with and without the plugin.
 
 "cold" has an empty cache folder and so compiles all patched modules, "warm" has a used one, "off" has the master switch
-off. A process that needs only some of the patched modules pays less. The cache lies where it does by default.
+off. A process that needs only some of the patched modules pays less. The cache is in its default place.
 
-The states are measured in turn, in short rounds, and the round with the lowest median is the result: on a host that
-others use too, a round that nobody disturbed says what the plugin costs, and an average says how busy the host was.
+The states are measured in turn, in short rounds, and the round with the lowest median is the result: on a shared host
+an undisturbed round has the plugin's cost, and an average has the host's load.
 
-"compile" is what Python takes in such a process to compile the texts of the patched modules. A start with an empty
-cache cannot cost less than that and "warm" together. It is also the yardstick of the budget, which so means the same on
-a slow host. Exit 1 where a state is over it.
+"compile" is Python's time to compile the texts of the patched modules in such a process. A start with an empty cache
+cannot cost less than that and "warm" together. It is also the unit of the budget, which so means the same on a slow
+host. Exit 1 if a state is over it.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="start-cost-") as folder:
         warm = Path(folder) / "warm"
-        sample(warm)  # fills the warm cache; also the first import of everything else since the last change
+        sample(warm)  # fills the warm cache, and Python's caches of other modules
         samples: dict[str, list[list[dict[str, Any]]]] = {"cold": [], "warm": [], "off": []}
         for number in range(options.rounds):
             for taken in samples.values():
                 taken.append([])
             for repeat in range(options.repeats):
-                # In turn, so that a busy minute of the host is shared by all.
+                # In turn, so that a busy minute of the host affects all states.
                 samples["cold"][-1].append(sample(Path(folder) / f"cold{number}-{repeat}"))
                 samples["warm"][-1].append(sample(warm))
                 samples["off"][-1].append(sample(warm, VLLM_HWPLUGIN="0"))
@@ -102,11 +102,11 @@ def main() -> int:
         "features": first["live"],
         **provenance(),
         "budget": BUDGET,
-        # In processes with a warm cache, which have compiled nothing before; by round.
+        # By round, in processes with a warm cache, which have compiled nothing before.
         "compile_ms": compiling,
         "states": {state: summary(rounds, compiling) for state, rounds in samples.items()},
         # [register, load, compile], by round.
-        "samples": {state: [[timed(one) for one in taken] for taken in rounds] for state, rounds in samples.items()},
+        "samples": {state: [[timed(run) for run in taken] for taken in rounds] for state, rounds in samples.items()},
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(results_text(result))
@@ -118,12 +118,12 @@ def timed(taken: dict[str, Any]) -> list[float]:
 
 
 def sample(cache: Path, **variables: str) -> dict[str, Any]:
-    """One fresh process; its messages go to the terminal."""
-    # A host that keeps no byte code would compile the plugin itself in every process, which no user's does.
+    """Run a fresh process; its messages go to the terminal."""
+    # Without byte code every process would compile the plugin itself, unlike a user's.
     left_out = ("VLLM_HWPLUGIN", "PYTHONDONTWRITEBYTECODE", "XDG_CACHE_HOME")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+    own = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    environ = kept | {"PYTHONPATH": path, "XDG_CACHE_HOME": str(cache)} | variables
+    environ = own | {"PYTHONPATH": path, "XDG_CACHE_HOME": str(cache)} | variables
     environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     done = subprocess.run([sys.executable, "-c", SAMPLE], env=environ, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
@@ -135,10 +135,10 @@ def sample(cache: Path, **variables: str) -> dict[str, Any]:
 
 
 def summary(rounds: list[list[dict[str, Any]]], compiling: list[float]) -> dict[str, Any]:
-    """One state: the medians of its best round, what compiling took in that round, and the range of all."""
+    """Return a state's best round, and the range of all."""
     number = min(range(len(rounds)), key=lambda number: middle(rounds[number], "register_ms", "load_ms"))
     best = rounds[number]
-    totals = [item["register_ms"] + item["load_ms"] for taken in rounds for item in taken]
+    totals = [run["register_ms"] + run["load_ms"] for taken in rounds for run in taken]
     return {
         "register_ms": middle(best, "register_ms"),
         "load_ms": middle(best, "load_ms"),
@@ -151,12 +151,12 @@ def summary(rounds: list[list[dict[str, Any]]], compiling: list[float]) -> dict[
 
 
 def middle(taken: list[dict[str, Any]], *keys: str) -> float:
-    return round(float(statistics.median(sum(item[key] for key in keys) for item in taken)), 1)
+    return round(float(statistics.median(sum(run[key] for key in keys) for run in taken)), 1)
 
 
 def report(result: dict[str, Any], path: Path) -> int:
     print(f"vLLM {result['vllm']}, Python {result['python']}, {result['host']['cpus']} CPUs, commit {result['commit']}")
-    print(f"live: {', '.join(result['features'])}")
+    print(f"patched in: {', '.join(result['features'])}")
     print(f"{'cache':<6}{'modules':>8}{'register':>10}{'load':>8}{'total':>8}{'min':>8}{'max':>8}{'budget':>8}   (ms)")
     over = False
     for state, row in result["states"].items():
@@ -166,7 +166,7 @@ def report(result: dict[str, Any], path: Path) -> int:
             f"{state:<6}{row['modules']:>8}{row['register_ms']:>10}{row['load_ms']:>8}{row['total_ms']:>8}"
             f"{row['min_ms']:>8}{row['max_ms']:>8}{'-' if budget is None else f'{budget:.1f}':>8}"
         )
-    print(f"compiling the patched modules alone takes Python {min(result['compile_ms'])} ms here")
+    print(f"Python takes {min(result['compile_ms'])} ms here only to compile the patched modules")
     print(f"{'OVER the budget' if over else 'within the budget'}; samples in {path}")
     return 1 if over else 0
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages that are made of ``benchmarks/results``: ``python -m benchmarks.pages`` (``make docs``) writes them.
+"""The pages made from ``benchmarks/results``: ``python -m benchmarks.pages`` (``make docs``) writes them.
 
-What a user asks is answered in README.md, docs/benchmarks.md and docs/kernel-benchmarks.md; every figure stands in the
-long tables beside the results files.
+README.md, docs/benchmarks.md and docs/kernel-benchmarks.md answer users' questions; the long tables next to the results
+files have every figure.
 """
 
 from ._host_time import parts_us

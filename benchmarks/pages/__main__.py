@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks.pages [--check]`` in the source tree: write the pages, or say which are old."""
+"""``python -m benchmarks.pages [--check]`` in the source tree: write the pages, or list outdated ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._read import ResultsError
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pages", description="The pages of benchmarks/results.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page is old")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is outdated")
     check = parser.parse_args().check
     try:
         if not check:
@@ -23,7 +23,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for path in old:
-        print(f"{path} is not what benchmarks/results says: 'make docs' writes it again", file=sys.stderr)
+        print(f"{path} differs from benchmarks/results: run 'make docs' to write it again", file=sys.stderr)
     return 1 if old else 0
 
 

@@ -55,9 +55,9 @@ def _served(results: Mapping[str, Any]) -> Iterator[str]:
     yield "### Decode and verification, other batch sizes and unequal lengths"
     yield ""
     yield (
-        "What a server's batches look like; no goal speaks of them. Log-normal lengths are given with the standard "
-        "deviation of their logarithm; mean and longest are those of the requests that were drawn. The error is that "
-        f"of the longest and the shortest request too. Ratio: {attention.TRITON}'s time by the plugin's."
+        "Batches like a server's; no goal is about them. Log-normal lengths are given with the standard deviation of "
+        "their logarithm; mean and longest are from the drawn requests. The error also covers the longest and the "
+        f"shortest request. Ratio: {attention.TRITON}'s time by the plugin's."
     )
     yield ""
     where = ["batch", "mean length", "longest", "lengths", "query tokens", "KV heads"]
@@ -72,7 +72,7 @@ def _served(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _figures(results: Mapping[str, Any], case: attention.AttentionCase) -> list[str]:
-    """Of the plugin's kernel, as `_FIGURES` names them."""
+    """Return `_FIGURES` of the plugin's kernel."""
     ours = find(results, attention.OURS, case.key)
     if ours is None:
         return [NONE] * len(_FIGURES)
@@ -83,7 +83,7 @@ def _figures(results: Mapping[str, Any], case: attention.AttentionCase) -> list[
 
 
 def slower(results: Mapping[str, Any], others: Sequence[str]) -> Iterator[str]:
-    """On how many shapes another kernel is faster."""
+    """Say on how many shapes another kernel is faster."""
     for name in others:
         pairs = [(find(results, attention.OURS, case.key), find(results, name, case.key)) for case in attention.DECODE]
         ratios = [
@@ -93,13 +93,13 @@ def slower(results: Mapping[str, Any], others: Sequence[str]) -> Iterator[str]:
         if slower:
             yield ""
             yield (
-                f"{name} is faster on {len(slower)} of {len(ratios)} shapes of these tables: it takes "
+                f"{name} is faster on {len(slower)} of {len(ratios)} shapes in these tables: it takes "
                 f"{between(slower, '.2f')} of the plugin's time there."
             )
 
 
 def present(results: Mapping[str, Any], cases: Sequence[attention.AttentionCase]) -> list[str]:
-    """The kernels that have a figure in one of the cases, in the order of the plan."""
+    """Return the kernels with a figure for the cases, in order."""
     keys = {case.key for case in cases}
     measured = {c["kernel"] for c in results["cells"] if c["status"] == MEASURED and c["case"] in keys}
     return [name for name in dict.fromkeys(kernel for kernel, _ in attention.plan()) if name in measured]

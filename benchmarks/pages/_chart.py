@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drawings of the pages, drawn as the report of ``bench serve`` draws its own."""
+"""The drawings of the pages, in the style of the report of ``bench serve``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLUMNS = 2
 _GROUP = 0.86
 _RUNNERS = {"patched": "V1", "mrv2-patched": "V2"}
 _MARKERS = ("o", "s", "^", "D", "v")
-#: Verdict of the drift check, as its page has it -> what it is called, its colour; a number is the last.
+#: Verdict in docs/compatibility.md -> name and colour; a number counts as "exact".
 _VERDICTS = {
     "-": ("not needed", "#f0f0f0"),
     "upstream": ("upstream", "#c0e0f4"),
@@ -30,21 +30,22 @@ _VERDICTS = {
 }
 _ELSE = ("off", "#d55e00")
 _REASONS = ("#0072b2", "#56b4e9", "#d55e00", "#e69f00", "#cc79a7", "#f0e442")
-#: Of a step that a fast path was not asked for.
+#: Label of a step that a fast path was not asked for.
 _ABSENT = "another path"
 
 
-def steps(found: Sequence[Gain]) -> str:
-    """A panel a target, drafter and vLLM, with a group of bars a batch size.
+def steps(cases: Sequence[Gain]) -> str:
+    """Draw a panel for each target, drafter and vLLM.
 
-    A bar is a side's milliseconds a step. The line across a group is how long the GPU works in a step, below which no
-    host can bring it. Two panels stand side by side, so that the labels can be read where the page is 900 pixels wide.
+    A group of bars is a batch size, a bar a side's milliseconds a step. The line across a group is the GPU's time in a
+    step, the least that a step can take. Two panels stand in a row, so that labels are legible at a width of 900
+    pixels.
     """
-    figure, axes = panels(-(-len(found) // _COLUMNS), _COLUMNS, 2.1)
+    figure, axes = panels(-(-len(cases) // _COLUMNS), _COLUMNS, 2.1)
     handles: dict[str, Any] = {}
     for number, panel in enumerate(axes.flat):
-        if number < len(found):
-            handles |= _draw(panel, found[number])
+        if number < len(cases):
+            handles |= _draw(panel, cases[number])
         else:
             panel.set_axis_off()
     names = [name for name in (*SIDE_NAMES.values(), _FLOOR) if name in handles]
@@ -52,18 +53,18 @@ def steps(found: Sequence[Gain]) -> str:
     return svg(figure, "Milliseconds a step by batch size and side; less is better")
 
 
-def idle_and_gain(found: Sequence[Gain]) -> str:
-    """A dot a case and batch size: share of stock's step in which the GPU waits, and what the plugin gains."""
+def idle_and_gain(cases: Sequence[Gain]) -> str:
+    """Draw a dot per case and batch size: idle share and gain."""
     figure, axes = panels(1, 1, 3.4)
     panel = axes[0][0]
-    targets = list(dict.fromkeys(one.target for one in found))
+    targets = list(dict.fromkeys(case.target for case in cases))
     for side, stock in STOCK_OF.items():
         for marker, target in zip(_MARKERS, targets, strict=False):
             dots = [
                 (idle, row.ratio(side, stock))
-                for one in found
-                for row in one.rows
-                if one.target == target and (idle := (row.sides.get(stock) or {}).get("gpu_idle_share")) is not None
+                for case in cases
+                for row in case.rows
+                if case.target == target and (idle := (row.sides.get(stock) or {}).get("gpu_idle_share")) is not None
                 if row.ratio(side, stock) is not None
             ]
             if dots:
@@ -74,14 +75,14 @@ def idle_and_gain(found: Sequence[Gain]) -> str:
     line = [1 / (1 - share) for share in shares]
     panel.plot(shares, line, color="#888888", linewidth=0.8, label="if the GPU never waited")
     panel.xaxis.set_major_formatter("{x:.0%}")
-    panel.set_xlabel("share of stock vLLM's step in which the GPU waits for the host")
-    panel.set_ylabel("speedup, tokens/s over stock's")
+    panel.set_xlabel("share of unpatched vLLM's step in which the GPU waits for the host")
+    panel.set_ylabel("speedup, tokens/s over unpatched vLLM")
     panel.legend(frameon=False)
-    return svg(figure, "What the plugin gains, by how long stock vLLM's GPU waits")
+    return svg(figure, "What the plugin gains, by the idle time of unpatched vLLM's GPU")
 
 
 def compatibility(page: str) -> str:
-    """docs/compatibility.md's table as a map of features and versions."""
+    """Draw docs/compatibility.md's table as a map of features and versions."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
     (_, *versions), *features = lines
     verdicts = [[_VERDICTS.get("exact" if cell.isdigit() else cell, _ELSE) for cell in cells] for _, *cells in features]
@@ -100,9 +101,9 @@ def compatibility(page: str) -> str:
 
 
 def step_in_time(files: Sequence[Found]) -> str:
-    """What the host does in a step, part after part, and how long the GPU works in it; a pair of bars for each side."""
-    engines = [one for file in files for one in file.results["engines"] if one["profile"].get("gpu_busy_ms")]
-    engines = [one for one in engines if one["batch"] == min(other["batch"] for other in engines)]
+    """Draw each side's step: parts on the host, GPU time."""
+    engines = [engine for file in files for engine in file.results["engines"] if engine["profile"].get("gpu_busy_ms")]
+    engines = [engine for engine in engines if engine["batch"] == min(other["batch"] for other in engines)]
     figure, axes = panels(1, 1, 0.8 + 0.55 * len(engines))
     panel = axes[0][0]
     for y, engine in enumerate(engines):
@@ -126,7 +127,7 @@ def step_in_time(files: Sequence[Found]) -> str:
 
 
 def served(file: Found, side: str) -> str:
-    """How much of a live load's steps each fast path of a side served, a bar a load and path; why not the others."""
+    """Draw each fast path's share of a load's steps, and reasons."""
     bars = [
         (f"concurrency {at}, {path}", load["kinds"], path)
         for _, loads in groups(file.results)
@@ -151,40 +152,40 @@ def served(file: Found, side: str) -> str:
     panel.xaxis.set_major_formatter("{x:.0%}")
     panel.set_xlabel(f"of the steps; {_RUNNERS[side]}, {_measured(file)}")
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
-    return svg(figure, "Which steps of a live load the plugin's fast paths served")
+    return svg(figure, "Which steps of a served load the plugin's fast paths ran")
 
 
 _FLOOR = "GPU busy"
 
 
 def _measured(file: Found) -> str:
-    """What a drawing is of, to stand in it."""
+    """Return what a drawing shows: device, vLLM, file and date."""
     return f"{file.device}, vLLM {file.vllm}, {file.name.removesuffix('.json')}, {file.results['date'][:10]}"
 
 
 def _label(value: float) -> str:
-    """Three digits are what fits above a bar."""
+    # Three digits fit above a bar.
     return f"{value:.3g}" if value >= 10 else f"{value:.2f}"
 
 
-def _draw(panel: Any, one: Gain) -> dict[str, Any]:
-    """One case; returns what the legend shows, by name."""
+def _draw(panel: Any, case: Gain) -> dict[str, Any]:
+    """Draw one case; return the legend's entries by name."""
     handles: dict[str, Any] = {}
-    sides = [side for side in COLOURS if any(row.sides.get(side) for row in one.rows)]
+    sides = [side for side in COLOURS if any(row.sides.get(side) for row in case.rows)]
     width = _GROUP / len(sides)
     for place, side in enumerate(sides):
         offset = (place - (len(sides) - 1) / 2) * width
-        steps = [(at + offset, step_ms(row.sides.get(side))) for at, row in enumerate(one.rows)]
+        steps = [(at + offset, step_ms(row.sides.get(side))) for at, row in enumerate(case.rows)]
         known = [bar for bar in steps if bar[1] is not None]
         bars = panel.bar(*zip(*known, strict=True), width, color=COLOURS[side])
         panel.bar_label(bars, fmt=_label, fontsize=6, padding=1)
         handles[SIDE_NAMES[side]] = bars
-    for at, row in enumerate(one.rows):
-        if (busy := one.gpu_busy_ms(row)) is not None:
+    for at, row in enumerate(case.rows):
+        if (busy := case.gpu_busy_ms(row)) is not None:
             line = panel.hlines(busy, at - _GROUP / 2, at + _GROUP / 2, color="black", linewidth=1.2)
             handles[_FLOOR] = line
-    panel.set_title(f"{one.target}, {one.drafter}, vLLM {one.vllm}", fontsize=8)
-    panel.set_xticks(range(len(one.rows)), [f"batch {row.batch}" for row in one.rows])
+    panel.set_title(f"{case.target}, {case.drafter}, vLLM {case.vllm}", fontsize=8)
+    panel.set_xticks(range(len(case.rows)), [f"batch {row.batch}" for row in case.rows])
     panel.set_ylabel("ms a step")
     panel.margins(y=0.12)
     return handles

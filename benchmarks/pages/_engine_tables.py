@@ -27,16 +27,17 @@ from ._text import head, paragraph, row
 HEAD = """# Engines: every figure
 
 Made from the files `engines-*.json` by `make docs`; do not edit. What follows from it is in
-[docs/benchmarks.md](../../docs/benchmarks.md). Stock is `VLLM_HWPLUGIN=0`; stock and patched run vLLM's V1 model
-runner, MRV2 and MRV2 patched the same on Model Runner V2. A step is one pass of the target over the drafts, with the
-draft phase after it. Its time is that of the best round, with the median one in brackets; tokens/s are those of such a
-step with the acceptance of all rounds. Acceptance of the `tiny` shape is real (trained checkpoints, greedy); the others
-have dummy weights and vLLM's synthetic acceptance, and are compared by the time of a step. The launch figures come from
-torch's profiler over steps that verify every request: medians a step, GPU busy as the mean. A `-` was not measured.
+[docs/benchmarks.md](../../docs/benchmarks.md). Stock is the baseline, unpatched vLLM (`VLLM_HWPLUGIN=0`); stock and
+patched run vLLM's V1 model runner, MRV2 and MRV2 patched the same on Model Runner V2. A step is one pass of the target
+over the drafts, with the draft phase after it. Its time is from the best round, with the median round's in brackets;
+tokens/s follow from such a step and the acceptance of all rounds. Acceptance of the `tiny` shape is real (trained
+checkpoints, greedy); the other shapes have dummy weights and vLLM's synthetic acceptance, and are compared by the time
+of a step. The launch figures come from torch's profiler over steps that verify every request: medians per step, GPU
+busy as the mean. A `-` was not measured.
 """
 
 _IN_TURN = (
-    "All engines were alive together, each core in a process of its own, and were measured in turn; a step counts "
+    "All engines were alive at the same time, each core in its own process, and were measured in turn; a step counts "
     "while every request of the batch is drafting."
 )
 
@@ -60,8 +61,8 @@ def _ratio(value: float | None, digits: int) -> str:
 
 
 def markdown(files: Sequence[Found]) -> str:
-    """The page: one chapter for each file."""
-    return "\n".join([HEAD, *(_section(one.name, one.results) for one in files)])
+    """Return the page, with a chapter for each file."""
+    return "\n".join([HEAD, *(_section(file.name, file.results) for file in files)])
 
 
 def _section(name: str, results: Mapping[str, Any]) -> str:
@@ -91,22 +92,22 @@ def _section(name: str, results: Mapping[str, Any]) -> str:
     lines += ["### Speed and acceptance", ""]
     names = [SIDE_NAMES[side] for side in sides]
     pairs = comparisons(sides)
-    speeds_of, steps_of = [f"{one} tok/s" for one in names], [f"step ms {one}" for one in names]
+    speeds_of, steps_of = [f"{name} tok/s" for name in names], [f"step ms {name}" for name in names]
     lines += head(["case", "batch", *speeds_of, *(ratio_name(*pair) for pair in pairs), *steps_of])
-    found = list(rows(results))
-    for one in found:
-        speeds, taken = ([show(one.sides[side]) for side in sides] for show in (speed, steps))
-        lines.append(row([one.label, one.batch, *speeds, *(_ratio(one.ratio(*pair), 3) for pair in pairs), *taken]))
+    cases = list(rows(results))
+    for case in cases:
+        speeds, taken = ([show(case.sides[side]) for side in sides] for show in (speed, steps))
+        lines.append(row([case.label, case.batch, *speeds, *(_ratio(case.ratio(*pair), 3) for pair in pairs), *taken]))
     lines += ["", *head(["case", "batch", f"acceptance length (per position) {names[0]}", *names[1:]])]
-    lines += [row([r.label, r.batch, *(_acceptance(r.sides[side]) for side in sides)]) for r in found]
-    with_profile = [r for r in found if any(side and "profile" in side for side in r.sides.values())]
+    lines += [row([case.label, case.batch, *(_acceptance(case.sides[side]) for side in sides)]) for case in cases]
+    with_profile = [case for case in cases if any(side and "profile" in side for side in case.sides.values())]
     if with_profile:
         lines += ["", "### Launches a step, by profiler (in brackets: of the draft phase)", ""]
         lines += head(
             ["case", "batch", "side", "GPU busy ms", "GPU idle", "graph launches", "kernel launches from the host"]
         )
-        for one in with_profile:
-            lines += [row([one.label, one.batch, SIDE_NAMES[side], *_launches(one.sides[side])]) for side in sides]
+        for case in with_profile:
+            lines += [row([case.label, case.batch, SIDE_NAMES[side], *_launches(case.sides[side])]) for side in sides]
     lines += ["", *_features(results), *_failures(results)]
     return "\n".join(lines)
 
@@ -120,7 +121,7 @@ def _features(results: Mapping[str, Any]) -> list[str]:
             for feature in entry["processes"].get("live", ())
         }
     )
-    lines = [f"Live in the patched processes: {', '.join(live) or 'nothing'}.", ""]
+    lines = [f"Patched in: {', '.join(live) or 'nothing'}.", ""]
     platforms = sorted(
         {entry["platform"] for case in results["cases"] for entry in _patched(case) if entry.get("platform")}
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/benchmarks.md and the table of README.md: what the plugin gains, and how sure that is."""
+"""docs/benchmarks.md and the table of README.md: the plugin's gains, and how sure they are."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Made from the results files of `vllm-hwplugin bench` by `make docs`; do not edit
 """
 
 _SIDES = (
-    "Stock is vLLM with `VLLM_HWPLUGIN=0`; patched is the same vLLM with the plugin's defaults. Both run on both model "
-    "runners. Each engine's core has its own process, as in a server. All engines live on one GPU and are measured in "
-    "turn, in short rounds. A step counts while every request of the batch is drafting. The targets have the sizes of "
-    "Qwen3's models and dummy weights. vLLM's synthetic acceptance decides which drafts are taken, so tokens/s differ "
-    "by the time of a step alone."
+    "Unpatched is vLLM with `VLLM_HWPLUGIN=0`; patched is the same vLLM with the plugin's defaults. Both run on both "
+    "model runners. Each engine core has its own process, as in a server. All engines share one GPU and are measured "
+    "in turn, in short rounds. A step counts while every request of the batch is drafting. The targets have the sizes "
+    "of Qwen3's models and dummy weights. vLLM's synthetic acceptance decides which drafts are accepted, so tokens/s "
+    "differ only by the time of a step."
 )
 _TRAINED = " `tiny` has trained checkpoints, so its acceptance is real."
 
@@ -44,10 +44,10 @@ _API_SERVER = (
     "until `server CPU` falls; each process needs a core."
 )
 _WHY = (
-    "vLLM launches a drafter without graphs kernel by kernel; meanwhile the GPU waits. The plugin's graphs take most "
-    "of these launches away. Where the GPU is busy nearly all of a step, there is nothing to win. The table has the "
-    "smallest batch, stock → patched. GPU busy and launches come from torch's profiler, in a separate run; the idle "
-    "share is of a step without the profiler:"
+    "vLLM launches a drafter without graphs kernel by kernel; meanwhile the GPU waits. The plugin's graphs replace "
+    "most launches. If the GPU is busy nearly all of a step, there is nothing to gain. The table has the smallest "
+    "batch, unpatched → patched. GPU busy and launches come from torch's profiler, in a separate run; the idle share "
+    "is of a step without the profiler:"
 )
 
 _AGAIN = """## Measure it on your host
@@ -86,7 +86,7 @@ vllm-hwplugin bench serve --url http://127.0.0.1:8000 --against before.json --ht
 
 
 def page(files: Sequence[Found], soaks: Sequence[Found], started: Sequence[Found], served: Sequence[Found]) -> str:
-    """docs/benchmarks.md.
+    """Return docs/benchmarks.md.
 
     Args:
         files: of ``bench``.
@@ -94,17 +94,17 @@ def page(files: Sequence[Found], soaks: Sequence[Found], started: Sequence[Found
         started: of benchmarks/engine_starts.py.
         served: of ``bench serve``.
     """
-    found = gains(files)
-    sides = _SIDES + (_TRAINED if any(one.shape == TINY for one in found) else "")
+    cases = gains(files)
+    sides = _SIDES + (_TRAINED if any(case.shape == TINY for case in cases) else "")
     parts = [
-        [_HEAD, "## What do I gain?", "", paragraph(sides), "", *_gain_table(found), "", _measured(found), ""],
-        [*_by_batch(found), "", "![milliseconds a step, by batch size and side](benchmarks.svg)", ""],
+        [_HEAD, "## What do I gain?", "", paragraph(sides), "", *_gain_table(cases), "", _measured(cases), ""],
+        [*_by_batch(cases), "", "![milliseconds a step, by batch size and side](benchmarks.svg)", ""],
         ["## What do clients see?", "", _linked(live(served)), ""],
         ["## When the API server is the limit", "", paragraph(_API_SERVER), "", api_servers(served), ""],
-        ["## Why, and why not", "", *_reasons(found), ""],
-        ["## Does it change what is accepted?", "", *_acceptance(found), "", *_soaks(soaks), ""],
+        ["## Why, and why not", "", *_reasons(cases), ""],
+        ["## Does it change what is accepted?", "", *_acceptance(cases), "", *_soaks(soaks), ""],
         ["## What does a start cost?", "", starts(started), ""],
-        ["## How sure is that?", "", *_spread(found), *_failed(files), ""],
+        ["## How sure is that?", "", *_spread(cases), *_failed(files), ""],
         [_AGAIN],
     ]
     return "\n".join(line for part in parts for line in part)
@@ -116,23 +116,23 @@ def _linked(text: str) -> str:
 
 
 def first_screen(files: Sequence[Found]) -> str:
-    """README.md's table: a row for each target of a real size, all versions, drafters and batch sizes together.
+    """Return README.md's table: a row for each target of a real size.
 
-    But for drafters that are whole models: their gain is another.
+    It joins versions, drafters and batch sizes, but separates drafters that are whole models: their gain is another.
     """
-    found = [one for one in gains(files) if one.shape != TINY]
+    cases = [case for case in gains(files) if case.shape != TINY]
     lines = []
-    for name in dict.fromkeys(map(_in_readme, found)):
+    for name in dict.fromkeys(map(_in_readme, cases)):
         cells = []
         for stock, patched in _RUNNERS.values():
             ratios = [
-                ratio for one in found if _in_readme(one) == name for ratio in one.ratios(patched, stock).values()
+                ratio for case in cases if _in_readme(case) == name for ratio in case.ratios(patched, stock).values()
             ]
             cells.append(_worth(ratios) if ratios else "not measured")
         lines.append([name, *cells])
-    devices, versions = (sorted({getattr(one.file, of) for one in found}) for of in ("device", "vllm"))
-    drafters = sorted({one.drafter for one in found})
-    batches = sorted({int(row.batch) for one in found for row in one.rows})
+    devices, versions = (sorted({getattr(case.file, of) for case in cases}) for of in ("device", "vllm"))
+    drafters = sorted({case.drafter for case in cases})
+    batches = sorted({int(row.batch) for case in cases for row in case.rows})
     text = (
         f"One {' or '.join(devices)}; {' and '.join(drafters)}; vLLM {', '.join(versions)}; every request decodes, in "
         f"batches of {batches[0]} to {batches[-1]}; dummy weights, and as many drafts accepted on all sides."
@@ -140,27 +140,27 @@ def first_screen(files: Sequence[Found]) -> str:
     return "\n".join([*table(["target", *(f"{runner}, speedup" for runner in _RUNNERS)], lines), "", paragraph(text)])
 
 
-def _in_readme(one: Gain) -> str:
-    drafts = f", drafts by {SHAPES[DRAFT_MODEL].title} (`draft_model`)" if one.method == "draft_model" else ""
-    return f"{one.target}{drafts}{one.file.conditions}"
+def _in_readme(case: Gain) -> str:
+    drafts = f", drafts by {SHAPES[DRAFT_MODEL].title} (`draft_model`)" if case.method == "draft_model" else ""
+    return f"{case.target}{drafts}{case.file.conditions}"
 
 
-def _gain_table(found: Sequence[Gain]) -> list[str]:
+def _gain_table(cases: Sequence[Gain]) -> list[str]:
     names = ["vLLM", "model runner", "target", "drafter", "speedup with the plugin", "measured"]
-    return table(names, _gain_rows(found))
+    return table(names, _gain_rows(cases))
 
 
-def _gain_rows(found: Sequence[Gain]) -> Iterator[list[str]]:
+def _gain_rows(cases: Sequence[Gain]) -> Iterator[list[str]]:
     for runner, (stock, patched) in _RUNNERS.items():
-        for one in found:
-            said = []
-            if own := one.ratios(patched, stock):
-                said.append(_worth(own.values()))
-            if runner == "V2" and (over := one.ratios(stock, "patched")):
-                said += [] if own else ["not measured"]
-                said.append(f"stock V2 by V1 with the plugin: {between(over.values(), '.2f', '–')}×")
-            if said:
-                yield [one.vllm, runner, one.target, one.drafter, "; ".join(said), one.file.day]
+        for case in cases:
+            speedups = []
+            if own := case.ratios(patched, stock):
+                speedups.append(_worth(own.values()))
+            if runner == "V2" and (over := case.ratios(stock, "patched")):
+                speedups += [] if own else ["not measured"]
+                speedups.append(f"unpatched V2 by V1 with the plugin: {between(over.values(), '.2f', '–')}×")
+            if speedups:
+                yield [case.vllm, runner, case.target, case.drafter, "; ".join(speedups), case.file.day]
     yield ["any other", "either", "any", "any", "not measured", ""]
 
 
@@ -168,13 +168,13 @@ def _worth(ratios: Collection[float]) -> str:
     return worth(ratios).replace("slower", "**slower**")
 
 
-def _measured(found: Sequence[Gain]) -> str:
-    """What the figures are of, as the files say it."""
-    devices = sorted({one.file.device for one in found})
-    modes = sorted({one.file.results["settings"]["cudagraph_mode"] for one in found})
-    batches = sorted({int(row.batch) for one in found for row in one.rows})
-    days = sorted({str(one.file.results["date"])[:10] for one in found})
-    versions = sorted({str(one.file.results["plugin"]) for one in found})
+def _measured(cases: Sequence[Gain]) -> str:
+    """Return the conditions of the figures, from the files."""
+    devices = sorted({case.file.device for case in cases})
+    modes = sorted({case.file.results["settings"]["cudagraph_mode"] for case in cases})
+    batches = sorted({int(row.batch) for case in cases for row in case.rows})
+    days = sorted({str(case.file.results["date"])[:10] for case in cases})
+    versions = sorted({str(case.file.results["plugin"]) for case in cases})
     text = (
         f"One {' or '.join(devices)}, batches of {', '.join(map(str, batches[:-1]))} and {batches[-1]} requests, all "
         f"sides with `cudagraph_mode` {' or '.join(modes)}; vllm-hwplugin {', '.join(versions)}, "
@@ -183,57 +183,57 @@ def _measured(found: Sequence[Gain]) -> str:
     text += " V2 is Model Runner V2."
     if modes == ["FULL"]:
         text += (
-            " vLLM's own default, FULL_AND_PIECEWISE, gives a stock drafter piecewise graphs: what the plugin gains "
-            "over that is less, and was not measured."
+            " vLLM's own default, FULL_AND_PIECEWISE, gives an unpatched drafter piecewise graphs: the plugin gains "
+            "less then, which was not measured."
         )
-    times = [us for one in found for row in one.rows for side in row.sides.values() if side for us in side["host_us"]]
+    times = [us for case in cases for row in case.rows for side in row.sides.values() if side for us in side["host_us"]]
     text += (
-        " Where the GPU waits for the host, the host sets the time of a step: on a quicker host stock vLLM is faster, "
+        " If the GPU waits for the host, the host sets the time of a step: on a faster host unpatched vLLM is faster, "
         "and the plugin gains less. To compare hosts, `vllm-hwplugin bench` times a fixed piece of Python: "
         f"{min(times):.0f} to {max(times):.0f} us here (median {statistics.median(times):.0f})."
     )
     return paragraph(text)
 
 
-def _by_batch(found: Sequence[Gain]) -> list[str]:
-    batches = sorted({int(row.batch) for one in found for row in one.rows})
+def _by_batch(cases: Sequence[Gain]) -> list[str]:
+    batches = sorted({int(row.batch) for case in cases for row in case.rows})
     rows = []
     for runner, (stock, patched) in _RUNNERS.items():
-        for one in found:
-            if own := one.ratios(patched, stock):
+        for case in cases:
+            if own := case.ratios(patched, stock):
                 figures = [f"{own[batch]:.2f}" if batch in own else "-" for batch in batches]
-                rows.append([one.vllm, runner, one.target, one.drafter, *figures])
+                rows.append([case.vllm, runner, case.target, case.drafter, *figures])
     names = ["vLLM", "model runner", "target", "drafter", *(f"batch {batch}" for batch in batches)]
-    return ["Speedup by batch size: tokens/s of patched / stock, both at their best round.", "", *table(names, rows)]
+    return ["Speedup by batch size: tokens/s, patched / unpatched, each in its best round.", "", *table(names, rows)]
 
 
-def _reasons(found: Sequence[Gain]) -> list[str]:
+def _reasons(cases: Sequence[Gain]) -> list[str]:
     rows = []
     for runner, both in _RUNNERS.items():
-        for one in found:
-            sides = [side for name in both if (side := one.rows[0].sides.get(name)) is not None]
+        for case in cases:
+            sides = [side for name in both if (side := case.rows[0].sides.get(name)) is not None]
             if any("profile" in side for side in sides):
                 busy, launches = (
                     " → ".join(profiled(side, name) for side in sides) for name in ("gpu_busy_ms", "kernel_launches")
                 )
                 shown = [" → ".join(map(step, sides)), busy, " → ".join(map(idle, sides)), launches]
-                rows.append([one.vllm, runner, one.target, one.drafter, *shown])
+                rows.append([case.vllm, runner, case.target, case.drafter, *shown])
     names = ["vLLM", "model runner", "target", "drafter", "ms a step", "of it GPU busy", "GPU idle"]
     return [paragraph(_WHY), "", *table([*names, "kernel launches from the host"], rows)]
 
 
-def _acceptance(found: Sequence[Gain]) -> list[str]:
+def _acceptance(cases: Sequence[Gain]) -> list[str]:
     rows = []
-    for one in found:
-        if one.shape == TINY:
-            sides = {side for row in one.rows for side, entry in row.sides.items() if entry is not None}
+    for case in cases:
+        if case.shape == TINY:
+            sides = {side for row in case.rows for side, entry in row.sides.items() if entry is not None}
             for runner, both in _RUNNERS.items():
                 if set(both) <= sides:
                     lengths = [
-                        [side["acceptance_length"] for row in one.rows if (side := row.sides[name])] for name in both
+                        [side["acceptance_length"] for row in case.rows if (side := row.sides[name])] for name in both
                     ]
                     shown = [between(figures, ".3f") for figures in lengths]
-                    rows.append([one.vllm, runner, one.drafter, *shown])
+                    rows.append([case.vllm, runner, case.drafter, *shown])
     if not rows:
         return [paragraph("No file compares the acceptance of trained checkpoints round by round.")]
     text = "Tokens that a step yields, with trained checkpoints, least to most over the batch sizes:"
@@ -253,29 +253,29 @@ def _soaks(files: Sequence[Found]) -> Iterator[str]:
 
 
 def _soaked(runner: str, side: Mapping[str, Any], stock: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> str:
-    said = (
+    text = (
         f"{runner}: {side['steps']} steps with 1 to {settings['max_num_seqs']} requests, {side['texts']['count']} "
-        "texts, read again by stock vLLM without drafts"
+        "texts, checked by unpatched vLLM without drafts"
     )
     if features := side.get("features"):
-        said += f", with {', '.join(f'`{feature}`' for feature in features)}"
+        text += f", with {', '.join(f'`{feature}`' for feature in features)}"
     if stock is None or stock["error"] is not None:
-        return said
+        return text
     pairs = zip(stock["acceptance_per_position"], side["acceptance_per_position"], strict=True)
-    most = max(abs(one - other) for one, other in pairs)
-    return f"{said}, acceptance of each position {f'within {most:.4f} of' if most else 'equal to'} stock's"
+    most = max(abs(share - other) for share, other in pairs)
+    return f"{text}, acceptance of each position {f'within {most:.4f} of' if most else 'equal to'} unpatched vLLM's"
 
 
-def _spread(found: Sequence[Gain]) -> list[str]:
+def _spread(cases: Sequence[Gain]) -> list[str]:
     spreads: dict[int, float] = {}
-    for one in found:
-        for row in one.rows:
+    for case in cases:
+        for row in case.rows:
             for side in filter(None, row.sides.values()):
                 speeds, batch = side["tokens_per_second"], int(row.batch)
                 spreads[batch] = max(spreads.get(batch, 1.0), speeds["best"] / speeds["median"])
     batches = sorted(spreads)
     # Of a run that was stopped there are fewer than were asked for.
-    rounds = sorted({side["rounds"] for one in found for row in one.rows for side in row.sides.values() if side})
+    rounds = sorted({side["rounds"] for case in cases for row in case.rows for side in row.sides.values() if side})
     text = (
         f"Each figure is the best of {' or '.join(map(str, rounds))} rounds in one engine, started once. The largest "
         "ratio of best to median round, over all sides and cases:"
@@ -285,8 +285,8 @@ def _spread(found: Sequence[Gain]) -> list[str]:
         where = "any batch size" if wide == batches else f"batch {', '.join(map(str, wide))}"
         few += f" A single figure says little at {where}: look at several of a row."
     names: dict[str, set[str]] = {}
-    for one in found:
-        names.setdefault(one.file.source, set()).add(f"`{one.file.name}`")
+    for case in cases:
+        names.setdefault(case.file.source, set()).add(f"`{case.file.name}`")
     return [
         paragraph(text),
         "",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin gains, case by case: the newest measurement of each."""
+"""The plugin's gains, case by case: the newest measurement of each."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _ORDER = (*SHAPES, TINY)
 
 @dataclass(frozen=True)
 class Gain:
-    """One target and drafter on one device and vLLM version, measured on a runner with and without the plugin.
+    """One target and drafter on one device and vLLM version, on a runner with and without the plugin.
 
     Attributes:
-        file: where it was measured.
-        rows: one a batch size.
+        file: of the measurement.
+        rows: one for each batch size.
     """
 
     file: Found
@@ -51,43 +51,42 @@ class Gain:
         return ("tiny, trained" if self.shape == TINY else SHAPES[self.shape].title) + self.file.asked
 
     def gpu_busy_ms(self, row: Row) -> float | None:
-        """Of a step, the least of all sides; None where no side was profiled."""
+        """Return the least GPU time of a step over all profiled sides."""
         profiles = [side.get("profile", {}) for side in row.sides.values() if side is not None]
-        return min((float(one["gpu_busy_ms"]) for one in profiles if one.get("gpu_busy_ms")), default=None)
+        return min((float(profile["gpu_busy_ms"]) for profile in profiles if profile.get("gpu_busy_ms")), default=None)
 
     def ratios(self, side: str = "patched", over: str = "stock") -> dict[int, float]:
-        """Batch size -> tokens/s of ``side`` by those of ``over``, without batch sizes that lack one."""
-        found = {int(row.batch): row.ratio(side, over) for row in self.rows}
-        return {batch: ratio for batch, ratio in found.items() if ratio is not None}
+        """Return tokens/s of ``side`` by ``over``'s, by batch size."""
+        ratios = {int(row.batch): row.ratio(side, over) for row in self.rows}
+        return {batch: ratio for batch, ratio in ratios.items() if ratio is not None}
 
 
 def gains(files: Iterable[Found]) -> list[Gain]:
-    """Each case of the files in which two sides can be compared, in its newest file without a failure, if there is one.
+    """Return each comparable case in its newest file, if possible without failures.
 
     By version and size.
     """
     newest: dict[tuple[object, ...], Gain] = {}
-    for file in sorted(files, key=lambda one: str(one.results["date"])):
+    for file in sorted(files, key=lambda file: str(file.results["date"])):
         for case in file.results["cases"]:
-            own = tuple(row for row in rows(file.results) if row.case is case)
-            found = Gain(file, own)
+            gain = Gain(file, tuple(row for row in rows(file.results) if row.case is case))
             key = (file.device, file.vllm, file.asked, case["shape"], case["method"], case["k"])
             if key in newest and any(side["error"] for side in case["sides"].values()):
                 continue
-            if any(found.ratios(*pair) for pair in comparisons(sides_of(file.results))):
-                newest[key] = found
-    return sorted(newest.values(), key=lambda one: (Version(one.vllm), _place(one.shape), one.drafter))
+            if any(gain.ratios(*pair) for pair in comparisons(sides_of(file.results))):
+                newest[key] = gain
+    return sorted(newest.values(), key=lambda gain: (Version(gain.vllm), _place(gain.shape), gain.drafter))
 
 
 def failures(files: Iterable[Found]) -> list[tuple[Found, str, str]]:
-    """File, case and side of what failed, if only half-way, and was not measured since."""
+    """Return file, case and side of failures that were not measured since."""
     files = list(files)
     good = {
-        (one.file.device, one.vllm, one.file.asked, row.label, side)
-        for one in gains(files)
-        for row in one.rows
-        for side, found in row.sides.items()
-        if found is not None and row.case["sides"][side]["error"] is None
+        (gain.file.device, gain.vllm, gain.file.asked, row.label, side)
+        for gain in gains(files)
+        for row in gain.rows
+        for side, figures in row.sides.items()
+        if figures is not None and row.case["sides"][side]["error"] is None
     }
     return [
         (file, label, side)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the host's time of a step goes: docs/host-time.md, part by part."""
+"""docs/host-time.md: the host's time in a step, part by part."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ._text import head, item, paragraph, row, table
 
 @dataclass(frozen=True)
 class Part:
-    """Of a step.
+    """A part of a step.
 
     Attributes:
         name: in words.
-        functions: patterns of the functions that it begins with, as paths of ``bench --profile`` name them.
+        functions: patterns of its outermost functions, in the paths of ``bench --profile``.
         plugin: what the plugin does about it.
     """
 
@@ -31,11 +31,11 @@ class Part:
     plugin: str
 
 
-#: A wait belongs to no other part, wherever it is.
+#: A wait belongs only to this part, wherever it is.
 _WAITING = Part(
     "waiting for the GPU, and its tokens for the host",
     ("Future.result", "*._get_valid_sampled_token_count", "*.get_output"),
-    "nothing; the less the host has to do, the larger this part of a step",
+    "nothing; the less the host does, the larger this part of a step",
 )
 _PARTS = (
     Part("scheduling", ("*Scheduler.*",), "nothing"),
@@ -119,24 +119,20 @@ _HOW = (
     "process. One run looked at all sides in turn: V1, and Model Runner V2 as MRV2; patched has the features named. "
     "GPU busy comes from torch's profiler, in a separate part of the run."
 )
-#: Functions of a side that are named.
+#: Number of functions that are named for each side.
 _MOST = 8
 
 
 def page(files: Sequence[Found]) -> str:
-    """docs/host-time.md.
-
-    Args:
-        files: of ``bench --profile``.
-    """
-    drawn = "![a step on the host, part by part, and on the GPU; stock and patched, V1 and V2](step.svg)"
+    """Return docs/host-time.md, from files of ``bench --profile``."""
+    drawn = "![a step on the host, part by part, and on the GPU; unpatched and patched, V1 and V2](step.svg)"
     lines = [_HEAD, drawn, "", paragraph(_HOW), "", "## The parts of a step, and what the plugin does about them", ""]
     lines += [*table(["part", "what the plugin does"], ([part.name, part.plugin] for part in PARTS)), ""]
     for file in files:
         lines += [f"## vLLM {file.vllm}, {file.device}: `{file.name}`", "", paragraph(f"{file.source}."), ""]
         for early in _left_out(file):
             lines += [early, ""]
-        # An engine has all its batches behind one another in the file.
+        # A file has the batches of an engine one after another.
         cases: dict[str, dict[str, Mapping[str, Any]]] = {}
         for engine in file.results["engines"]:
             cases.setdefault(_case(engine), {})[engine["side"]] = engine
@@ -146,11 +142,15 @@ def page(files: Sequence[Found]) -> str:
 
 
 def parts_us(rows: Sequence[Sequence[Any]]) -> dict[str, float]:
-    """Part -> microseconds a step of what ``bench --profile`` has found of one engine; they add up to the step."""
-    found = {part.name: 0.0 for part in PARTS}
-    for one in phases_of(rows):
-        found[_part_of(one.path).name] += one.own
-    return found
+    """Return the microseconds of each part; they add up to the step.
+
+    Args:
+        rows: an engine's, from ``bench --profile``.
+    """
+    times = {part.name: 0.0 for part in PARTS}
+    for phase in phases_of(rows):
+        times[_part_of(phase.path).name] += phase.own
+    return times
 
 
 def _part_of(path: Sequence[str]) -> Part:
@@ -203,14 +203,14 @@ def _busy(engine: Mapping[str, Any]) -> str:
 
 
 def _largest(rows: Sequence[Sequence[Any]]) -> list[tuple[str, float]]:
-    """Functions, wherever they were called from."""
-    found: dict[str, float] = {}
-    for one in phases_of(rows):
-        found[one.path[-1]] = found.get(one.path[-1], 0.0) + one.own
-    return sorted(found.items(), key=lambda one: -one[1])[:_MOST]
+    """Return the functions with most time, over all their callers."""
+    times: dict[str, float] = {}
+    for phase in phases_of(rows):
+        times[phase.path[-1]] = times.get(phase.path[-1], 0.0) + phase.own
+    return sorted(times.items(), key=lambda entry: -entry[1])[:_MOST]
 
 
 def case_name(case: Mapping[str, Any]) -> str:
-    """Target and drafter of an entry that has ``shape``, ``method`` and ``k``."""
+    """Return target and drafter, from ``shape``, ``method`` and ``k``."""
     target = TINY if case["shape"] == TINY else SHAPES[case["shape"]].title
     return f"{target}, {case['method']} k={case['k']}"

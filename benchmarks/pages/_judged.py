@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What figures of single kernels mean: verdicts and goals."""
+"""Verdicts and goals for figures of single kernels."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from vllm_hwplugin_lab.bench.micro import op_cases as ops
 
 from ._text import NONE, table
 
-#: Less is within what two runs differ by.
+#: Smaller differences are within the noise of two runs.
 MARGIN = 0.03
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one operation on one device and vLLM version.
+    """On one operation, one device and one vLLM version.
 
     Attributes:
-        verdict: ``gain`` where the operation is faster by more than `MARGIN` in every size class, right everywhere, and
+        verdict: ``gain`` if the operation is faster by more than `MARGIN` in every size class, right everywhere, and
             slower by more than that on no shape; else ``loss``.
         ratios: size class -> vLLM's time by ours, the geometric mean over the shapes.
-        least: the lowest of all shapes; None where nothing was measured.
-        why: what a loss follows from; empty for a gain.
+        least: the lowest ratio of all shapes; None if nothing was measured.
+        why: reasons of a loss; empty for a gain.
     """
 
     op: str
@@ -50,34 +50,34 @@ class Verdict:
 
 
 def verdicts(results: Mapping[str, Any]) -> dict[str, Verdict]:
-    """The verdict on each operation, from one file of ``bench ops``."""
+    """Return the verdict on each operation, from one file of ``bench ops``."""
     host = results["host"]
     return {op: _verdict(results, op, host["name"], host["vllm"]) for op in ops.OPS}
 
 
 def _verdict(results: Mapping[str, Any], op: str, device: str, vllm: str) -> Verdict:
     ratios: dict[str, list[float]] = {}
-    faults: list[str] = []
+    losses: list[str] = []
     for case in ops.CASES.values():
         if case.op != op:
             continue
         ours, ratio = find(results, ops.OURS, case.key), op_ratio(results, case)
         if ours is None or ratio is None:
-            faults.append(f"{case.shape} with {case.tokens} tokens was not measured on both sides")
+            losses.append(f"{case.shape} with {case.tokens} tokens was not measured on both sides")
             continue
         if ours["mismatch"] is not None:
-            faults.append(f"{case.shape} with {case.tokens} tokens is wrong: {ours['mismatch']}")
+            losses.append(f"{case.shape} with {case.tokens} tokens is wrong: {ours['mismatch']}")
         ratios.setdefault(case.size, []).append(ratio)
         if ratio < 1 - MARGIN:
-            faults.append(f"{case.shape} with {case.tokens} tokens runs at {ratio:.2f} of vLLM's speed")
-    means = {size: geometric_mean(found) for size, found in ratios.items()}
-    faults += [
+            losses.append(f"{case.shape} with {case.tokens} tokens runs at {ratio:.2f} of vLLM's speed")
+    means = {size: geometric_mean(of_size) for size, of_size in ratios.items()}
+    losses += [
         f"{size} sizes run at {mean:.2f} of vLLM's speed, which is no gain"
         for size, mean in means.items()
         if mean <= 1 + MARGIN
     ]
-    least = min((ratio for found in ratios.values() for ratio in found), default=None)
-    return Verdict(op, device, vllm, "loss" if faults else "gain", means, least, "; ".join(faults))
+    least = min((ratio for of_size in ratios.values() for ratio in of_size), default=None)
+    return Verdict(op, device, vllm, "loss" if losses else "gain", means, least, "; ".join(losses))
 
 
 #: Error over SDPA's, time over the roofline (decode), share of the copy bandwidth (operations), and FLOP/s of
@@ -87,21 +87,21 @@ ROOFLINE = 1.67
 ROOFLINE_TEXT = (
     "The time is the longest of three: bytes of keys, values, queries and results, each once, by the bandwidth "
     "of a copy of 2 GiB in the same process (memory); FLOPs of the two products by "
-    f"{ATTENTION_FLOPS / 1e12:.0f} TFLOP/s, about what FlashAttention 3 comes to at head size 256 for a prompt of 8192 "
-    f"tokens (products); {ATTENTION_FIXED * 1e6:.0f} us, an estimate for two launches of which the second waits for "
-    "the first, whatever they move (launches)."
+    f"{ATTENTION_FLOPS / 1e12:.0f} TFLOP/s, about FlashAttention 3's rate at head size 256 for a prompt of 8192 "
+    f"tokens (products); {ATTENTION_FIXED * 1e6:.0f} us, an estimate for two launches, when the second waits for "
+    "the first, for any number of bytes (launches)."
 )
 OPS_SHARE = 0.8
-#: Bytes that a launch has to move to be held to the bandwidth of memory: more than twice the 60 MiB of an H200's L2.
+#: Launches that move fewer bytes are not judged by memory bandwidth: more than twice the 60 MiB of an H200's L2.
 OPS_BYTES = 128 << 20
 FA3_FACTOR = 3.0
 
 
 @dataclass(frozen=True)
 class Goal:
-    """One sentence, how many of the figures behind it meet it, and the one that is furthest from it.
+    """One sentence, how many figures meet it, and the figure that is furthest from it.
 
-    ``met`` is None where nothing was measured that could say, or where there is no such goal and ``worst`` says why.
+    ``met`` is None if nothing was measured, or if there is no such goal and ``worst`` says why.
     """
 
     text: str
@@ -112,7 +112,6 @@ class Goal:
 
 
 def goal_table(results: Mapping[str, Any]) -> list[str]:
-    """The goals as a table."""
     rows = []
     for goal in goals(results):
         met = NONE if goal.met is None else "yes" if goal.met else "**no**"
@@ -125,21 +124,21 @@ def goals(results: Mapping[str, Any]) -> list[Goal]:
 
 
 def _goal(text: str, figures: Sequence[tuple[float, float, str]], missing: int = 0) -> Goal:
-    """A goal from (figure, least figure that meets it, what it is of); higher figures are better.
+    """Return a goal from figures with thresholds and labels; higher is better.
 
     Args:
-        missing: cases without a figure: the goal is then not met, but for one that no case speaks of.
+        missing: cases without a figure: the goal is then not met, unless there is no figure at all.
     """
     if not figures:
         return Goal(text, None, 0, missing, "not measured")
     count = sum(figure >= least for figure, least, _ in figures)
-    figure, _, what = min(figures, key=lambda one: one[0] / one[1])
+    figure, _, label = min(figures, key=lambda entry: entry[0] / entry[1])
     total = len(figures) + missing
-    return Goal(text, count == total, count, total, f"{what}: {figure:.2f}")
+    return Goal(text, count == total, count, total, f"{label}: {figure:.2f}")
 
 
 def _attention(results: Mapping[str, Any]) -> Iterator[Goal]:
-    """Of the kinds of batches that were to be measured; `--kind` leaves one out."""
+    # `--kind` leaves a kind of batches out.
     kinds = results["settings"]["only"].get("kind") or ("prefill", "decode")
     wanted = [case for case in (*attention.PREFILL, *attention.DECODE) if case.kind in kinds]
     measured = [(case, cell) for case in wanted if (cell := find(results, attention.OURS, case.key)) is not None]
@@ -164,7 +163,7 @@ def _decode(results: Mapping[str, Any], measured: _Measured) -> Iterator[Goal]:
     yield _goal(text, figures, len(attention.DECODE) - len(decode))
     for bound in (BY_MEMORY, BY_PRODUCTS, BY_LAUNCHES):
         figures = [(least / cell["seconds"], 1 / ROOFLINE, case.key) for least, by, case, cell in decode if by == bound]
-        yield _goal(f"of these, those bound by {bound}", figures)
+        yield _goal(f"the same, only shapes bound by {bound}", figures)
 
 
 def _prefill(results: Mapping[str, Any], measured: _Measured) -> Iterator[Goal]:
@@ -183,7 +182,7 @@ def _prefill(results: Mapping[str, Any], measured: _Measured) -> Iterator[Goal]:
         if ours is not None and theirs is not None:
             speeds = (case.flops / ours["seconds"], narrow.flops / theirs["seconds"])
             figures.append((speeds[0] / speeds[1], 1 / FA3_FACTOR, case.key))
-    yield _goal(f"prefill FLOP/s within {FA3_FACTOR:g} times those of {attention.FA3} at head size 256", figures)
+    yield _goal(f"prefill FLOP/s within {FA3_FACTOR:g} times {attention.FA3}'s at head size 256", figures)
 
 
 def _ops(results: Mapping[str, Any]) -> Iterator[Goal]:

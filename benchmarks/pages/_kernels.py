@@ -39,7 +39,7 @@ _KINDS = (attention.PREFILL, attention.DECODE)
 
 
 def page(files: Sequence[Found]) -> str:
-    """docs/kernel-benchmarks.md; ``files`` of ``bench attention`` and of ``bench ops``."""
+    """Return the page from files of ``bench attention`` and ``bench ops``."""
     lines = [_HEAD]
     for file in files:
         chapter = _attention if file.results["kind"] == "attention" else _ops
@@ -83,7 +83,7 @@ def _attention(file: Found) -> Iterator[str]:
     for rival in rivals:
         yield ""
         yield (
-            f"**Decode and verification**, {rival} alone, over contexts of {min(contexts)} to {max(contexts)} tokens:"
+            f"**Decode and verification**, only {rival}, over contexts of {min(contexts)} to {max(contexts)} tokens:"
         )
         yield ""
         yield from _decode(results, rival)
@@ -97,7 +97,7 @@ def _attention(file: Found) -> Iterator[str]:
     if prompt and decode:
         yield ""
         yield paragraph(
-            "Where the CUDA kernel cannot be had, the plugin's Triton kernels serve. They take "
+            "If the CUDA kernel cannot be loaded, the plugin's Triton kernels run. They take "
             f"{between(prompt, '.2f')} times {attention.TRITON}'s time for prompts, and {between(decode, '.2f')} times "
             f"in decode and verification, where they are the slower ones on {sum(ratio > 1 for ratio in decode)} of "
             f"{len(decode)} shapes."
@@ -117,15 +117,15 @@ def _decode(results: Mapping[str, Any], rival: str) -> list[str]:
 
 
 def _by_ours(results: Mapping[str, Any], name: str, cases: Sequence[attention.AttentionCase]) -> str:
-    """The other kernel's time by the plugin's, least to most of the cases."""
+    """Return the range of another kernel's time by the plugin's."""
     known = _ratios(results, name, attention.OURS, cases)
     return between(known, ".2f") if known else NONE
 
 
 def _ratios(results: Mapping[str, Any], name: str, by: str, cases: Sequence[attention.AttentionCase]) -> list[float]:
-    """Times of one kernel by those of another, without cases that lack one."""
+    """Return times of one kernel by another's, if both were measured."""
     pairs = [(find(results, name, case.key), find(results, by, case.key)) for case in cases]
-    return [one["seconds"] / other["seconds"] for one, other in pairs if one is not None and other is not None]
+    return [cell["seconds"] / other["seconds"] for cell, other in pairs if cell is not None and other is not None]
 
 
 def _ops(file: Found) -> Iterator[str]:
@@ -134,17 +134,17 @@ def _ops(file: Found) -> Iterator[str]:
     yield ""
     yield paragraph(
         "vLLM's time by the plugin's: the geometric mean over the shapes, and the least of all. It is a gain where "
-        f"both means are above {1 + MARGIN:.2f}, no shape is below {1 - MARGIN:.2f}, and every answer is right. Which "
-        "of them stand in vLLM's place by default is in [kernels.md](kernels.md)."
+        f"both means are above {1 + MARGIN:.2f}, no shape is below {1 - MARGIN:.2f}, and every answer is right. "
+        "[kernels.md](kernels.md) says which operations replace vLLM's by default."
     )
     yield ""
-    tokens = {size: ", ".join(str(n) for n, one in ops.TOKENS.items() if one == size) for size in sizes}
+    tokens = {size: ", ".join(str(n) for n, of_size in ops.TOKENS.items() if of_size == size) for size in sizes}
     names = ["operation", "verdict", *(f"{tokens[size]} tokens" for size in sizes), "least", "why"]
     rows = []
-    for found in verdicts(results).values():
-        means = [f"{found.ratios[size]:.2f}" if size in found.ratios else NONE for size in sizes]
-        least = NONE if found.least is None else f"{found.least:.2f}"
-        rows.append([f"`{found.op}`", found.verdict, *means, least, escaped(found.why.partition(";")[0]) or NONE])
+    for verdict in verdicts(results).values():
+        means = [f"{verdict.ratios[size]:.2f}" if size in verdict.ratios else NONE for size in sizes]
+        least = NONE if verdict.least is None else f"{verdict.least:.2f}"
+        rows.append([f"`{verdict.op}`", verdict.verdict, *means, least, escaped(verdict.why.partition(";")[0]) or NONE])
     yield from table(names, rows)
 
 

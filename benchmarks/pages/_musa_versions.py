@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/platforms.md: which versions of packages Moore Threads name together, and what ``doctor`` expects.
+"""The tables of docs/platforms.md: package versions that Moore Threads name together, and what ``doctor`` expects.
 
-All of it is read in what they publish (sources, requirements, guides); nothing was run on MUSA hardware.
+All of it was read in their publications (sources, requirements, guides); nothing was run on MUSA hardware.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _STACKS: Final = (
 
 
 def markdown() -> str:
-    """Both tables."""
+    """Return both tables."""
     lines = head(("vLLM", "torch that it requires", "torch_musa that it runs with"))
     lines += [row((str(pin), pin.torch, pin.torch_musa or "none")) for pin in PINS]
     return "\n".join([*lines, "", *head(_COLUMNS), *map(row, _STACKS)])

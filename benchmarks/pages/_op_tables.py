@@ -17,9 +17,9 @@ def tables(results: Mapping[str, Any]) -> Iterator[str]:
     yield "### Verdicts"
     yield ""
     yield from head(["operation", "verdict", *(f"ratio, {size} sizes" for size in (ops.SMALL, ops.LARGE)), "why"])
-    for found in verdicts(results).values():
-        ratios = [f"{found.ratios[size]:.2f}" if size in found.ratios else NONE for size in (ops.SMALL, ops.LARGE)]
-        yield row([f"`{found.op}`", found.verdict, *ratios, found.why.partition(";")[0] or NONE])
+    for verdict in verdicts(results).values():
+        ratios = [f"{verdict.ratios[size]:.2f}" if size in verdict.ratios else NONE for size in (ops.SMALL, ops.LARGE)]
+        yield row([f"`{verdict.op}`", verdict.verdict, *ratios, verdict.why.partition(";")[0] or NONE])
     for op in ops.OPS:
         yield ""
         yield from _operation(results, op, [case for case in ops.CASES.values() if case.op == op])

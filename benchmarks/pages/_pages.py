@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which page is made of which files."""
+"""The pages, and the results files that each is made from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ._read import Found, ResultsError, read_all, recent
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "benchmarks/results"
 RESULTS = ROOT / _FOLDER
-#: Pages that say what a step takes with a feature and without -> what its files are called.
+#: Page that compares a step with and without a feature -> prefix of its files.
 _COSTS = {
     "docs/linear.md": "cost-linear-",
     "docs/nwor.md": "cost-nwor-",
@@ -34,10 +34,13 @@ _COSTS = {
 
 
 def pages(root: Path = ROOT) -> dict[str, str]:
-    """Path below ``root``, the source tree, -> text, of every page but the drawings.
+    """Return the text of every page but the drawings, by path.
+
+    Args:
+        root: the source tree.
 
     Raises:
-        ResultsError: a results file cannot be used, or a page has no place for its table.
+        ResultsError: a results file cannot be used, or a page lacks the place for its table.
     """
     results = root / _FOLDER
     engines, soaks = read_all(results, "engines-"), read_all(results, "soak-")
@@ -66,12 +69,12 @@ def pages(root: Path = ROOT) -> dict[str, str]:
 
 
 def outdated(root: Path = ROOT) -> list[str]:
-    """The pages in the tree that are not what the results files say, by path."""
+    """Return the paths of pages that differ from the results files."""
     return [path for path, text in pages(root).items() if _text(root / path) != text]
 
 
 def drawings(root: Path = ROOT) -> dict[str, str]:
-    """As :func:`pages`, of the drawings, whose text depends on matplotlib's version as well."""
+    """Return the drawings by path; their text depends on matplotlib's version."""
     from . import _chart
 
     results = root / _FOLDER
@@ -86,10 +89,10 @@ def drawings(root: Path = ROOT) -> dict[str, str]:
 
 
 def _of_v2(files: Sequence[Found]) -> Found:
-    """The file whose drawing stands on the page of Model Runner V2: one Eagle3 engine over the most loads, the newest.
+    """Return the newest file of Eagle3 on V2 with most loads.
 
     Raises:
-        ResultsError: no file has that.
+        ResultsError: there is none.
     """
     fitting = [
         file
@@ -99,12 +102,11 @@ def _of_v2(files: Sequence[Found]) -> Found:
         and file.results["settings"]["tensor_parallel_size"] == 1
     ]
     if not fitting:
-        raise ResultsError(f"no file {_FOLDER}/serve-*.json of Eagle3 on Model Runner V2, of which served.svg is made")
-    return max(fitting, key=lambda one: (len(one.results["settings"].get("concurrency", ())), one.results["date"]))
+        raise ResultsError(f"no file {_FOLDER}/serve-*.json of Eagle3 on Model Runner V2 for served.svg")
+    return max(fitting, key=lambda file: (len(file.results["settings"].get("concurrency", ())), file.results["date"]))
 
 
 def write(root: Path = ROOT) -> None:
-    """Write every page, and the drawings."""
     for path, text in (pages(root) | drawings(root)).items():
         (root / path).write_text(text, encoding="utf-8")
 
@@ -114,13 +116,13 @@ def _text(path: Path) -> str | None:
 
 
 def _within(root: Path, page: str, **tables: str) -> str:
-    """A page that has other text, too, with tables between the lines of their names."""
+    """Return a page with tables replaced, between lines with their names."""
     text = (root / page).read_text(encoding="utf-8")
     for name, table in tables.items():
         begin, end = f"<!-- {name}: made by `make docs` -->", f"<!-- {name}: end -->"
         before, begins, rest = text.partition(begin)
         _, ends, after = rest.partition(end)
         if not begins or not ends:
-            raise ResultsError(f"{page}: the lines {begin} and {end} are missing, between which the table stands")
+            raise ResultsError(f"{page}: the lines {begin} and {end} around the table are missing")
         text = f"{before}{begin}\n{table}\n{end}{after}"
     return text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the folder of results files. What a file is of, its name says."""
+"""Read the folder of results files, whose names tell their kind."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from vllm_hwplugin_lab.bench import micro, results, serve, soak
 
 _OF_ENGINES = ("date", "commit", "plugin", "host", "settings", "cases")
 _OF_KERNELS = ("date", "commit", "plugin", "host", "settings", "processes", "cells")
-#: Beginning of a file's name -> the entry that says its format, the one that is read, and what such a file has to have.
-#: None: the files of `probe` and `start_cost.py`, of which no page is made.
+#: Prefix of a file's name -> the entry with its format, the format that is read, and required entries.
+#: None: files of `probe` and `start_cost.py`, which are on no page.
 _FORMATS: Mapping[str, tuple[str, Any, tuple[str, ...]] | None] = {
     "engines-": ("format", results.FORMAT, _OF_ENGINES),
     "cost-linear-": ("format", results.FORMAT, _OF_ENGINES),
@@ -36,12 +36,12 @@ _RECENT = Version("0.27")
 
 
 class ResultsError(Exception):
-    """A file of the results folder that no page can be made of."""
+    """A file of the results folder that no page can use."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A results file: its name and what is in it."""
+    """A results file: its name and content."""
 
     name: str
     results: Mapping[str, Any]
@@ -60,7 +60,7 @@ class Found:
 
     @property
     def source(self) -> str:
-        """Where the figures come from, in words."""
+        """The origin of the figures, in words."""
         host, commit = self.results["host"], self.results["commit"]
         return (
             f"{host['name']}, driver {host['driver']}, torch {host['torch']}, vLLM {host['vllm']}, vllm-hwplugin "
@@ -69,23 +69,23 @@ class Found:
 
     @property
     def conditions(self) -> str:
-        """What else the host did, where somebody wrote that into the file: to stand behind what it is of."""
-        said = self.results.get("conditions")
-        return f", {said}" if said else ""
+        """Remarks in the file about the host's other load."""
+        conditions = self.results.get("conditions")
+        return f", {conditions}" if conditions else ""
 
     @property
     def asked(self) -> str:
-        """The engine arguments that somebody asked for, to stand behind the target: another engine than without."""
-        found = self.results["settings"].get("vllm_arguments") or {}
-        return "".join(f", {name}={value}" for name, value in found.items())
+        """Engine arguments of the run, to append to the target."""
+        arguments = self.results["settings"].get("vllm_arguments") or {}
+        return "".join(f", {name}={value}" for name, value in arguments.items())
 
 
 def read_all(folder: Path, kind: str) -> list[Found]:
-    """The files whose names begin with ``kind``, by name.
+    """Read the files whose names begin with ``kind``, by name.
 
     Raises:
-        ResultsError: a file of the folder, of whatever kind, has a name that says nothing; or one of this kind cannot
-            be read, is no JSON, has another format, or lacks an entry.
+        ResultsError: any file of the folder is of no known kind; or one of this kind cannot be read, is no JSON, has
+            another format, or lacks an entry.
     """
     paths = sorted(folder.glob("*.json"))
     for path in paths:
@@ -101,7 +101,7 @@ def recent(files: Iterable[Found]) -> list[Found]:
 
 def _read(path: Path, kind: str) -> Found:
     try:
-        found = results.read_results(path.read_text(encoding="utf-8"))
+        content = results.read_results(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ResultsError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
@@ -109,11 +109,11 @@ def _read(path: Path, kind: str) -> Found:
     form = _FORMATS[kind]
     assert form is not None
     entry, wanted, needed = form
-    said = found.get(entry) if isinstance(found, dict) else type(found).__name__
-    if said != wanted:
-        raise ResultsError(f"{path}: {entry} {said!r}, expected {wanted!r}; run the benchmark again")
-    if missing := [name for name in needed if found.get(name) is None]:
+    actual = content.get(entry) if isinstance(content, dict) else type(content).__name__
+    if actual != wanted:
+        raise ResultsError(f"{path}: {entry} {actual!r}, expected {wanted!r}; run the benchmark again")
+    if missing := [name for name in needed if content.get(name) is None]:
         raise ResultsError(f"{path}: no {', '.join(missing)}; run the benchmark again")
-    if kind.startswith("kernels-") and not kind.endswith(f"-{found.get('kind')}-"):
-        raise ResultsError(f"{path}: holds results of `bench {found.get('kind')}`; name it so")
-    return Found(path.name, found)
+    if kind.startswith("kernels-") and not kind.endswith(f"-{content.get('kind')}-"):
+        raise ResultsError(f"{path}: holds results of `bench {content.get('kind')}`; name it so")
+    return Found(path.name, content)

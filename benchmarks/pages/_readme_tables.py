@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables within pages that are written by hand: what a feature costs (docs/nwor.md), what a start takes (README.md)."""
+"""Tables in pages that are written by hand: a feature's cost (docs/nwor.md), the time of a start (README.md)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _COST_HOW = (
 _START_RUNNERS = {"stock": "V1", "mrv2": "V2"}
 _START_NAMES = ["vLLM", "target", "drafts", "model runner", "KV blocks", "first start, s", "later start, s"]
 _START_HOW = (
-    "Stock → with the plugin, at vLLM's own memory share, requests at once and capture sizes. A later start is alone "
-    "on the device, with filled caches. The first starts ran side by side, so they say how long one takes beside "
-    "others. A second start compiles Triton's kernels once more, in stock vLLM, too: vLLM has Triton keep them in a "
-    "folder of the model while it compiles that, and not where it loads what it compiled. Those of the graphs that the "
-    "plugin records itself are kept for both. "
+    "Unpatched vLLM → with the plugin, at vLLM's own memory share, concurrent requests and capture sizes. A later "
+    "start has the device to itself, and filled caches. The first starts ran at the same time, and slowed each other. "
+    "A second start compiles Triton's kernels again, also in unpatched vLLM: while vLLM compiles a model, Triton's "
+    "cache is a folder of that model, and a start that loads the compiled model uses another folder. Kernels of the "
+    "graphs that the plugin captures itself are cached for both. "
     "What larger capture sizes do to the KV cache is in [drafter-graphs.md](drafter-graphs.md#capture-sizes)."
 )
 
@@ -35,13 +35,13 @@ _FEW = ", which may have compiled kernels for sizes that those before it did not
 
 
 def costs(files: Sequence[Found]) -> str:
-    """A feature that is no speed feature: a table of all files, and what they are of."""
+    """Return a table of what a feature costs, and its sources."""
     measured = (paragraph(f"`{file.name}`: {file.source}. {host_line(file.results)}") for file in files)
     return "\n\n".join(["\n".join(table(_COST_NAMES, _costs(files))), paragraph(_COST_HOW), *measured])
 
 
 def starts(files: Sequence[Found]) -> str:
-    """What the plugin adds to the start of an engine, and takes of its KV cache."""
+    """Return a table of what the plugin adds to a start."""
     if not files:
         return "What a start with the plugin takes longer was not measured."
     measured = (
@@ -56,16 +56,16 @@ def starts(files: Sequence[Found]) -> str:
 
 
 def _host_of_starts(file: Found) -> str:
-    """Empty for files of before the host was timed beside a start."""
     sides = [side for case in file.results["cases"] for side in case["sides"].values()]
-    times = [one["host_us"] for side in sides for one in side["alone"] if one.get("host_us")]
+    times = [start["host_us"] for side in sides for start in side["alone"] if start.get("host_us")]
+    # Older files have no time of the host.
     if not times:
         return ""
     return f" The same piece of Python took {min(times):.0f} to {max(times):.0f} us after the later ones."
 
 
 def starts_in_short(files: Sequence[Found]) -> str:
-    """A sentence of README.md."""
+    """Return README.md's sentence about starts."""
     both = [two for file in files for case in file.results["cases"] for two in _pairs(case)]
     if not both:
         return "What a start with the plugin takes longer was not measured."
@@ -84,21 +84,21 @@ def _case(file: Found, case: Mapping[str, Any], runner: str) -> list[str]:
 
 
 def _costs(files: Sequence[Found]) -> Iterator[list[str]]:
-    for file, row in ((one, row) for one in files for row in rows(one.results)):
+    for file, row in ((measured, row) for measured in files for row in rows(measured.results)):
         for side, (other, runner) in _COST_SIDES.items():
-            found, without = row.sides.get(side), row.sides.get(other)
-            if found is None or without is None or row.ratio(side, other) is None:
+            with_it, without = row.sides.get(side), row.sides.get(other)
+            if with_it is None or without is None or row.ratio(side, other) is None:
                 continue
-            ends = [(without["step_ms"][end], found["step_ms"][end]) for end in ("best", "median")]
+            ends = [(without["step_ms"][end], with_it["step_ms"][end]) for end in ("best", "median")]
             before, after = (f"{best:.2f} ({median:.2f})" for best, median in zip(*ends, strict=True))
-            longer = [f"{with_it / less - 1:+.1%}" for less, with_it in ends]
+            longer = [f"{more / less - 1:+.1%}" for less, more in ends]
             yield [*_case(file, row.case, runner), str(row.batch), before, after, f"{longer[0]} ({longer[1]})"]
 
 
 def _starts(files: Sequence[Found]) -> Iterator[list[str]]:
-    for file, case in ((one, case) for one in files for case in one.results["cases"]):
+    for file, case in ((measured, case) for measured in files for case in measured.results["cases"]):
         for before, after in _pairs(case):
-            blocks = [one["num_gpu_blocks"] for one in (before, after)]
+            blocks = [start["num_gpu_blocks"] for start in (before, after)]
             yield [
                 *_case(file, case, before["runner"]),
                 f"{blocks[0]} → {blocks[1]} ({blocks[1] / blocks[0] - 1:+.1%})",
@@ -108,7 +108,7 @@ def _starts(files: Sequence[Found]) -> Iterator[list[str]]:
 
 
 def _pairs(case: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The starts without the plugin and with it, of each runner whose engines started."""
+    """Yield each runner's starts without and with the plugin."""
     for patched, stock in STOCK_OF.items():
         before, after = (_best(case["sides"].get(side)) for side in (stock, patched))
         if before is not None and after is not None:
@@ -116,8 +116,8 @@ def _pairs(case: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping
 
 
 def _best(side: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The shortest start alone, with the seconds of the first one; None where an engine did not start."""
-    if side is None or not side["alone"] or any(one["error"] for one in (side["first_together"], *side["alone"])):
+    """Return the shortest later start, with the first start's seconds."""
+    if side is None or not side["alone"] or any(start["error"] for start in (side["first_together"], *side["alone"])):
         return None
-    best: Mapping[str, Any] = min(side["alone"], key=lambda one: one["seconds"])
+    best: Mapping[str, Any] = min(side["alone"], key=lambda start: start["seconds"])
     return {**best, "first": side["first_together"]["seconds"]}

@@ -20,18 +20,17 @@ _HEAD = """# As clients see it
 Made from the files `serve-*.json` by `make docs`; do not edit.
 """
 _HOW = (
-    "The engines of a file's sides were alive together on the same GPUs and had their rounds in turn. Speedup compares "
-    "the best round's tokens/s with those of the baseline, unpatched vLLM (stock) on the same model runner (MRV2 is "
-    "Model Runner V2): a speedup within what the rounds of one side differ by says nothing. A shortest round below 5 "
-    "seconds is mostly its start and its end. `GPU busy` is the share of the rounds' time in which the GPU ran a "
-    "kernel, as its driver says; on several GPUs a kernel that waits for another rank counts as busy. Latencies are "
-    "those of all rounds together: "
-    f"{', '.join(f'{name[:-3].upper()} is the {what}' for name, what in LATENCIES.items())}. "
+    "The engines of a file's sides shared the same GPUs and had their rounds in turn. Speedup compares the best "
+    "round's tokens/s with the best round of the baseline, unpatched vLLM (stock) on the same model runner (MRV2 is "
+    "Model Runner V2); a speedup within the spread of one side's rounds is noise. A round shorter than 5 seconds is "
+    "mostly its start and its end. `GPU busy` is the share of the rounds' time in which the GPU ran a kernel, by its "
+    "driver; on several GPUs a kernel that waits for another rank counts as busy. Latencies cover all rounds: "
+    f"{', '.join(f'{name[:-3].upper()} is the {meaning}' for name, meaning in LATENCIES.items())}. "
     "Acceptance length is tokens a step, the target's own included."
 )
 _BY_ENGINE = (
-    "Not over HTTP: vLLM's asynchronous engine, its core in a process of its own, was asked directly, and all requests "
-    "of a round count."
+    "Not over HTTP: vLLM's asynchronous engine, with its core in its own process, was called directly, and all "
+    "requests of a round count."
 )
 _FULL = "*"
 _COUNTED = {1: "one", 2: "two", 4: "four", 8: "eight"}
@@ -51,13 +50,14 @@ def _servers(file: Found) -> int:
 
 
 def live(files: Sequence[Found]) -> str:
-    """What clients of a server see, in README.md and docs/benchmarks.md: a row for each case and model runner.
+    """Return the table of what clients of a server see.
 
-    Without what the plugin does only where it is asked to, and without what was measured by one round.
+    For README.md and docs/benchmarks.md, a row for each case and model runner, without features that are off by default
+    and without measurements of one round.
     """
     files = [file for file in over_http(files) if not file.results["settings"]["patched_environment"]]
-    found = [row for file in files for case in file.results["cases"] for row in _live_rows(file, case)]
-    if not found:
+    rows = [row for file in files for case in file.results["cases"] for row in _live_rows(file, case)]
+    if not rows:
         return "What clients of a server see was not measured."
     names = [
         "vLLM",
@@ -70,19 +70,19 @@ def live(files: Sequence[Found]) -> str:
         "measured",
     ]
     devices = " or ".join(sorted({file.device for file in files}))
-    numbers = " or ".join(_COUNTED[one] for one in sorted({_gpus(file.results["settings"]) for file in files}))
+    numbers = " or ".join(_COUNTED[gpus] for gpus in sorted({_gpus(file.results["settings"]) for file in files}))
     loads = "; ".join(dict.fromkeys(_prompts(file.results["settings"]) for file in files))
-    full = any(_FULL in cell for row in found for cell in row)
+    full = any(_FULL in cell for row in rows for cell in row)
     waits = (
         f" {_FULL}: the API server process was CPU-bound, so requests queued there ([what to "
         "set](docs/benchmarks.md#when-the-api-server-is-the-limit))."
     )
-    said = (
+    text = (
         f"Ratios, plugin / unpatched vLLM. Throughput: higher is better. TTFT, TPOT: lower is better. On {numbers} "
         f"{devices}; {loads}.{waits if full else ''} Busy host: other engines started or ran on another GPU meanwhile, "
         "which may slow unpatched vLLM more. Every figure and its conditions: [serve.md](benchmarks/results/serve.md)."
     )
-    return "\n".join([*table(names, found), "", paragraph(said)])
+    return "\n".join([*table(names, rows), "", paragraph(text)])
 
 
 def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -100,11 +100,11 @@ def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
                 ),
             ]
             asked = [
-                f"{one['request_rate']:g}/s" if one["request_rate"] else str(one["concurrency"]) for one, _ in pairs
+                f"{load['request_rate']:g}/s" if load["request_rate"] else str(load["concurrency"]) for load, _ in pairs
             ]
-            # A full core of its one process, and somebody has to wait for it.
+            # The server's single process fills a core, so requests queue there.
             full = [after.get("cpu", {}).get("server", 0) >= 1 for _, after in pairs]
-            busy = [NOT_MEASURED if (share := one.get("gpu_busy")) is None else f"{share:.0%}" for one, _ in pairs]
+            busy = [NOT_MEASURED if (share := load.get("gpu_busy")) is None else f"{share:.0%}" for load, _ in pairs]
             yield [
                 file.vllm,
                 "V2" if stock == "mrv2" else "V1",
@@ -115,11 +115,11 @@ def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
                 *(
                     " / ".join(
                         f"{ratio:.2f}{_FULL if ratio > 1 and waits else ''}"
-                        for ratio, waits in zip(one, full, strict=True)
+                        for ratio, waits in zip(latencies, full, strict=True)
                     )
-                    for one in ratios[1:3]
+                    for latencies in ratios[1:3]
                 ),
-                *(" / ".join(f"{ratio:.2f}" for ratio in one) for one in ratios[3:]),
+                *(" / ".join(f"{ratio:.2f}" for ratio in latencies) for latencies in ratios[3:]),
                 " / ".join(busy),
                 file.day,
             ]
@@ -166,14 +166,15 @@ def _frontend_lines(by_count: Mapping[int, Found]) -> Iterator[list[str]]:
 
 
 def _pairs(case: Mapping[str, Any], stock: str, patched: str) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The loads that both sides have had, for as many rounds: the best of more is better by chance alone."""
+    """Return both sides' loads, if measured for equally many rounds."""
+    # The best of more rounds is better by chance.
     sides = [case["sides"].get(side, {"loads": {}})["loads"] for side in (stock, patched)]
     pairs = [(before, after) for name, before in sides[0].items() if before and (after := sides[1].get(name))]
     return [(before, after) for before, after in pairs if before["rounds"] == after["rounds"]]
 
 
 def markdown(files: Sequence[Found]) -> str:
-    """The page: one chapter for each file, and in it a table for each temperature."""
+    """Return the page: chapters of files, tables of temperatures."""
     lines = [_HEAD, paragraph(_HOW), ""]
     for file in files:
         lines += [f"## `{file.name}`", "", *_chapter(file)]
@@ -218,7 +219,7 @@ def _target(settings: Mapping[str, Any]) -> str:
 
 
 def _gpus(settings: Mapping[str, Any]) -> int:
-    """Of an engine."""
+    """Return the GPUs of an engine."""
     needed = 1 if settings["shape"] in (None, TINY) else SHAPES[settings["shape"]].tensor_parallel_size
     return max(needed, int(settings["tensor_parallel_size"]))
 
@@ -231,9 +232,9 @@ def _extra(settings: Mapping[str, Any]) -> str:
 def _prompts(settings: Mapping[str, Any]) -> str:
     lengths = [settings["input_len"], settings["output_len"]]
     if ratio := settings.get("range_ratio", 0):
-        lengths = [f"{one * (1 - ratio):.0f} to {one * (1 + ratio):.0f}" for one in lengths]
+        lengths = [f"{length * (1 - ratio):.0f} to {length * (1 + ratio):.0f}" for length in lengths]
     prompts = settings["prompts"] or (
-        "prompts of its own" if settings["shape"] == TINY else f"random prompts of {lengths[0]} tokens"
+        "its own prompts" if settings["shape"] == TINY else f"random prompts of {lengths[0]} tokens"
     )
     return f"{prompts}, answers of at most {lengths[1]} tokens"
 

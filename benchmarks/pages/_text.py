@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How figures are written: one cell or one line of a table."""
+"""Format figures as cells and lines of tables."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NONE = "-"
 
 
 def paragraph(text: str) -> str:
-    """In lines as those of the pages that are written by hand."""
+    """Wrap a text to 120 columns."""
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def item(text: str) -> str:
-    """A paragraph of a list."""
+    """Return a text as an item of a list."""
     return textwrap.indent(paragraph(text), "  ").replace("  ", "- ", 1)
 
 
@@ -31,7 +31,8 @@ def head(names: Sequence[str]) -> list[str]:
 
 
 def memory(results: Mapping[str, Any], cell: Mapping[str, Any], moved: int) -> list[str]:
-    """Time, GB/s, the share of the large copy's bandwidth, and the time of a copy of as many bytes by the cell's."""
+    """Return time, GB/s, and shares of the copy bandwidths."""
+    # Of the bandwidth of the large copy, and of the time of a copy of as many bytes.
     share = moved / cell["seconds"] / bandwidth(results, cell)
     floor = NONE if cell["copy_seconds"] is None else f"{cell['copy_seconds'] / cell['seconds']:.0%}"
     return [us(cell), f"{moved / cell['seconds'] / 1e9:.0f}", f"{share:.0%}", floor]
@@ -42,7 +43,7 @@ def us(cell: Mapping[str, Any] | None) -> str:
 
 
 def flops(cell: Mapping[str, Any] | None, case: attention_cases.AttentionCase) -> str:
-    """Time, TFLOP/s and error."""
+    """Return time, TFLOP/s and error."""
     if cell is None:
         return NONE
     speed = case.flops / cell["seconds"] / 1e12
