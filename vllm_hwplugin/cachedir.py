@@ -80,7 +80,6 @@ def own_folder() -> Path:
 
     Raises:
         UntrustedFolder: there is none.
-        GateError: see :func:`places`.
     """
     notes: list[str] = []
     for place in places(notes=notes):
@@ -104,13 +103,9 @@ def _user_cache_folder() -> Path | None:
 
 
 def private_folder(folder: Path) -> Path:
-    """Create ``folder`` with mode 0700 if missing, and check it.
+    """Create ``folder`` with mode 0700 if missing; return its real path.
 
-    Args:
-        folder: an absolute path; missing parents get mode 0700, too, if what is above them can be trusted.
-
-    Returns:
-        The real path, without links. Only this path was checked.
+    Only the real path was checked. Missing parents get mode 0700, too, if what is above them can be trusted.
 
     Raises:
         UntrustedFolder: foreign owner, wider mode, a symbolic link, or others can replace a folder or link on the way.
@@ -143,7 +138,6 @@ def code_folder(folder: Path) -> Path:
 
     Raises:
         UntrustedFolder: another user owns or can write to it, or to a folder or link on the way.
-        OSError: the folder is missing or cannot be reached.
     """
     return _real(folder, make=False, judge_last=_judge_code, way_out=_WAY_OUT_OF_CODE)
 
@@ -166,11 +160,10 @@ def read_code(path: Path) -> bytes:
 def read_ordinary(
     path: str | Path, judge: Callable[[os.stat_result], None] = lambda state: None, flags: int = 0
 ) -> bytes:
-    """Read an ordinary file of less than 64 MiB, without waiting for pipes.
+    """Read an ordinary file of less than 64 MiB; no pipe.
 
-    Args:
-        judge: gets the state of the open file; its exceptions pass through.
-        flags: further flags of :func:`os.open`.
+    It does not wait for a pipe or a device. `judge` gets the state of the open file; its exceptions pass through.
+    `flags` are further flags of :func:`os.open`.
 
     Raises:
         OSError: it cannot be opened or read, is no ordinary file, or too large.
@@ -278,7 +271,7 @@ def _only_roots(path: str) -> bool:
 
 
 def _unknown_owner() -> int | None:
-    """Return the id of this namespace's unknown users, or None.
+    """Return this namespace's id of unknown users, or None.
 
     The host's root is among them. Apptainer and others start containers in such a namespace.
     """
@@ -310,14 +303,10 @@ def read_private(path: Path) -> bytes | None:
 
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o600) -> None:
-    """Write a file that is, even after a crash, old, new or absent.
+    """Replace a file; after a crash it is old, new or absent.
 
-    Args:
-        durable: flush before the rename, so that even a power cut leaves no truncated file.
-        mode: of the file; the temporary file is private and follows no link.
-
-    Raises:
-        OSError: the folder cannot be written to, or the disk is full.
+    The temporary file is private and follows no link. `durable` flushes before the rename, so that even a power cut
+    leaves no truncated file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     # O_EXCL also refuses a link.

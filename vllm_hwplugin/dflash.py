@@ -33,8 +33,7 @@ def check_and_update_config(vllm_config: Any) -> None:
     Raises:
         DFlashConfigError: draft, target and settings do not fit together.
         InstallError: a module was imported too early to be patched and a feature would be half patched; or a switch at
-            `on`
-            or strict mode demands a feature that this, or an internal error, takes away.
+            `on` or strict mode demands a feature that this, or an internal error, takes away.
     """
     spec = vllm_config.speculative_config
     if spec is None or not spec.use_dflash():

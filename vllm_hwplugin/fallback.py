@@ -17,11 +17,7 @@ class FeatureRequired(HwpluginError, RuntimeError):
 
 
 def refuse_if_required(feature: str, reason: str) -> None:
-    """End the start of an engine without ``feature``, if demanded.
-
-    Raises:
-        FeatureRequired: the switch says ``on``.
-    """
+    """Raise FeatureRequired if the switch of ``feature`` says ``on``."""
     gate = gate_of(feature)
     if gates.demands(gate):
         raise FeatureRequired(
@@ -32,9 +28,7 @@ def refuse_if_required(feature: str, reason: str) -> None:
 def stays_stock(feature: str, effect: str, reason: str, level: int = logging.INFO) -> None:
     """Log and note that this engine has no use for ``feature``.
 
-    Args:
-        effect: what happens instead, for the log and ``vllm-hwplugin doctor``.
-        level: of the log line.
+    `effect` is what happens instead, for the log and ``vllm-hwplugin doctor``.
 
     Raises:
         FeatureRequired: the switch says ``on``.
@@ -48,7 +42,7 @@ def stays_stock(feature: str, effect: str, reason: str, level: int = logging.INF
 def gives_up(feature: str, effect: str, reason: str) -> None:
     """Log and note that ``feature`` is disabled from here on.
 
-    An engine with requests under way calls it, so no switch makes it an error.
+    An engine with requests under way calls it, so no switch makes it an error. `effect` is what happens instead.
     """
     journal.note(feature, f"{effect}: {reason}")
     journal.use(feature, False, reason)

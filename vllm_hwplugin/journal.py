@@ -87,8 +87,7 @@ class Journal:
         steps: fast path (feature and part of a step) -> outcome -> number of steps.
         error: one line, if the plugin could not work at all.
         off: ``VLLM_HWPLUGIN=0``, the plugin did nothing. Then `features`, `modules` and `vllm_dist` are empty, and
-            version
-            and root are taken from an imported vLLM.
+            version and root are taken from an imported vLLM.
     """
 
     pid: int
@@ -141,12 +140,10 @@ _said: dict[str, Use] = {}
 def role(name: str | None = None, argv: Sequence[str] | None = None) -> str:
     """Return this process's role in vLLM, from its name and command line.
 
-    Returns:
-        ``engine-core`` or ``worker``; ``api-server``, which answers clients: the first process of ``vllm serve``, or
-            one of
-        several that it has started; ``inspection``, which looks at a model class and ends; ``child``, another child of
-        `multiprocessing`; ``parent``, any other first process, such as one that calls ``LLM()``. With
-        ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` a ``parent`` is also engine core and worker.
+    ``engine-core`` or ``worker``; ``api-server``, which answers clients: the first process of ``vllm serve``, or one of
+    several that it has started; ``inspection``, which looks at a model class and ends; ``child``, another child of
+    `multiprocessing`; ``parent``, any other first process, such as one that calls ``LLM()``. With
+    ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` a ``parent`` is also engine core and worker.
     """
     name = multiprocessing.current_process().name if name is None else name
     argv = sys.orig_argv if argv is None else argv
@@ -310,16 +307,10 @@ def check_live() -> None:
 
 
 def settle_uses(by_configuration: Mapping[str, Use], engine: int | None = None) -> dict[str, Use]:
-    """Note which patched-in features the engine just built uses.
+    """Note and return which patched-in features the engine just built uses.
 
-    A feature's own report since the last call takes precedence; the configuration's cause is kept with it.
-
-    Args:
-        by_configuration: feature -> answer of the engine's configuration.
-        engine: see :class:`Journal`.
-
-    Returns:
-        The record's entries for those features.
+    A feature's own report since the last call takes precedence over the engine's configuration; the configuration's
+    cause is kept with it.
     """
     with _lock:
         adopt()

@@ -77,11 +77,7 @@ def is_running(journal: Journal) -> bool:
 
 
 def _load(path: Path) -> Journal | None:
-    """Load a record; None if removed meanwhile or of another format.
-
-    Raises:
-        ValueError, TypeError: it is no run record.
-    """
+    """Load a record; None if removed meanwhile or of another format."""
     data = read_private(path)
     if data is None:
         if not os.path.lexists(path):

@@ -36,10 +36,7 @@ ON_HOPPER: Final = _on_hopper()
 def gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return ``x @ weight.T + bias``, like vLLM's `default_unquantized_gemm`.
 
-    Args:
-        x: [..., inputs]
-        weight: [outputs, inputs]
-        bias: [outputs]
+    x: [..., inputs]; weight: [outputs, inputs]; bias: [outputs].
     """
     if bias is None and x.dim() == 2 and serves(weight):
         return torch.ops.hwplugin.linear(x, weight)

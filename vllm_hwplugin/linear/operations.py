@@ -98,11 +98,7 @@ def add_rms_norm(
 
 
 def _is_loaded(x: torch.Tensor) -> bool:
-    """Whether the kernel is for this device; loads it outside captures.
-
-    Raises:
-        FeatureRequired: it cannot be loaded, and the switch says ``on``.
-    """
+    """Whether the kernel is for this device; loads it outside captures."""
     global _loaded
     if _loaded is None and x.device.type in GPUS and not torch.cuda.is_current_stream_capturing():
         _loaded = _KERNEL.is_for(torch.cuda.get_device_capability(x.device)) and ensure(_KERNEL)

@@ -25,10 +25,7 @@ _COUNTERS: Final = {
 class RowCounters:
     """The counters ``vllm:nwor_{drafted,accepted,rejected}_rows`` of each engine that reports to this process.
 
-    Args:
-        counter_class: vLLM's, from prometheus_client or Ray.
-        labelnames: of vLLM's metrics.
-        per_engine_labelvalues: their values, by engine index.
+    `counter_class` is from prometheus_client or Ray; the labels' values are by engine index.
     """
 
     def __init__(

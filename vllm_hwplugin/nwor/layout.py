@@ -82,7 +82,7 @@ class ModelCaches:
     Attributes:
         rows: of layers with keys and values, each piece of memory once.
         left_out: names of layers whose state has no row for each token, such as Mamba's.
-        groups: KV cache groups with such layers, the drafter's included.
+        groups: KV cache groups that have keys and values, the drafter's included.
     """
 
     rows: tuple[CacheRows, ...]
@@ -95,9 +95,7 @@ def rows_of(
 ) -> ModelCaches:
     """Return where the wanted layers keep the bytes of a token.
 
-    Args:
-        layers: ``CompilationConfig.static_forward_context``; its layers have their ``kv_cache``.
-        wanted: modules; other layers are skipped.
+    `layers` is ``CompilationConfig.static_forward_context``, whose layers have their ``kv_cache``.
 
     Raises:
         UnknownLayout: the layout of a wanted layer's keys and values is unknown.
@@ -189,10 +187,7 @@ def _cpu_parts(name: str, layer: Any, cache: torch.Tensor) -> Iterator[torch.Ten
 def as_rows(name: str, cache: torch.Tensor, block: int, token: int) -> torch.Tensor:
     """Return a view as bytes: [blocks, block's tokens, outer, inner, run].
 
-    Args:
-        name: the layer's, for the error.
-        block: dimension of `cache` that counts blocks.
-        token: dimension of `cache` that counts tokens of a block.
+    `block` and `token` are the dimensions of `cache` that count blocks and tokens of a block.
 
     Raises:
         UnknownLayout: a token's bytes lie in more than two dimensions of runs.

@@ -16,9 +16,6 @@ class ReferenceRows:
 
     An index that depends on data would wait for the device. So rows that must not change are rewritten with their own
     content, at slot 0: it is in vLLM's null block, which no request reads.
-
-    Args:
-        keep: whether overwritten bytes are kept.
     """
 
     def __init__(self, caches: Sequence[CacheRows], batch: Batch, keep: bool):
@@ -64,14 +61,11 @@ class ReferenceRows:
         return {group: torch.where(out, rows, -1) for group, rows in slots.items()}
 
     def differing(self, slots: dict[int, torch.Tensor], zeros: bool) -> list[tuple[CacheRows, int, int]]:
-        """Wait for the device, and list rejected rows with wrong bytes.
+        """Wait, and return cache, slot and number of wrong bytes.
 
         Args:
             slots: :meth:`rejected_slots` from before the caches were restored.
             zeros: whether zeros are expected, not the kept bytes.
-
-        Returns:
-            Cache, slot, and number of wrong bytes.
         """
         differing = []
         for cache, log in zip(self._caches, self._log, strict=True):

@@ -87,12 +87,7 @@ class DraftRows(Protocol):
 
 
 class KernelRows:
-    """:class:`DraftRows` by two kernels, one launch each for all layers. They read the caches by address.
-
-    Args:
-        caches: on one GPU.
-        keep: whether overwritten bytes are kept.
-    """
+    """:class:`DraftRows` by two kernels, one launch each for all layers on one GPU. They read the caches by address."""
 
     def __init__(self, caches: Sequence[CacheRows], batch: Batch, keep: bool):
         self._batch = batch

@@ -42,9 +42,7 @@ class NoRoom(HwpluginError, RuntimeError):
 def attach(runner: Any, is_profiling: bool = False) -> None:
     """Take rejected drafts out of a new KV cache, if asked for.
 
-    Args:
-        runner: a `GPUModelRunner` of V1 or V2.
-        is_profiling: whether vLLM made the KV cache only to measure graphs.
+    vLLM also makes KV caches only to measure graphs (`is_profiling`).
     """
     nwor = getattr(runner, "nwor", None)
     if nwor is None:
@@ -70,11 +68,7 @@ def deferred(runner: Any) -> Iterator[None]:
 
 
 def replayed(runner: Any, num_rejected: torch.Tensor) -> None:
-    """Check the KV cache after replaying a V2 graph with a restore.
-
-    Raises:
-        NotRestored: see :meth:`RejectedDrafts.restore`.
-    """
+    """Check the KV cache after replaying a V2 graph with a restore."""
     if (nwor := getattr(runner, "nwor", None)) is not None:
         nwor.check(Rejected(num_rejected=num_rejected))
 
