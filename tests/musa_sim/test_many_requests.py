@@ -48,6 +48,11 @@ def run(name: str, folder: Path) -> Run:
     return Process({name: LOADS[name]}, loads.musa(folder / "host", newest)).run(folder / "run")[name]
 
 
+def choices(served: Run) -> dict[str, str]:
+    """Return what features decided, without the seconds that it took."""
+    return {name: re.sub(r"in [\d.]+ s", "", decision) for name, decision in served.noted.items()}
+
+
 @contextlib.contextmanager
 def loaded_machine() -> Iterator[None]:
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
@@ -67,7 +72,7 @@ def test_decode_batches_of_65_requests_run_in_graphs(musa_host: None, tmp_path: 
     ]
     assert len(full) > 2
     for path in ("v2-step-inputs inputs", "v2-tail-graph sampling", "v2-tail-graph drafting"):
-        assert served.counted[path]["served"] >= len(full), served.counted
+        assert served.counted[path]["served"] >= full, served.counted
 
 
 @pytest.mark.slow
