@@ -127,11 +127,12 @@ def test_errors_have_one_root() -> None:
 def test_a_feature_is_looked_for_under_its_name() -> None:
     """Where a feature's hunks call the plugin, a module or a package has its name; V1's and V2's have rooms for it."""
     nameless = []
-    for folder in sorted((ROOT / "patches").iterdir()):
+    for folder in sorted(file.parent for file in (ROOT / "patches").rglob("patch.toml")):
         added = "".join(line for diff in folder.glob("*.diff") for line in diff.open() if line.startswith("+"))
         called = set(re.findall(rf"from {NAME}\.([\w.]+) import", added))
         name = folder.name.replace("-", "_").removeprefix("backport_")
-        path = re.sub(r"^(v[12])_", r"spec_decode.\1.", name)
+        inside = folder.parent.name != "patches"
+        path = re.sub(r"^(v[12])_", rf"{folder.parent.name}." if inside else r"spec_decode.\1.", name)
         if called and not any(f".{path}." in f"{module}." for module in MODULES):
             nameless.append(f"{folder.name} has no module {path}; its hunks import {', '.join(sorted(called))}")
     assert nameless == []

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import SimpleNamespace
 
-from vllm_hwplugin.spec_decode import reasoning_end
+from vllm_hwplugin.frozen import reasoning_end
 
 MARKER = [5, 6]
 

@@ -25,11 +25,13 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 )
 
 from vllm_hwplugin import journal
+from vllm_hwplugin.frozen import window_blocks
 from vllm_hwplugin.patching import SUPPORTED
-from vllm_hwplugin.spec_decode import window_blocks
 
 from ..conftest import versions
 from .released import take, text_of
+
+pytestmark = pytest.mark.slow
 
 GATE = "VLLM_HWPLUGIN_WINDOW_BLOCKS"
 CORE = "vllm/v1/core/"

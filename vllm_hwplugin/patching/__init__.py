@@ -7,7 +7,7 @@ pure; `_installed`, `_overlay`, `_finder`, `_swap` and `_runtime` act on this pr
 
 from ..versions import SUPPORTED, is_supported
 from ._apply import Edit, Text, apply_edits, edits_of, locate, split_lines
-from ._catalogue import default_folder, load_catalogue
+from ._catalogue import GROUPS, default_folder, load_catalogue
 from ._diff import file_diff, parse_diff, read_sections
 from ._errors import CatalogueError, DiffError, InstallError, NotPython, PatchingError, UnreadableFile
 from ._evaluate import evaluate, evaluate_as, evaluate_together, last_listed, told_apart, trouble_in
@@ -36,6 +36,7 @@ from ._runtime import force, install
 
 __all__ = [
     "FOLDER",
+    "GROUPS",
     "LONGEST_COMPARED",
     "SUPPORTED",
     "VLLM",

@@ -38,6 +38,8 @@ _OVERRIDE_KEYS = frozenset({"path", "class", "methods", "calls", "also", "versio
 _TREE_KEYS = frozenset({"name", "version", "texts"})
 #: The file of the project's own catalogue with the texts that its features rely on (`make docs` writes it).
 TEXTS = "texts.json"
+#: Folders of features in the project's own catalogue.
+GROUPS: Final = ("backports", "frozen")
 #: What files of a feature's folder are its diffs.
 DIFFS = ".diff"
 #: What the project's own features are called in the requirements of others: `vllm-hwplugin/draft-full-graph`.
@@ -86,7 +88,10 @@ def load_catalogue(folder: Path | None = None) -> Catalogue:
         terms = Terms()
     except (OSError, ValueError) as error:
         raise CatalogueError(f"{folder / TEXTS}: can't be read ({error}); reinstall vllm-hwplugin") from error
-    return Catalogue(in_order([load_feature(item, terms) for item in feature_folders(folder)], folder))
+    groups = [folder / group for group in GROUPS if (folder / group).is_dir()]
+    folders = [item for of in (folder, *groups) for item in feature_folders(of) if item not in groups]
+    features = [load_feature(item, terms) for item in sorted(folders, key=lambda item: item.name)]
+    return Catalogue(in_order(features, folder))
 
 
 def feature_folders(folder: Path, way_out: str = "reinstall vllm-hwplugin") -> tuple[Path, ...]:
@@ -163,6 +168,7 @@ def load_feature(folder: Path, terms: Terms) -> Feature:
         relies=tuple(Relied(path, terms.texts.get(path, {})) for path in relied_on),
         trees=tuple(_tree(table, file) for table in _tables(raw, "trees", _TREE_KEYS, file)),
         overrides=overrides,
+        group=folder.parent.name if not terms.catalogue and folder.parent.name in GROUPS else "",
     )
 
 
@@ -336,7 +342,7 @@ def in_order(features: list[Feature], folder: Path, known: Collection[str] = ())
             if name in known:
                 continue
             if name not in by_id:
-                file = folder / feature.id.rpartition("/")[2] / PATCH
+                file = folder / feature.home / PATCH
                 raise CatalogueError(f"{file}: requires {name!r}, which is no feature here")
             visit(by_id[name], (*path, feature.id))
         ordered.setdefault(feature.id, feature)

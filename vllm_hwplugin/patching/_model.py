@@ -174,6 +174,7 @@ class Feature(NamedTuple):
         relies: on what text of other files it is right. Hunks that fit say nothing of these.
         trees: on which other texts it is right as well.
         overrides: the classes of which it overrides methods.
+        group: the folder between that of the catalogue and the feature's; empty where there is none.
     """
 
     id: str
@@ -191,6 +192,18 @@ class Feature(NamedTuple):
     relies: tuple[Relied, ...] = ()
     trees: tuple[Tree, ...] = ()
     overrides: tuple[Overridden, ...] = ()
+    group: str = ""
+
+    @property
+    def home(self) -> str:
+        """The feature's folder, relative to its catalogue's."""
+        name = self.id.rpartition("/")[2]
+        return f"{self.group}/{name}" if self.group else name
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether no supported vLLM from 0.29 on has the feature, which gets fixes only."""
+        return self.group == "frozen"
 
     @property
     def is_outside(self) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from vllm_hwplugin.cachedir import write_atomically
-from vllm_hwplugin.patching import VLLM, Catalogue, Feature, load_catalogue, outside
+from vllm_hwplugin.patching import GROUPS, VLLM, Catalogue, Feature, load_catalogue, outside
 from vllm_hwplugin.versions import Versions
 
 from ._carry import Carried
@@ -72,8 +72,9 @@ def read_feature(folder: Path) -> Feature:
     """
     if not (folder / FEATURE).is_file():
         raise ChangeError(f"{folder}: no feature (there is no {FEATURE} in it); name the folder of one")
-    name = folder.resolve().name
-    found = next(item for item in read_catalogue(folder.resolve().parent).features if item.id.split("/")[-1] == name)
+    folder = folder.resolve()
+    above = folder.parent.parent if folder.parent.name in GROUPS else folder.parent
+    found = next(item for item in read_catalogue(above).features if item.id.split("/")[-1] == folder.name)
     refuse_others(found.distribution, folder)
     return found
 

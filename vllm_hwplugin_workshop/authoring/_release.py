@@ -52,7 +52,7 @@ def carry_catalogue(
     done: list[str] = []
     left: list[ForAPerson] = []
     for feature in catalogue.features:
-        home = folder / feature.id.rpartition("/")[2]
+        home = folder / feature.home
         if feature.versions.covers(version) or feature.not_needed_for(version):
             continue
         if not feature.versions.covers(last):

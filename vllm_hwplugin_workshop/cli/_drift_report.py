@@ -372,7 +372,14 @@ def as_markdown(catalogue: Catalogue, reports: Iterable[TargetReport]) -> str:
         *_table(catalogue, seen, target),
     ]
     for feature in catalogue.features:
-        lines += ["", f"## {_code(feature.id)}", "", f"{_text(feature.title)}. Gate: {_code(feature.gate)}.", ""]
+        frozen = " Ended before 0.29: fixes only." if feature.is_frozen else ""
+        lines += [
+            "",
+            f"## {_code(feature.id)}",
+            "",
+            f"{_text(feature.title)}. Gate: {_code(feature.gate)}.{frozen}",
+            "",
+        ]
         lines += _reasons(feature.id, seen)
     for name, report in zip(_names(seen), seen, strict=True):
         if report.changed:

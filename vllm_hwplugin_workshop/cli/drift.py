@@ -58,6 +58,9 @@ def drift(arguments: Sequence[str]) -> int:
             if options.json != STANDARD_OUTPUT:
                 for text in verdict_lines(some, quiet=options.quiet, show=options.show):
                     line(text)
+                frozen = [feature.id for feature in catalogue.features if feature.is_frozen]
+                if frozen and not options.quiet:
+                    line(f"{distribution}: ended before 0.29, fixes only: {', '.join(frozen)}")
             say_failures(some)
             pages.append(as_markdown(catalogue, some))
     say_troubles(selection)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
+from vllm_hwplugin.frozen import capture_metadata
 from vllm_hwplugin.spec_decode import graph_recording
-from vllm_hwplugin.spec_decode.v2 import capture_metadata
 
 from .released_modules import STAND_INS, Graph, by_the_host
 from .speculators import DEVICE, HIDDEN, MAX_LEN, MAX_REQS, Runner, Views

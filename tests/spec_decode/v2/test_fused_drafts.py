@@ -9,8 +9,8 @@ import torch
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import FeatureRequired
+from vllm_hwplugin.frozen import fused_drafts
 from vllm_hwplugin.spec_decode import builders, graph_recording
-from vllm_hwplugin.spec_decode.v2 import fused_drafts
 
 from .released_modules import Graph
 from .speculators import BLOCK, MAX_LEN, DevicePlan, HostPlan, LazyPlan, Runner, Views

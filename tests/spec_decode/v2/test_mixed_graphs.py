@@ -15,10 +15,11 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 
+from vllm_hwplugin.frozen import capture_metadata
 from vllm_hwplugin.gates import PLAIN_DECODE
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
-from vllm_hwplugin.spec_decode.v2 import capture_metadata, mixed_graphs
+from vllm_hwplugin.spec_decode.v2 import mixed_graphs
 
 from ...backports.draft_schedule import DRAFT, Engine
 from ...conftest import versions
@@ -95,7 +96,7 @@ def longest_of(modules: Any, version: str, mode: CUDAGraphMode, **choices: str) 
         runner = types.SimpleNamespace(**shared, max_num_reqs=MAX_REQS)
         prepare = mock.patch.object(capture_metadata, "prepare_inputs_to_capture", shapes.prepare_inputs_to_capture)
         with prepare:
-            made_anew = capture_metadata.MadeAnew(runner, states["target"])
+            made_anew = capture_metadata.RebuiltStates(runner, states["target"])
             builder.asked = []
             assert [made_anew[shape] for shape in made_anew]
         found["first pass"] = set(builder.asked)

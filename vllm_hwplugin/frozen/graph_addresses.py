@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block tables whose layout tensors stay where they are, so that a CUDA graph may hold the kernels that read them.
+
+vLLM's `BlockTables` keeps addresses, strides and block sizes in small tensors, and up to 0.28 allocates them again when
+the KV cache wakes up: sleeping discards their contents with the cache's. The memory itself comes back at its old
+address. An eager launch of `compute_slot_mappings` gets the new tensors. In a graph it reads the old ones, which hold
+nothing any more, and the draft's keys go wherever that points to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def keep_addresses(block_tables: Any) -> None:
+    """Copy new layout tensors into the tensors that CUDA graphs read.
+
+    Args:
+        block_tables: vLLM's `BlockTables`, when `init_block_table_layout_tensors` has just made them.
+
+    Raises:
+        RuntimeError: a tensor's shape or dtype has changed, which no wake-up does.
+    """
+    made = {name: value for name, value in vars(block_tables).items() if isinstance(value, torch.Tensor)}
+    first: dict[str, torch.Tensor] = vars(block_tables).setdefault("kept_tensors", made)
+    for name, tensor in first.items():
+        new = made[name]
+        if new is tensor:
+            continue
+        if (new.shape, new.dtype) != (tensor.shape, tensor.dtype):
+            raise RuntimeError(
+                f"BlockTables.{name} has become {new.dtype} {tuple(new.shape)}, expected {tensor.dtype} "
+                f"{tuple(tensor.shape)} as before, which CUDA graphs read; start without sleep mode"
+            )
+        tensor.copy_(new)
+        setattr(block_tables, name, tensor)
