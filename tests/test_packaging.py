@@ -200,7 +200,9 @@ def test_the_wheel_carries_what_a_user_runs_and_not_what_the_pages_are_made_with
 def test_the_installed_wheel_diagnoses_its_host(elsewhere: Path) -> None:
     found = json.loads(_run([elsewhere / "vllm-hwplugin", "doctor", "--json"], elsewhere))
     assert Path(found["plugin"]["path"]).is_relative_to(elsewhere.parent)
-    assert {row["id"] for row in found["features"]} == {path.parent.name for path in ROOT.glob("patches/*/patch.toml")}
+    assert {row["id"] for row in found["features"]} == {
+        path.parent.name for path in (ROOT / "patches").rglob("patch.toml")
+    }
     assert {row["name"] for row in found["gates"]} == {gate.name for gate in (*gates.GATES, *load_catalogue().gates)}
 
 

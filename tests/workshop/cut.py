@@ -19,7 +19,7 @@ _END = Versions(f"<{NEWEST.removesuffix('.0')}")
 def cut_catalogue(folder: Path) -> Path:
     """Write the catalogue without what was made for the newest of `SUPPORTED`, and return its folder."""
     shutil.copytree(default_folder(), folder)
-    for feature in (file.parent for file in folder.glob("*/patch.toml")):
+    for feature in (file.parent for file in folder.rglob("patch.toml")):
         file = feature / "patch.toml"
         text = file.read_text()
         file.write_text(re.sub(rf"<{re.escape(UNKNOWN_FROM)}(\.0)?\b", str(_END), text))
