@@ -103,7 +103,7 @@ class FusedDrafts:
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     ) -> None:
-        """Run every step after the first, as vLLM's `_multi_step_decode` does; to be captured.
+        """Run each step after the first, as vLLM's `_multi_step_decode`; to be captured.
 
         Args:
             num_reqs: rows of the graph.

@@ -89,8 +89,8 @@ def load_catalogue(folder: Path | None = None) -> Catalogue:
     except (OSError, ValueError) as error:
         raise CatalogueError(f"{folder / TEXTS}: can't be read ({error}); reinstall vllm-hwplugin") from error
     groups = [folder / group for group in GROUPS if (folder / group).is_dir()]
-    folders = [item for of in (folder, *groups) for item in feature_folders(of) if item not in groups]
-    features = [load_feature(item, terms) for item in sorted(folders, key=lambda item: item.name)]
+    homes = [home for parent in (folder, *groups) for home in feature_folders(parent) if home not in groups]
+    features = [load_feature(home, terms) for home in sorted(homes, key=lambda home: home.name)]
     return Catalogue(in_order(features, folder))
 
 

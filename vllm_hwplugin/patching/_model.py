@@ -174,7 +174,7 @@ class Feature(NamedTuple):
         relies: on what text of other files it is right. Hunks that fit say nothing of these.
         trees: on which other texts it is right as well.
         overrides: the classes of which it overrides methods.
-        group: the folder between that of the catalogue and the feature's; empty where there is none.
+        group: the folder between the catalogue's and the feature's; empty without one.
     """
 
     id: str
@@ -196,7 +196,7 @@ class Feature(NamedTuple):
 
     @property
     def home(self) -> str:
-        """The feature's folder, relative to its catalogue's."""
+        """The feature's folder, relative to the catalogue's."""
         name = self.id.rpartition("/")[2]
         return f"{self.group}/{name}" if self.group else name
 
