@@ -14,7 +14,7 @@ import platformdirs
 from vllm_hwplugin.versions import SUPPORTED
 from vllm_hwplugin_workshop.sources import Index, IndexSource
 
-#: What `make test` steps, on the simulated device also; the other releases are for `--all-versions`.
+#: What `make test` steps, on the simulated device also. `make test-all` steps older releases after it.
 NEWEST = SUPPORTED[-1]
 #: Exit status of pytest where the Python of `--vllm` does not import with this torch.
 DOES_NOT_IMPORT = 70

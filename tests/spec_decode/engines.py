@@ -29,6 +29,7 @@ from .stand_in import StandIn
 BLOCK, MAX_LEN, MAX_REQS, MAX_TOKENS, HIDDEN, VOCAB = 4, 48, 4, 24, 8, 17
 NUM_BLOCKS, DRAFTS = 24, 2
 DEVICE = torch.device("cpu")
+DROPS_STEPS = "async_tokens_to_discard" in inspect.getsource(AsyncScheduler)
 
 
 class Backend(TritonAttentionBackend):
@@ -213,6 +214,8 @@ def config_of(
         disable_padded_drafter_batch=False,
         use_heterogeneous_vocab=False,
         enforce_eager=False,
+        # Up to 0.20: one draft after the other.
+        speculative_token_tree=str([(0,) * count for count in range(1, 1 + drafts)]),
         **dict.fromkeys(
             (
                 *("use_ngram", "use_ngram_gpu", "use_dspark", "use_dflash", "use_gemma4_mtp", "use_step3p5_mtp"),
@@ -470,6 +473,11 @@ class Engine:
 
     def preempt(self) -> None:
         """Take all requests out of the batch and their KV cache from them; they come back."""
+        # Up to 0.26 vLLM then drops as many steps as tokens are under way, later steps too: it waits for them, as its
+        # `pause_generation` does.
+        if DROPS_STEPS:
+            while self._under_way:
+                self._update(*self._under_way.popleft())
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def step(self) -> None:

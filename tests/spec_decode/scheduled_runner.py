@@ -51,6 +51,8 @@ STAND_INS: dict[str, Any] = {
     "get_pp_group": lambda: types.SimpleNamespace(is_first_rank=True, is_last_rank=True, world_size=1, ranks=[0]),
     "get_tp_group": lambda: types.SimpleNamespace(world_size=1, rank_in_group=0),
     "get_world_group": lambda: types.SimpleNamespace(local_rank=0),
+    # Up to 0.22 the runner asks.
+    "num_compute_units": lambda device: 1,
 }
 
 
@@ -138,6 +140,7 @@ class Side(Engine):
         runner.input_batch.condense()
         runner.input_batch.refresh_metadata()
         runner.input_batch.prev_sampled_token_ids = runner.input_batch.prev_req_id_to_index = None
+        runner.input_batch.sampled_token_ids_cpu = None
         runner._draft_token_ids = runner._draft_probs = None
         runner._draft_prob_req_ids = runner._draft_token_req_ids = None
 

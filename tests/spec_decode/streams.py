@@ -114,7 +114,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda *_: 0)
+    # The second up to 0.24.
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda *_: (0, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 0))
     # There is no other memory than the host's.
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor.clone())
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)

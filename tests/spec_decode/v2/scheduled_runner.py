@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from vllm_hwplugin.spec_decode.v2 import mixed_graphs, recording, step_inputs, tail_graph
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from .. import streams
 from ..engines import BLOCK, DEVICE, Engine
@@ -76,6 +75,8 @@ def best(
 #: What takes a device or a checkpoint, beside what `released_modules` has.
 STAND_INS: dict[str, Any] = {
     **released_modules.STAND_INS,
+    # The tree is that of the vLLM that is imported.
+    "CommonAttentionMetadata": CommonAttentionMetadata,
     "create_offloader": lambda config: None,
     "set_offloader": lambda offloader: None,
     "DeviceMemoryProfiler": lambda: contextlib.nullcontext(types.SimpleNamespace(consumed_memory=0)),
@@ -98,6 +99,9 @@ def loader_of(model: torch.nn.Module) -> Callable[[Any], Any]:
 
 def read_by_the_plugin(modules: ReleasedModules, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the plugin's modules use what `modules` have of Model Runner V2, not the installed vLLM's."""
+    # V1's runner takes stand-ins from here, also where vLLM is too old for these.
+    from vllm_hwplugin.spec_decode.v2 import mixed_graphs, recording, step_inputs, tail_graph
+
     for module in (mixed_graphs, recording, step_inputs, tail_graph):
         for name, value in list(vars(module).items()):
             origin = getattr(value, "__module__", None) or ""
