@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import functools
 import gc
@@ -182,6 +183,25 @@ def test_what_others_hold_runs_the_new_body(live: Live) -> None:
         ("    return value", "    return value + 100"),
     )
     assert (bound(), derived.plainly(), table["plain"](1), partial()) == ("patched", "derived patched", 101, 101)
+
+
+@pytest.fixture
+def collections_that_parse() -> Iterator[None]:
+    def parse(*_: object) -> None:
+        ast.parse("1")
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(parse)
+    gc.set_threshold(10)
+    yield
+    gc.set_threshold(*thresholds)
+    gc.callbacks.remove(parse)
+
+
+def test_collections_may_parse_meanwhile(live: Live, collections_that_parse: None) -> None:
+    live.apply(("    return value", "    return value + 100"))
+    assert live.module.plain(1) == 101
+    assert gc.isenabled()
 
 
 def test_methods_of_every_kind_are_swapped(live: Live) -> None:

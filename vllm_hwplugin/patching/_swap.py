@@ -145,7 +145,8 @@ def plan_swap(module: ModuleType | None, copy: Copy, installed_path: str, instal
         )
     if getattr(module.__spec__, "_initializing", False):
         raise _refusal(module, "it is being imported right now")
-    old, new = ast.parse(installed_text), ast.parse(copy.text)
+    with _no_collection():
+        old, new = ast.parse(installed_text), ast.parse(copy.text)
     try:
         changes = changed_bodies(old, new)
         before, after = _codes(installed_text, installed_path), _codes(copy.text, str(copy.path))
@@ -158,6 +159,23 @@ def plan_swap(module: ModuleType | None, copy: Copy, installed_path: str, instal
     known = {ast.dump(node) for node in old.body if _is_import(node)}
     imports = tuple(node for node in new.body if _is_import(node) and ast.dump(node) not in known)
     return Swap(module, copy, tuple(bodies), imports, tuple(_class_lines(vars(module), new.body)))
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep garbage collection from running Python code meanwhile.
+
+    CPython 3.11 counts the depth of syntax trees once a process. If a collection's callback or finalizer parses in the
+    middle of `ast.parse`, or lets another thread do so, `ast.parse` raises a SystemError.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def changed_bodies(old: ast.Module, new: ast.Module) -> list[Change]:
