@@ -38,11 +38,13 @@ class Runner:
     """What vLLM's model runner has when it captures graphs: layers with a cache, and builders by KV cache group.
 
     Args:
-        layers: the options of each of the target's layers, each in a group of its own.
+        layers: the options of each of the target's layers, each in a group of its own, or all in one.
         method: of speculation; the drafter has one layer, in a group with the target's first.
     """
 
-    def __init__(self, load: Any, layers: list[dict[str, Any]], method: str | None = None) -> None:
+    def __init__(
+        self, load: Any, layers: list[dict[str, Any]], method: str | None = None, *, together: bool = False
+    ) -> None:
         backend = load(OWN).MusaFlashAttentionBackend
         self.speculative_config = method and SimpleNamespace(method=method, num_speculative_tokens=DRAFTS)
         made = [Layer(load, backend, **({"head_size": 64} | options)) for options in layers]
@@ -61,7 +63,9 @@ class Runner:
 
         if method:
             named["draft"] = self.named(Layer(load, backend, 64, heads=16))
-        groups = [group(layer, [str(number)]) for number, layer in enumerate(made)]
+        names = [str(number) for number in range(len(made))]
+        pairs = [(made[0], names)] if together else [(layer, [name]) for layer, name in zip(made, names, strict=True)]
+        groups = [group(layer, of_group) for layer, of_group in pairs]
         if method:
             groups[0] = group(made[0], ["0", "draft"])
             self.drafter = SimpleNamespace(draft_attn_groups=[group(made[0], ["draft"])])
@@ -108,44 +112,37 @@ class Runner:
             layer.impl.call_with_zeros(layer, group.builder.build_for_drafting(common(causal), 0))
 
 
-MODELS: dict[str, tuple[list[dict[str, Any]], str | None]] = {
-    "one kind of layer": ([{}, {}], None),
-    "windows, softcap, sinks and sizes": (
-        [
+MODELS: dict[str, dict[str, Any]] = {
+    "one kind of layer": {"layers": [{}, {}]},
+    "windows, softcap, sinks and sizes": {
+        "layers": [
             {"heads": 10, "sliding_window": 128},
             {"heads": 6, "head_size": 256},
             {"heads": 64, "logits_soft_cap": 5.0},
             {"heads": 2, "sinks": torch.zeros(2).bfloat16()},
         ],
-        None,
-    ),
-    "layers that differ in one thing": (
-        [
-            {"heads": 4},
-            {"heads": 4, "sliding_window": 128},
-            {"heads": 4, "logits_soft_cap": 5.0},
-            {"heads": 4, "sinks": torch.zeros(4).bfloat16()},
-        ],
-        None,
-    ),
-    "Eagle3": ([{"heads": 4}], "eagle3"),
-    "DFlash": ([{"heads": 14}], "dflash"),
+    },
+    # With windows also, where vLLM has one kind of KV cache.
+    "layers of one group": {
+        "layers": [{}, {"sliding_window": 128}, {"logits_soft_cap": 5.0}, {"sinks": torch.zeros(4).bfloat16()}],
+        "together": True,
+    },
+    "Eagle3": {"layers": [{"heads": 4}], "method": "eagle3"},
+    "DFlash": {"layers": [{"heads": 14}], "method": "dflash"},
 }
 
 
 @ends
-@pytest.mark.parametrize(("layers", "method"), MODELS.values(), ids=MODELS)
-def test_nothing_is_compiled_while_it_serves(
-    version: str, layers: list[dict[str, Any]], method: str | None, vllm_tree: Tree
-) -> None:
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_nothing_is_compiled_while_it_serves(version: str, model: dict[str, Any], vllm_tree: Tree) -> None:
     module = uncomputed()
     with released(version, vllm_tree(version), mate=module) as load:
-        runner = Runner(load, layers, method)
+        runner = Runner(load, **model)
         warm_up(runner)
         warm = modules(module)
         assert not any(cache.any() for cache in runner.caches)
         dice = random.Random(0)
-        decode = 1 + (DRAFTS if method else 0)
+        decode = 1 + (DRAFTS if "method" in model else 0)
         for longest in [1, 2, decode, *(dice.randrange(1, 400) for _ in range(25)), LONGEST]:
             for requests in (1, dice.randrange(2, 36)):
                 # Decodes in any number; prompts as the scheduler's budget of tokens allows.
