@@ -82,7 +82,7 @@ class FeatureRow:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """``problems`` make doctor exit with 1; ``warnings`` are for the reader. docs/architecture.md describes the fields.
+    """``problems`` make doctor exit with 1; ``warnings`` are for the reader. docs/commands.md describes the fields.
 
     They are in the order of ``doctor --json``, where ``toolchains`` are by name.
     """

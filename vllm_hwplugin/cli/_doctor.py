@@ -54,7 +54,7 @@ def doctor(arguments: Sequence[str]) -> int:
     )
     results = parser.add_argument_group("results")
     results.add_argument("-v", "--verbose", action="store_true", help="Show all tables.")
-    # Without a file: all there is, for another program; docs/architecture.md has the fields.
+    # Without a file: all there is, for another program; docs/commands.md has the fields.
     add_optional_json(results)
     options = parser.read(arguments)
     if options.gpu is not None and options.command is None:

@@ -34,7 +34,7 @@ class NotPlanned(HwpluginError):
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What is known of an engine before it is started; docs/architecture.md describes the fields.
+    """What is known of an engine before it is started; docs/commands.md describes the fields.
 
     Attributes:
         device: what the answer is for.

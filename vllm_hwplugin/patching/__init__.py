@@ -2,7 +2,7 @@
 """Exact, versioned source patches, applied when a module is imported.
 
 Text in, text out: nothing here imports torch or vLLM. `_diff`, `_apply`, `_catalogue`, `_evaluate` and `_plan` are
-pure; `_installed`, `_overlay`, `_finder`, `_swap` and `_runtime` act on this process. docs/architecture.md says how.
+pure; `_installed`, `_overlay`, `_finder`, `_swap` and `_runtime` act on this process. docs/patching.md says how.
 """
 
 from ..versions import SUPPORTED, is_supported
