@@ -21,8 +21,7 @@ from pathlib import Path
 import setuptools
 
 # Without build isolation pyproject.toml's requirement does not count, and an older setuptools fails later with a
-# message
-# that names neither itself nor a way out.
+# message that names neither itself nor a way out.
 if int(setuptools.__version__.partition(".")[0]) < 77:
     raise SystemExit(
         f"vllm-hwplugin is built with setuptools 77 or newer, and this environment has {setuptools.__version__}: "

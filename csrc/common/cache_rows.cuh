@@ -71,8 +71,7 @@ struct CacheRow {
   __device__ uint8_t* of(int64_t slot) const { return base + slot / block_size * block + slot % block_size * token; }
 
   // Calls load(address in the cache, offset in the row) for each word of a row and store(address, offset, word) with
-  // the
-  // result, by the lanes of a warp.
+  // the result, by the lanes of a warp.
   template <typename Word, typename Load, typename Store>
   __device__ void each_word(int64_t slot, int lane, const Load& load, const Store& store) const {
     constexpr int kBytes = static_cast<int>(sizeof(Word));

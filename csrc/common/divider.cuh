@@ -10,8 +10,7 @@
 namespace {
 
 // For numbers below 2^31: a multiplication instead of about twenty steps (Granlund and Montgomery, Division by
-// Invariant
-// Integers using Multiplication).
+// Invariant Integers using Multiplication).
 struct Divider {
   uint32_t divisor;
   uint32_t factor;

@@ -24,10 +24,10 @@ struct Int8 {
 // Above, the steps of `Divisor` could overflow.
 constexpr float kLarge = 0x1p100f;
 
-// Division of many numbers by the same number: a / b, rounded like `/`, in three steps. The product with the
-// rounded reciprocal is corrected once by the remainder, which leads to the nearest number (Brisebarre, Muller and
-// Raina, Accelerating Correctly Rounded Floating-Point Division When the Divisor Is Known in Advance). The remainder is
-// taken negative for the sign of zero: -0 / b stays -0. Only a quotient that is zero in the types here may differ.
+// Division of many numbers by the same number: a / b, rounded like `/`, in three steps. The product with the rounded
+// reciprocal is corrected once by the remainder, which leads to the nearest number (Brisebarre, Muller and Raina,
+// Accelerating Correctly Rounded Floating-Point Division When the Divisor Is Known in Advance). The remainder is taken
+// negative for the sign of zero: -0 / b stays -0. Only a quotient that is zero in the types here may differ.
 struct Divisor {
   float value;
   float inverse;
@@ -45,8 +45,7 @@ __device__ __forceinline__ uint32_t bytes_of(int low, int high) {
 }
 
 // Conversion of two elements into the lower and the upper of two bytes. NaN becomes, as in vLLM, the largest float8,
-// and
-// zero in int8.
+// and zero in int8.
 template <typename quant_t>
 __device__ __forceinline__ uint32_t quantise(float low, float high);
 template <>

@@ -41,8 +41,7 @@ constexpr int64_t kMaxHeads = 1 << 16;  // keeps the indices of heads and rows w
 
 // From here on each thread gets several heads: far more threads than a device keeps resident at once, so that sharing
 // cosines and having more loads under way costs no parallelism. On an H200 two heads lose with 0.6 million threads,
-// gain
-// with 2.6 million, and are faster than four.
+// gain with 2.6 million, and are faster than four.
 constexpr int64_t kManyThreads = 1 << 20;
 constexpr int kManyHeads = 2;
 // Blocks of a multiprocessor that has several heads a thread, which bounds the registers of a thread. Cosines of four

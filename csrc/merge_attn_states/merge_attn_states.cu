@@ -3,8 +3,7 @@
 //
 // Each part comes normalised, with the logarithm of the sum of exponentials (LSE) that it was divided by; section 2.2
 // of FlashInfer (arXiv:2501.01005) has the formula. Loads and stores are its only cost, so every thread moves packs of
-// 16
-// bytes, and loads both parts before it needs the LSEs: no load waits for another one.
+// 16 bytes, and loads both parts before it needs the LSEs: no load waits for another one.
 //
 // Only the stable ABI of PyTorch is used; see csrc/README.md.
 
@@ -49,8 +48,7 @@ struct alignas(sizeof(out_t) * kCount) Pack {
 };
 
 // The location of a token's head in a tensor: of its contiguous elements, or of its LSE. Strides are in elements. With
-// 32
-// bits each, a product is one instruction, and has 64 bits.
+// 32 bits each, a product is one instruction, and has 64 bits.
 template <typename scalar_t>
 struct Rows {
   scalar_t* data = nullptr;

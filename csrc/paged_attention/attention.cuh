@@ -10,12 +10,10 @@
 // same weights. (FlashMLA, which also has 64 rows of 512, divides keys and values instead and exchanges weights.)
 //
 // The online softmax and the split over the keys are FlashAttention 2's and Flash-Decoding's. While the products with
-// the
-// values of a tile run, the weights of the next tile are computed, as in FlashAttention 3.
+// the values of a tile run, the weights of the next tile are computed, as in FlashAttention 3.
 //
 // The copy engine reads the keys by the cache's strides: 16 tokens of one page and 64 columns at a time, so pages of
-// any
-// multiple of 16 tokens work.
+// any multiple of 16 tokens work.
 
 #pragma once
 
@@ -147,8 +145,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
   }
   if (tiles > 0) {
     // Queries before keys: after all programs' first tiles they would arrive last, and nothing begins without them.
-    // Rows
-    // behind a block's last row belong to another request or none; their results are not written.
+    // Rows behind a block's last row belong to another request or none; their results are not written.
     if (lane == 0) {
       if (warp == 0) {
         hopper::barrier_expect(&shared.keys_full[warpgroup], kChunks * p.most_rows * kChunk * 2);
@@ -357,8 +354,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
     }
     exchange_logits(tile + 1, logits);
     // Only now: these values were asked for when the last products with values had ended, and the logits since then
-    // have
-    // covered their way.
+    // have covered their way.
     hopper::barrier_wait(&shared.values_full[warpgroup], tile & 1);
     start_sums();
     weigh(tile + 1, logits);
@@ -380,8 +376,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(
   if (tiles > 0) {
     hopper::barrier_wait(&shared.values_full[warpgroup], (tiles - 1) & 1);
     // Behind a request's last token the cache may hold NaN, and NaN times a weight of zero is NaN. Whole sub-tiles
-    // behind
-    // it were not copied.
+    // behind it were not copied.
     const int valid = keys.end - (keys.begin + (tiles - 1) * kKeys);
     const int upto = min((valid + kSubTile - 1) / kSubTile * kSubTile, kKeys);
     for (int i = thread; i < (upto - valid) * kChunks * 8; i += kGroupThreads) {

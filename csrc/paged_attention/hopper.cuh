@@ -65,8 +65,7 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
 }
 
 // Start the copy of one box. What lies outside of the tensor arrives as zeros, and counts as bytes all the same. What
-// is
-// read `once` leaves the L2 cache before anything else does.
+// is read `once` leaves the L2 cache before anything else does.
 template <bool kOnce>
 __device__ __forceinline__ void tma_load(
     void* to, const CUtensorMap* map, uint64_t* barrier, int column, int token, int head, int block) {

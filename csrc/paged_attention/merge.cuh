@@ -25,8 +25,7 @@ template <int kSplits>
 constexpr bool kMergeLoops = kSplits <= 2;
 
 // kSlices slices of a row of a block of queries, from its splits, by a team of `team` warps that read up to kSplits
-// each
-// at a time. Rows with one split have their result already.
+// each at a time. Rows with one split have their result already.
 template <typename T, int kSlices, int kSplits>
 __device__ __forceinline__ void merge_part(
     const Problem& p, const Block& block, int splits, int item, int team, int columns, float4 (&parts)[kMergeWarps][32]) {

@@ -88,8 +88,7 @@ __device__ inline Block block_of(const Problem& p) {
     skipped = (index - request * p.blocks_per_request) * p.block_tokens;
   } else {
     // Request r has the blocks from query_start_loc[r] / block_tokens + r on: as many as it needs or one more, and
-    // known
-    // without a sum over the requests before it.
+    // known without a sum over the requests before it.
     int low = 0, high = p.requests - 1;
     while (low < high) {
       const int middle = (low + high + 1) / 2;

@@ -14,10 +14,8 @@ namespace paged {
 constexpr int kDirectRows = 16;
 
 // Where the results of a split lie until they are merged: rows of float32, cut into pieces of 16 columns, the same
-// piece
-// of all rows side by side. The threads that have a piece of eight rows of an accumulator (PTX ISA, wgmma) then write
-// 512
-// bytes in a row, 16 each, and so one thread's four columns are two pairs that are 8 apart.
+// piece of all rows side by side. The threads that have a piece of eight rows of an accumulator (PTX ISA, wgmma) then
+// write 512 bytes in a row, 16 each, and so one thread's four columns are two pairs that are 8 apart.
 struct Partials {
   static constexpr int kPiece = 16;
 

@@ -43,8 +43,7 @@ __device__ __forceinline__ uint32_t Quantiser<Float8>::quantise(float2 x) const 
     quotient = make_float2(divisor.divide(x.x), divisor.divide(x.y));
   }
   // `::quantise` written out: with another function around the conversion, which devices before 8.9 emulate, the
-  // compiler
-  // orders their code differently.
+  // compiler orders their code differently.
   quotient = make_float2(fminf(quotient.x, Float8::kMax), fminf(quotient.y, Float8::kMax));
   return __nv_cvt_float2_to_fp8x2(quotient, __NV_SATFINITE, __NV_E4M3);
 }

@@ -35,8 +35,7 @@ constexpr int kMaxThreads = 1024;
 // Rows that one warp holds: so many of them share a block.
 constexpr int kWarpRows = 4;
 // Up to here the blocks of all rows run at the same time, and wide blocks make a row's time short; beyond, narrow
-// blocks
-// with more loads per thread keep the memory busier.
+// blocks with more loads per thread keep the memory busier.
 constexpr int64_t kFewRows = 512;
 // Chunks of a row from which on each thread of a narrow block holds four: with fewer the block had less than four
 // warps.

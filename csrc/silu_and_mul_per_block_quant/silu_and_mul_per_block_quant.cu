@@ -2,8 +2,7 @@
 // silu(gate) * up, quantised to float8 e4m3 or int8 with one scale for each group of 64 or 128 elements of a row.
 //
 // The arithmetic is the same as in vLLM's operation of this name, in float32 from load to store, and no sum depends on
-// an
-// order, so the result can be compared with vLLM's bit for bit.
+// an order, so the result can be compared with vLLM's bit for bit.
 //
 // Only the stable ABI of PyTorch is used; see csrc/README.md.
 

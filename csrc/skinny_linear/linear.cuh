@@ -37,8 +37,7 @@ struct Problem {
   // Stages of the ring.
   int stages;
   // The first half of the weights' rows are gates, and silu of the gates is multiplied with the second half. A tile
-  // then
-  // has kRows / 2 of each.
+  // then has kRows / 2 of each.
   bool gated;
 };
 

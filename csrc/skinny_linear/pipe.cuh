@@ -15,10 +15,8 @@ namespace skinny {
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // Waits until the previous kernel has ended and its results can be read. Does nothing if this kernel was launched
-// without
-// the attribute. Every block of every kernel here calls it: otherwise a kernel could end before its predecessor, and
-// the
-// wait of the next kernel would not cover the predecessor.
+// without the attribute. Every block of every kernel here calls it: otherwise a kernel could end before its
+// predecessor, and the wait of the next kernel would not cover the predecessor.
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {

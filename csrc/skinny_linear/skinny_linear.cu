@@ -3,9 +3,8 @@
 //
 // Kernels of this folder follow one another by programmatic dependent launch: each lets the next kernel start
 // immediately, and waits for the previous kernel before it reads that kernel's results and before it writes anything.
-// So
-// the start of a kernel and its loads of weights overlap. After another kernel, which does not let the next one start,
-// and before a kernel launched without the attribute, they run in the stream's order.
+// So the start of a kernel and its loads of weights overlap. After another kernel, which does not let the next one
+// start, and before a kernel launched without the attribute, they run in the stream's order.
 
 #include <algorithm>
 #include <cstdint>
@@ -38,8 +37,7 @@ constexpr int64_t kSharedBytes = 224 * 1024;
 constexpr int kMostTokens = 32;
 
 // A matrix for the copy engine: chunks of 64 columns, each row by row; one copy takes `depth` / 64 chunks. Its rows may
-// be
-// two halves; then a copy takes `box_rows` / 2 rows of each. Copies divide the matrix, so no copy must be filled.
+// be two halves; then a copy takes `box_rows` / 2 rows of each. Copies divide the matrix, so no copy must be filled.
 CUtensorMap map_of(
     const char* name, const void* data, int64_t rows, int64_t columns, int64_t stride, int halves, int box_rows,
     int depth) {

@@ -2,8 +2,7 @@
 // Softmax over the experts of each token, and the topk largest of them.
 //
 // A warp, or a part of one, holds a row in registers: each lane a run of neighbouring experts. Each step of the
-// selection
-// finds the largest of the integers that stand for the experts, for which a warp has one instruction.
+// selection finds the largest of the integers that stand for the experts, for which a warp has one instruction.
 //
 // Logits of 16 bits leave room in such an integer for the number of the expert: it is then unique, and decides the
 // choice. It distinguishes logits that round to one probability, which vLLM's kernel does not. Otherwise the integer is
@@ -38,8 +37,7 @@ using torch::stable::Tensor;
 constexpr int kWarps = 4;  // of a block
 
 // Up to so many rows each warp has a scheduler almost to itself, and a whole warp for a row is fastest. With more rows
-// a
-// row takes a part of a warp, which costs fewer instructions.
+// a row takes a part of a warp, which costs fewer instructions.
 constexpr int64_t kFewRows = 2048;
 
 // kLanes lanes for each row, kPer experts in each of them. kByLogit: logits have 16 bits, and there is no bias.

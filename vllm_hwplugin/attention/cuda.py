@@ -57,10 +57,9 @@ def of_this_batch(scratch: tuple[Any, ...]) -> Any:
 
 # The large-head kernel's memory for split results: one for all layers of a process, which run one after another. With
 # dual-batch overlap (`--enable-dbo`) both micro-batches have their own. It is allocated while the model is built, so
-# that
-# vLLM's memory profiling counts it and captured graphs keep its address. Only the layers hold it, so it is freed with
-# them: in sleep mode it may lie in a pool that is unmapped while the engine sleeps, and the next engine of the process
-# must not reuse it.
+# that vLLM's memory profiling counts it and captured graphs keep its address. Only the layers hold it, so it is freed
+# with them: in sleep mode it may lie in a pool that is unmapped while the engine sleeps, and the next engine of the
+# process must not reuse it.
 _taken: weakref.WeakValueDictionary[tuple[torch.device, int], Any] = weakref.WeakValueDictionary()
 
 

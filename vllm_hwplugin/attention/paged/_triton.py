@@ -37,10 +37,8 @@ class Tile:
 
 
 # Measured on an H200 at head size 512. With two warps and short tiles several programs fit on a multiprocessor and hide
-# each other's latency; greater heights do not fit into the registers.
-# A page holds a multiple of a tile's keys, so a tile never reads a page that lies before the window, which may have
-# been
-# overwritten.
+# each other's latency; greater heights do not fit into the registers. A page holds a multiple of a tile's keys, so a
+# tile never reads a page that lies before the window, which may have been overwritten.
 TILES: Final[Mapping[int, Tile]] = {16: Tile(16, 2, 3, 4), 32: Tile(16, 4, 3, 2), 64: Tile(16, 8, 3, 1)}
 
 # Any number, for Triton's interpreter on a CPU in tests.
