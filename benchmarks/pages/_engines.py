@@ -40,7 +40,7 @@ _TRAINED = " `tiny` has trained checkpoints, so its acceptance is real."
 
 _API_SERVER = (
     "If `server CPU` of `bench serve` is near 100%, the API server process is the limit, not the engine: requests "
-    "queue there, and TTFT rises with the concurrency. Start vLLM with `vllm serve --api-server-count N`, and raise N "
+    "queue there, and TTFT rises with the concurrency. Give vLLM `--api-server-count N`, and raise N "
     "until `server CPU` falls; each process needs a core."
 )
 _WHY = (
