@@ -9,6 +9,7 @@ from pathlib import Path
 from vllm_hwplugin_lab.bench.plan import TINY
 
 from . import (
+    _drafters,
     _engine_tables,
     _engines,
     _host_time,
@@ -47,13 +48,16 @@ def pages(root: Path = ROOT) -> dict[str, str]:
     kernels = [*read_all(results, "kernels-attention-"), *read_all(results, "kernels-ops-")]
     phases, served = read_all(results, "phases-"), read_all(results, "serve-")
     return {
-        "README.md": _within(
-            root,
-            "README.md",
-            live=_serve_tables.live(recent(served)),
-            gains=_engines.first_screen(recent(engines)),
-            costs=_readme_tables.starts_in_short(read_all(results, "starts-")),
+        "README.md": _drafters.with_row(
+            _within(
+                root,
+                "README.md",
+                live=_serve_tables.live(recent(served)),
+                gains=_engines.first_screen(recent(engines)),
+                costs=_readme_tables.starts_in_short(read_all(results, "starts-")),
+            )
         ),
+        "docs/features.md": _within(root, "docs/features.md", drafters=_drafters.by_runner()),
         **{
             page: _within(root, page, costs=_readme_tables.costs(read_all(results, kind)))
             for page, kind in _COSTS.items()

@@ -46,7 +46,16 @@ def tree(tmp_path: Path) -> Path:
     left_out = shutil.ignore_patterns("phases*")
     shutil.copytree(RESULTS, tmp_path / "benchmarks" / "results", ignore=left_out)
     (tmp_path / "docs").mkdir()
-    written = ("benchmarks", "kernel-benchmarks", "kernels", "linear", "model-runner-v2", "nwor", "platforms")
+    written = (
+        "benchmarks",
+        "features",
+        "kernel-benchmarks",
+        "kernels",
+        "linear",
+        "model-runner-v2",
+        "nwor",
+        "platforms",
+    )
     for name in ("README.md", *(f"docs/{page}.md" for page in written)):
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path

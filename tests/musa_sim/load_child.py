@@ -321,7 +321,7 @@ def not_knowing(what: str) -> contextlib.AbstractContextManager:
     from vllm_hwplugin.spec_decode import obstacles
 
     if what == "drafter":
-        return mock.patch.object(obstacles, "_SPECULATORS", ())
+        return mock.patch.object(obstacles, "SPECULATORS", ())
     return mock.patch.object(obstacles, "host_work", return_value="asked to say so")
 
 

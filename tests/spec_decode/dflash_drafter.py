@@ -128,6 +128,7 @@ def make_dflash(modules: Modules, k: int, config: Any):
                 num_speculative_tokens=k,
                 enforce_eager=False,
                 disable_padded_drafter_batch=False,
+                method="dflash",
                 use_dflash=lambda: True,
                 use_eagle=lambda: True,
                 uses_draft_model=lambda: False,

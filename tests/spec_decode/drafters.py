@@ -143,7 +143,7 @@ def make_proposer(module: types.ModuleType, kind: Kind, k: int, config: VllmConf
                 num_speculative_tokens=k,
                 enforce_eager=False,
                 disable_padded_drafter_batch=False,
-                use_dflash=lambda: False,
+                method=kind.method,
                 use_eagle=lambda: kind.method != "draft_model",
                 uses_draft_model=lambda: kind.method == "draft_model",
                 uses_extract_hidden_states=lambda: False,

@@ -117,7 +117,7 @@ def config(kv_transfer_config: KVTransferConfig | None = None) -> SimpleNamespac
 def runner_v1() -> Any:
     """A `GPUModelRunner` of V1 that drafts with Eagle3."""
     return SimpleNamespace(
-        speculative_config=SimpleNamespace(method="eagle3", num_speculative_tokens=3, use_dflash=lambda: False),
+        speculative_config=SimpleNamespace(method="eagle3", num_speculative_tokens=3),
         drafter=SimpleNamespace(
             draft_loop=SimpleNamespace(failed=False),
             draft_attn_groups=[group(TritonAttentionMetadataBuilder, "draft")],
@@ -164,7 +164,7 @@ def proposer() -> Any:
     """V1's drafter of Eagle3, which leaves the layers' KV connector to the target."""
     return type("EagleProposer", (SimpleNamespace,), {})(
         speculative_config=SimpleNamespace(
-            num_speculative_tokens=3, enforce_eager=False, disable_padded_drafter_batch=False, use_dflash=lambda: False
+            method="eagle3", num_speculative_tokens=3, enforce_eager=False, disable_padded_drafter_batch=False
         ),
         vllm_config=config(kv_transfer_config=KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")),
         model=None,
@@ -255,7 +255,7 @@ CASES: Final = [
     (proposer, "vllm_config.parallel_config.decode_context_parallel_size", 2, "per-rank", Part.V1_PASSES),
     (proposer, "vllm_config.lora_config", object(), "LoRA", Part.V1_PASSES),
     (proposer, "model", Breakable(), "breakable", Part.V1_PASSES),
-    (proposer, "speculative_config.use_dflash", lambda: True, "ExampleConnector may load", Part.V1_PASSES),
+    (proposer, "speculative_config.method", "dflash", "ExampleConnector may load", Part.V1_PASSES),
     (proposer, "vllm_config.use_cumem_cudagraph_pool", True, "memory pool", Part.V1_PASSES),
     (proposer, "_share_mtp_indices", True, "top-k indices", Part.V1_PASSES),
     (proposer, "speculative_config.num_speculative_tokens", 1, "no chain", Part.V1_CHAIN),
@@ -580,8 +580,9 @@ def test_a_draft_model_is_served_where_a_graph_can_make_all_of_its_metadata() ->
     older = type("PlainDraftModelSpeculator", (newer,), {})
     views, planned = (FlashAttentionMetadataBuilder, Part(0)), (builder(FLASH_MLA), Part.V2_DRAFTING)
     for cls, (draft, hindered) in itertools.product((newer, older), (views, planned)):
-        made = change(runner_v2(draft=draft), "speculative_config.method", "draft_model")
+        made = runner_v2(draft=draft)
         assert refused(made, runner_v2, "in each step (Fl") == Part(0)
+        made = change(made, "speculative_config.method", "draft_model")
         made.speculator.__class__ = cls
         assert refused(made, runner_v2) == hindered | MIXED
         assert refused(made, runner_v2, "method is draft_model") == MIXED

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vllm_hwplugin import gates, journal
+from vllm_hwplugin.spec_decode.drafters import MASK_METHODS
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -31,7 +32,7 @@ def warm_up(runner: Any) -> None:
     builders: list[tuple[Any, dict[str, bool]]] = [(builder, {}) for builder in target]
     drafter = getattr(runner, "drafter", None)
     # DFlash's queries see later ones, unless the checkpoint says otherwise; vLLM asks that only in later versions.
-    causal = runner.speculative_config is None or runner.speculative_config.method != "dflash"
+    causal = runner.speculative_config is None or runner.speculative_config.method not in MASK_METHODS
     how = {"drafts": True, "causal": getattr(drafter, "dflash_causal", causal)}
     builders += [(builder, how) for builder in _builders(getattr(drafter, "draft_attn_groups", ()))]
     if not builders:

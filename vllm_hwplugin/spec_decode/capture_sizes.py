@@ -26,6 +26,7 @@ from packaging.version import Version
 from vllm_hwplugin import gates, journal
 from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.features import CAPTURE_SIZES, gate_of
+from vllm_hwplugin.spec_decode.drafters import MASK_METHODS, TRIED_METHODS
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -36,8 +37,6 @@ LARGEST: Final = 2048
 LARGEST_MIXED: Final = 4096
 # Sizes in one octave of request counts. A batch is padded by less than the inverse of it.
 _RUNGS_PER_OCTAVE: Final = 8
-# Whose drafts fill a decode batch of the same length for each request.
-_METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
 #: The note on decode batches that no FULL graph serves.
 UNSERVED: Final = "decode batches without a FULL graph"
 #: The largest size that the user named without a list, or None; not there where a list is named.
@@ -149,7 +148,7 @@ def check_and_update_config(vllm_config: Any) -> bool:
     # A configuration that is made from another one has its sizes.
     if spec is None or (listed and _LEFT in vars(compilation)):
         return unnamed
-    if spec.method not in _METHODS:
+    if spec.method not in TRIED_METHODS:
         vars(compilation)[_LEFT] = f"the speculative method is {spec.method}"
         return unnamed
     try:
@@ -210,7 +209,7 @@ def _set(vllm_config: Any, limit: int | None) -> tuple[str, str]:
     mixed = limit is None and wants_mixed() and compilation.cudagraph_mode.mixed_mode().name != "NONE"
     # On the V1 runner the drafter's passes after the first have sizes of their own.
     v2: bool = getattr(vllm_config, "use_v2_model_runner", False)
-    steps = v2 and block > 2 and vllm_config.speculative_config.method != "dflash"
+    steps = v2 and block > 2 and vllm_config.speculative_config.method not in MASK_METHODS
     sizes = list(capture_sizes(block, seqs, batched, own, mixed=mixed, steps=steps))
     if sizes == own:
         blocks = "hold every decode batch" if limit is None else f"have each whole block up to {limit} tokens"

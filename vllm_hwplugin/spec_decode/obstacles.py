@@ -32,30 +32,19 @@ from vllm_hwplugin.spec_decode.builders import (
     updated_in_place,
     why_not_in_graph,
 )
+from vllm_hwplugin.spec_decode.drafters import (
+    DRAFTERS,
+    MASK_METHODS,
+    SPECULATORS,
+    STANDALONE_METHODS,
+    TRIED_METHODS,
+)
 from vllm_hwplugin.spec_decode.graph_recording import in_a_line
 
 logger = logging.getLogger("vllm.hwplugin")
 
 _VERIFIED: Final = "how many drafts are verified changes from step to step"
 
-#: The methods whose `propose` is recorded on V1, and that mixed batches were tried with.
-_METHODS: Final = ("eagle", "eagle3", "mtp", "dflash")
-#: Those of method `draft_model`, up to 0.31 and from 0.32 on.
-_STANDALONE: Final = ("PlainDraftModelSpeculator", "StandaloneARSpeculator")
-#: V2's classes whose `propose` is recorded, or which at least draft by nothing else: later versions have more.
-_SPECULATORS: Final = (
-    "EagleSpeculator",
-    "MTPSpeculator",
-    "Gemma4Speculator",
-    "DFlashSpeculator",
-    "DFlash2Speculator",
-    "LiLiCorrSpeculator",
-    "XPressSpeculator",
-    "NgramGPUSpeculator",
-    *_STANDALONE,
-)
-#: V1's proposers whose `propose` is the patched one. A subclass that overrides a part of it is another's.
-_PROPOSERS: Final = ("EagleProposer", "DraftModelProposer")
 #: Where one of these is set, a proposer does something on the host between its one-token steps.
 _HOST_SIDE: Final = (
     "supports_mm_inputs",
@@ -226,7 +215,7 @@ def _not_in_graph(runner: Any) -> str | None:
     """The first pass of a draft model of its own has more tokens a request than some builders take for a decode."""
     if updated_in_place(runner.speculator):
         return None
-    standalone = type(runner.speculator).__name__ in _STANDALONE
+    standalone = runner.speculative_config.method in STANDALONE_METHODS
     causal = not getattr(runner.speculator, "requires_non_causal", False)
     return why_not_in_graph(_draft_groups(runner), "chain" if standalone else "one_token", causal=causal)
 
@@ -239,7 +228,8 @@ def _plans_by_window(runner: Any) -> bool:
 def _other_proposer(proposer: Any) -> str:
     """DFlash's is the patched one where a hunk has given it graphs of the context."""
     name = type(proposer).__name__
-    return "" if name in _PROPOSERS or (name == "DFlashProposer" and hasattr(proposer, "draft_context")) else name
+    rows = (row for row in DRAFTERS if row.proposer == name and not row.v1)
+    return "" if any(not row.masks or hasattr(proposer, "draft_context") for row in rows) else name
 
 
 def _breakable_in_any_mode(proposer: Any) -> bool:
@@ -253,12 +243,12 @@ def _host_side(proposer: Any) -> str:
 
 def _other_method(runner: Any) -> str:
     method: str | None = getattr(runner.speculative_config, "method", None)
-    return "" if method is None or method in _METHODS else method
+    return "" if method is None or method in TRIED_METHODS else method
 
 
 def _other_speculator(runner: Any) -> str:
     speculator = runner.speculator
-    return "" if speculator is None or type(speculator).__name__ in _SPECULATORS else _names([speculator])
+    return "" if speculator is None or type(speculator).__name__ in SPECULATORS else _names([speculator])
 
 
 def _other_sampler(runner: Any) -> str:
@@ -326,8 +316,8 @@ def _other_blocks(runner: Any) -> bool:
 
 def _lacks_graphs(runner: Any) -> str:
     drafter, spec = runner.drafter, runner.speculative_config
-    needed = getattr(drafter, "draft_context" if spec.use_dflash() else "draft_loop", None)
-    if needed is None and not spec.use_dflash() and spec.num_speculative_tokens > 1:
+    needed = getattr(drafter, "draft_context" if spec.method in MASK_METHODS else "draft_loop", None)
+    if needed is None and spec.method not in MASK_METHODS and spec.num_speculative_tokens > 1:
         return "it needs draft-loop-graph's graphs"
     return "recording the graphs that it is built on failed" if needed is not None and needed.failed else ""
 
@@ -373,7 +363,7 @@ OBSTACLES: Final = (
     Obstacle(
         "{} may load and save keys layer by layer, also those of the draft of a prompt",
         _PASSES,
-        lambda p: p.speculative_config.use_dflash() and working_by_layer(p.vllm_config.kv_transfer_config),
+        lambda p: p.speculative_config.method in MASK_METHODS and working_by_layer(p.vllm_config.kv_transfer_config),
     ),
     Obstacle(
         "one pass drafts every token, so there is no chain",
@@ -433,7 +423,7 @@ OBSTACLES: Final = (
     Obstacle(
         "the drafter has tokens of its own in its first pass",
         _PHASE,
-        lambda r: not r.speculative_config.use_dflash() and r.drafter.needs_extra_input_slots,
+        lambda r: r.speculative_config.method not in MASK_METHODS and r.drafter.needs_extra_input_slots,
     ),
     Obstacle(
         "the drafter has metadata of each KV cache group",

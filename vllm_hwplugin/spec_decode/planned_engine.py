@@ -16,6 +16,7 @@ from packaging.version import Version
 from vllm_hwplugin import features
 from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.journal import Journal, Use
+from vllm_hwplugin.spec_decode.drafters import MASK_METHODS
 from vllm_hwplugin.spec_decode.engine_report import Unused, use_of
 from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, Part
 from vllm_hwplugin.spec_decode.worker_use import why_unused
@@ -100,8 +101,8 @@ def foresee(config: Any, entry: Journal) -> dict[str, Foreseen]:
     v2 = uses_v2(config)
     spec = config.speculative_config
     configs = {name: getattr(config, name) for name in _CONFIGS} | {"vllm_config": config}
-    # DFlash's drafter has it whatever the configuration says.
-    in_parallel = spec is not None and (spec.method == "dflash" or getattr(spec, "parallel_drafting", False))
+    # A drafter by masks has it whatever the configuration says.
+    in_parallel = spec is not None and (spec.method in MASK_METHODS or getattr(spec, "parallel_drafting", False))
     drafter = None if spec is None else _Planned(**configs, parallel_drafting=in_parallel)
     runner = _Planned(
         **configs, **{"speculator" if v2 else "drafter": drafter}, max_num_reqs=config.scheduler_config.max_num_seqs

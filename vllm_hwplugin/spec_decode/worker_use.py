@@ -18,6 +18,7 @@ from vllm_hwplugin import features, gates
 from vllm_hwplugin.journal import Journal
 from vllm_hwplugin.linear import layers
 from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, step_counts
+from vllm_hwplugin.spec_decode.drafters import CACHED_METHODS, MASK_METHODS
 from vllm_hwplugin.spec_decode.engine_report import NO_SPECULATION, UNNEEDED, Findings, Unused, report, use_of
 from vllm_hwplugin.spec_decode.obstacles import decodes_plainly
 from vllm_hwplugin.spec_decode.v1.draft_decision import drafter_obstacle
@@ -35,10 +36,6 @@ _GRAPHS: Final = (
     features.V1_STEP_INPUTS,
 )
 
-# Their draft models norm the context keys of all layers in one call, in the method that the feature patches.
-_DFLASH_FAMILY: Final = ("dflash", "dspark", "dflash2")
-# Their drafts have keys and values of their own in the KV cache.
-_CACHED_DRAFTS: Final = ("eagle", "eagle3", "mtp", "dflash", "draft_model")
 _BIASED_LOADERS: Final = ("llama_eagle", "llama4_eagle", "llama_eagle3")
 
 
@@ -130,8 +127,8 @@ def why_unused(worker: Any, vllm: Version) -> dict[str, tuple[Unused, ...]]:
         return not any(getattr(group.kv_cache_spec, "sliding_window", None) for group in groups)
 
     speculates = NO_SPECULATION._replace(holds=spec is None)
-    dflash, dflashes = other_method("DFlash", "dflash"), other_method("DFlash", *_DFLASH_FAMILY)
-    cached = other_method("drafters with a KV cache", *_CACHED_DRAFTS)
+    dflash, dflashes = other_method("DFlash", "dflash"), other_method("DFlash", *MASK_METHODS)
+    cached = other_method("drafters with a KV cache", *CACHED_METHODS)
     elsewhere = Unused(
         "another stage of the pipeline drafts",
         spec is not None and drafter is None,
@@ -211,7 +208,7 @@ def why_unused(worker: Any, vllm: Version) -> dict[str, tuple[Unused, ...]]:
         features.V2_CAPTURE_METADATA: (
             *drafts,
             on_v1,
-            unneeded(f"{method} builds the metadata that it captures with", method in _DFLASH_FAMILY),
+            unneeded(f"{method} builds the metadata that it captures with", method in MASK_METHODS),
             graphless,
         ),
         features.V2_GRAPH_ADDRESSES: (

@@ -247,7 +247,7 @@ def test_one_half_is_in_graphs_without_the_other(vllm_here: Any, half: str, monk
     if half == "drafting" and Versions("<0.31").covers(vllm_here.version):
         pytest.skip("Model Runner V2 has no logits processors of others")
     # As if vLLM's own speculator, or logits processors, were another's.
-    monkeypatch.setattr(obstacles, {"sampling": "_SPECULATORS", "drafting": "_LOGITS_PROCESSORS"}[half], ())
+    monkeypatch.setattr(obstacles, {"sampling": "SPECULATORS", "drafting": "_LOGITS_PROCESSORS"}[half], ())
     with both(vllm_here) as sides:
         walks = walk(sides, PLAIN + BEST + MORE, examples=10)
         runner = sides.both[1].runner

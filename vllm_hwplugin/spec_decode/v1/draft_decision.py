@@ -23,6 +23,7 @@ from vllm.config import CUDAGraphMode
 from vllm_hwplugin.spec_decode.builders import refusing
 from vllm_hwplugin.spec_decode.capture_sizes import own_sizes
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, uniform_shape
+from vllm_hwplugin.spec_decode.drafters import MASK_METHODS
 from vllm_hwplugin.spec_decode.obstacles import Part, builder_classes, why_not
 
 #: Tokens of a request in every pass of an autoregressive drafter but the first.
@@ -209,7 +210,7 @@ def _attention_obstacle(proposer: Any) -> str | None:
 def first_pass_of(proposer: Any) -> FirstPass:
     """The first pass of a `SpecDecodeBaseProposer`."""
     num_speculative_tokens = proposer.speculative_config.num_speculative_tokens
-    if proposer.speculative_config.use_dflash():
+    if proposer.speculative_config.method in MASK_METHODS:
         return FirstPass(
             query_len=1 + num_speculative_tokens,
             max_tokens=proposer.max_query_tokens,

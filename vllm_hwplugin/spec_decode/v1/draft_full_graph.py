@@ -25,6 +25,7 @@ from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import gives_up, stays_stock
 from vllm_hwplugin.features import DFLASH_FULL_GRAPH, DRAFT_FULL_GRAPH
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, GraphShape
+from vllm_hwplugin.spec_decode.drafters import MASK_METHODS
 from vllm_hwplugin.spec_decode.graph_recording import attempt
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v1.draft_buffers import DraftBuffers, unmanaged_field
@@ -126,7 +127,7 @@ class DraftGraphs:
         self._companions: list[Companion] = []
         self._decision = ""
         self._failed = False
-        feature = DFLASH_FULL_GRAPH if proposer.method == "dflash" else DRAFT_FULL_GRAPH
+        feature = DFLASH_FULL_GRAPH if proposer.method in MASK_METHODS else DRAFT_FULL_GRAPH
         self._step_counts = StepCounts(feature, "first-pass")
         self._forget()
 

@@ -23,12 +23,10 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, uniform_shape
+from vllm_hwplugin.spec_decode.drafters import COMBINING_METHODS, MASK_METHODS
 from vllm_hwplugin.spec_decode.graph_recording import record_graph, shared_scratch
 from vllm_hwplugin.spec_decode.v1.noise import Noise
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs
-
-#: Methods whose drafter reads hidden states of several of the target's layers, which its model combines.
-_COMBINING = ("eagle3", "dflash")
 
 #: Tokens that are verified at once, at most, unless one request has more. vLLM makes three float32 copies of their
 #: logits, and what the largest graph needs is taken from the KV cache: 39 MB each at a vocabulary of 152,000.
@@ -467,7 +465,7 @@ class PhaseRecorder:
         Returns:
             Which of its tokens to draft from, the states to sample from, and those that a next pass reads.
         """
-        proposer, runner, buffers = self._proposer, self._runner, self._buffers
+        proposer, buffers = self._proposer, self._buffers
         num_reqs, num_tokens = shape.num_reqs, shape.num_tokens
         indices, batch = self._inputs(shape, states, batch)
         dead, dead_tokens = buffers.dead(num_reqs), buffers.dead_tokens(num_reqs)
@@ -477,7 +475,7 @@ class PhaseRecorder:
         # Copies them into the buffer that the draft layers read, where they are not in it.
         proposer._get_slot_mapping(num_tokens, batch.slot_mapping)
         proposer._slot_mapping_buffer[:num_tokens].masked_fill_(dead_tokens, PADDING_SLOT_ID)
-        if runner.speculative_config.use_dflash():
+        if proposer.method in MASK_METHODS:
             proposer._context_slot_mapping_buffer[:num_tokens].masked_fill_(dead_tokens, PADDING_SLOT_ID)
             proposer.draft_context.precompute(num_tokens)
         with self._passes.forward_context(metadata, shape, CUDAGraphMode.FULL):
@@ -494,7 +492,7 @@ class PhaseRecorder:
         proposer, runner, buffers = self._proposer, self._runner, self._buffers
         num_reqs, num_tokens = shape.num_reqs, shape.num_tokens
         found = _side_by_side(states, num_tokens)
-        if proposer.method in _COMBINING:
+        if proposer.method in COMBINING_METHODS:
             found = proposer.model.combine_hidden_states(found)
         count, indices, batch = proposer.set_inputs_first_pass(
             target_token_ids=runner.input_ids.gpu[:num_tokens],
@@ -506,7 +504,7 @@ class PhaseRecorder:
             num_rejected_tokens_gpu=buffers.num_rejected[:num_reqs],
         )
         assert count == num_tokens
-        if runner.speculative_config.use_dflash():
+        if proposer.method in MASK_METHODS:
             proposer.hidden_states[:num_tokens].copy_(found)
         return indices, batch
 

@@ -19,6 +19,7 @@ from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import BACKPORT_MIXED_GRAPHS, V2_MIXED_GRAPHS
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
+from vllm_hwplugin.spec_decode.drafters import SHARED_FIRST_PASS
 from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
 
 _STOCK: Final = "only decode batches have FULL graphs"
@@ -32,9 +33,6 @@ _ADDED: Final = "_hwplugin_mixed_graphs"
 
 #: Tokens times parts.
 _SPLIT_TOKENS: Final = 4096
-
-#: Drafters whose first pass runs on the target's batch and metadata, in graphs of a manager of its own.
-_FIRST_PASS: Final = ("EagleSpeculator", "MTPSpeculator")
 
 
 def most_splits(compilation_config: Any, num_tokens: int, most: int) -> int | None:
@@ -92,7 +90,7 @@ def add_mixed_graphs(runner: Any) -> None:
         for size in sizes
     ]
     _offer(runner.cudagraph_manager, graphs)
-    if type(runner.speculator).__name__ in _FIRST_PASS:
+    if type(runner.speculator).__name__ in SHARED_FIRST_PASS:
         _offer(runner.speculator.prefill_cudagraph_manager, graphs)
     vars(runner.compilation_config)[_ADDED] = True
     journal.note(V2_MIXED_GRAPHS, f"{len(graphs)} shapes of at most {sizes[-1]} tokens and {most} requests")

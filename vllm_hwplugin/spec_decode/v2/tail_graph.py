@@ -46,6 +46,7 @@ from vllm_hwplugin.features import V2_TAIL_GRAPH
 from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.builders import updated_in_place
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, asks_for_nothing_else
+from vllm_hwplugin.spec_decode.drafters import MASK_METHODS, STANDALONE_METHODS
 from vllm_hwplugin.spec_decode.graph_recording import (
     attempt,
     known_arguments,
@@ -263,15 +264,16 @@ class TailGraphs:
             runner._set_active_loras(none, none, set())
         draft = getattr(runner.speculator, "model", None)
         method = runner.speculative_config.method if Part.V2_DRAFTING not in self._vllms else None
-        # vLLM has no graphs of a draft model of its own.
-        self._touched = Touched(None if method == "draft_model" else draft)
-        self._read_whole = draft if method == "draft_model" else None
+        # vLLM has no graphs of a standalone draft model.
+        standalone = method in STANDALONE_METHODS
+        self._touched = Touched(None if standalone else draft)
+        self._read_whole = draft if standalone else None
         with self._touched:
             for shape in shapes:
                 self._graphs.append(self._capture_shape(shape, self._pool))
         self._scratch = shared_scratch()
         self._watch()
-        if method == "dflash":
+        if method in MASK_METHODS:
             self._fused = FusedWeights(draft)
 
     def _watch(self) -> None:
