@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The features that what is patched in knows, by the names of their folders among the patches, and their gates."""
+"""The features that code names, by their folders in `patches/`, and their environment variables."""
 
 from __future__ import annotations
 
@@ -22,23 +22,11 @@ WINDOW_BLOCKS: Final = "window-blocks"
 V2_DRAFT_METADATA: Final = "v2-draft-metadata"
 V2_FUSED_DRAFTS: Final = "v2-fused-drafts"
 V2_CAPTURE_METADATA: Final = "v2-capture-metadata"
-V2_GRAPH_ADDRESSES: Final = "v2-graph-addresses"
 NWOR: Final = "nwor"
 LINEAR: Final = "linear"
 V1_STEP_INPUTS: Final = "v1-step-inputs"
-BACKPORT_DP_DRAFTER: Final = "backport-dp-drafter"
-BACKPORT_DRAFT_LOOKAHEAD: Final = "backport-draft-lookahead"
-BACKPORT_DRAFT_SCHEDULE: Final = "backport-draft-schedule"
-BACKPORT_EAGLE_BIAS: Final = "backport-eagle-bias"
 BACKPORT_MIXED_GRAPHS: Final = "backport-mixed-graphs"
-BACKPORT_MTP_EMBEDDINGS: Final = "backport-mtp-embeddings"
-BACKPORT_NAN_LOGITS: Final = "backport-nan-logits"
-BACKPORT_PADDED_REQUEST: Final = "backport-padded-request"
 BACKPORT_PIPELINE_DRAFTS: Final = "backport-pipeline-drafts"
-BACKPORT_REASONING_END: Final = "backport-reasoning-end"
-BACKPORT_RECOVERED_TOKEN: Final = "backport-recovered-token"
-BACKPORT_TOP_K_TOP_P: Final = "backport-top-k-top-p"
-BACKPORT_VACATED_ROW: Final = "backport-vacated-row"
 
 
 def gate_of(feature: str) -> str:

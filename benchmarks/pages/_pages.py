@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_hwplugin.terms import TERMS, VALUES
 from vllm_hwplugin_lab.bench.plan import TINY
 
 from . import (
@@ -21,6 +22,7 @@ from . import (
 )
 from ._gains import gains
 from ._read import Found, ResultsError, read_all, recent
+from ._text import table
 
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "benchmarks/results"
@@ -57,6 +59,7 @@ def pages(root: Path = ROOT) -> dict[str, str]:
                 costs=_readme_tables.starts_in_short(read_all(results, "starts-")),
             )
         ),
+        "docs/your-own-patches.md": _within(root, "docs/your-own-patches.md", terms=_terms()),
         "docs/features.md": _within(root, "docs/features.md", drafters=_drafters.by_runner()),
         **{
             page: _within(root, page, costs=_readme_tables.costs(read_all(results, kind)))
@@ -70,6 +73,13 @@ def pages(root: Path = ROOT) -> dict[str, str]:
         **({"benchmarks/results/serve.md": _serve_tables.markdown(served)} if served else {}),
         **({"docs/host-time.md": _host_time.page(phases)} if phases else {}),
     }
+
+
+def _terms() -> str:
+    """Return the table of what `uses_when` may state."""
+    names = {name: name + ",".join(VALUES.get(name, ("...",) if name.endswith(":") else ())) for name in TERMS}
+    rows = [(f"`{names[name]}`", reason.replace("{}", "...")) for name, reason in TERMS.items()]
+    return "\n".join(table(("term", "the engine does not use the feature, because"), rows))
 
 
 def outdated(root: Path = ROOT) -> list[str]:
@@ -122,11 +132,11 @@ def _text(path: Path) -> str | None:
 def _within(root: Path, page: str, **tables: str) -> str:
     """Return a page with tables replaced, between lines with their names."""
     text = (root / page).read_text(encoding="utf-8")
-    for name, table in tables.items():
+    for name, body in tables.items():
         begin, end = f"<!-- {name}: made by `make docs` -->", f"<!-- {name}: end -->"
         before, begins, rest = text.partition(begin)
         _, ends, after = rest.partition(end)
         if not begins or not ends:
             raise ResultsError(f"{page}: the lines {begin} and {end} around the table are missing")
-        text = f"{before}{begin}\n{table}\n{end}{after}"
+        text = f"{before}{begin}\n{body}\n{end}{after}"
     return text

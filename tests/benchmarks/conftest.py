@@ -47,14 +47,8 @@ def tree(tmp_path: Path) -> Path:
     shutil.copytree(RESULTS, tmp_path / "benchmarks" / "results", ignore=left_out)
     (tmp_path / "docs").mkdir()
     written = (
-        "benchmarks",
-        "features",
-        "kernel-benchmarks",
-        "kernels",
-        "linear",
-        "model-runner-v2",
-        "nwor",
-        "platforms",
+        *("benchmarks", "features", "kernel-benchmarks", "kernels", "linear", "model-runner-v2", "nwor", "platforms"),
+        "your-own-patches",
     )
     for name in ("README.md", *(f"docs/{page}.md" for page in written)):
         shutil.copy(ROOT / name, tmp_path / name)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +23,15 @@ from vllm_hwplugin.gates import PLAIN_DECODE
 from vllm_hwplugin.journal import Use
 from vllm_hwplugin.patching import Catalogue, load_catalogue, make_plan
 from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, worker_use
-from vllm_hwplugin.spec_decode.engine_report import UNNEEDED, unused_by_cause
+from vllm_hwplugin.spec_decode.engine_report import UNNEEDED, unused_by_cause, use_of
 from vllm_hwplugin.spec_decode.step_counts import StepCounts
+from vllm_hwplugin.terms import TERMS, Term
 
 from ..conftest import versions
 from . import drafters
 
-ALL = {feature.id for feature in load_catalogue().features} - {"engine-report", "window-blocks"}
+TERMS_OF = {feature.id: feature.uses_when for feature in load_catalogue().features if feature.uses_when}
+ALL = TERMS_OF.keys()
 SCHEDULED = {"backport-draft-lookahead", "backport-padded-request"}
 PASSES = {"draft-full-graph", "draft-loop-graph", "v1-draft-phase"}
 #: Eagle3 on either runner, as the scheduler and the worker have it.
@@ -42,6 +44,10 @@ DFLASH_V1 = ON_V1 | {"dflash-full-graph", "dflash-context-norm"}
 DFLASH_V2 = ON_V2 - {"v2-fused-drafts", "v2-capture-metadata"} | {"dflash-context-norm"}
 
 
+def patched_in(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    return {name: {"state": "live", "reason": "", "uses_when": "\n".join(TERMS_OF[name])} for name in names}
+
+
 @pytest.fixture(autouse=True)
 def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[journal.Journal]:
     """A process in which all features are live, there is Triton, and vLLM's norm was not asked."""
@@ -50,7 +56,7 @@ def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[journal.J
     journal.forget()
     made = journal.new("1")
     made.vllm_version = "0.33.0+cpu"
-    made.features = {name: {"state": "live", "reason": ""} for name in ALL}
+    made.features = patched_in(ALL)
     journal.begin(made, tmp_path)
     yield made
     journal.forget()
@@ -117,6 +123,29 @@ def used(one: SimpleNamespace) -> set[str]:
     assert found.keys() == ALL
     assert all(bool(use["reason"]) is not use["used"] for use in found.values())
     return {name for name, use in found.items() if use["used"]}
+
+
+def test_a_worker_answers_each_term() -> None:
+    for v2 in (False, True):
+        engine = worker_use.EngineFacts(worker(v2))
+        for name in TERMS:
+            values = {"runner:": ("v1",), "drafter:": ("masks",)}.get(name, ("x",)) if name.endswith(":") else ()
+            assert use_of([engine.reason(Term(name, values, None))])["used"] in (True, False)
+    # Of the project's own features only these are not asked of a worker.
+    assert {feature.id for feature in load_catalogue().features} - ALL == {"engine-report", "window-blocks"}
+
+
+def test_a_catalogue_from_outside_declares_who_uses_it(entry: journal.Journal) -> None:
+    entry.features = {
+        "acme/fix": {"state": "live", "reason": "", "uses_when": "method:eagle3\nrunner:v2 if >=0.33"},
+        "acme/other": {"state": "live", "reason": ""},
+    }
+    worker_use.report_worker(worker())
+    # Nothing is said of one without terms.
+    assert {name: use["used"] for name, use in uses().items()} == {"acme/fix": False}
+    entry.vllm_version = "0.32.0"
+    worker_use.report_worker(worker())
+    assert uses()["acme/fix"]["used"]
 
 
 METHOD = "speculative_config__method"
@@ -270,7 +299,7 @@ def test_features_are_named_by_the_cause_that_they_share_with_what_to_change(
 def test_one_line_says_all_of_what_is_live_and_nothing_else(
     entry: journal.Journal, caplog: pytest.LogCaptureFixture
 ) -> None:
-    entry.features = {name: {"state": "live", "reason": ""} for name in PASSES}
+    entry.features = patched_in(PASSES)
     with caplog.at_level("INFO", "vllm.hwplugin"):
         worker_use.report_worker(worker(v2=True))
     assert uses().keys() == PASSES

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from ..gates import BY_NAME, CATALOGUE_PREFIX, Gate, GateError, feature_gate
+from ..terms import read_term
 from ..versions import SUPPORTED, Versions
 from ._diff import parse_diff
 from ._errors import CatalogueError, DiffError
@@ -31,7 +32,9 @@ PATCH = "patch.toml"
 
 _TEXTS = ("id", "title", "gate", "what", "origin", "removal")
 #: What a `patch.toml` of any catalogue may hold.
-FEATURE_KEYS = frozenset({*_TEXTS, "requires", "versions", "not_needed", "default", "help", "compile_key", "overrides"})
+FEATURE_KEYS = frozenset(
+    {*_TEXTS, "requires", "versions", "not_needed", "default", "help", "compile_key", "uses_when", "overrides"}
+)
 _OWN_KEYS = FEATURE_KEYS | {"since", "aliases", "relies", "trees"}
 _NOT_NEEDED_KEYS = frozenset({"versions", "reason"})
 _OVERRIDE_KEYS = frozenset({"path", "class", "methods", "calls", "also", "versions"})
@@ -165,11 +168,22 @@ def load_feature(folder: Path, terms: Terms) -> Feature:
         files=files,
         distribution=distribution,
         switch=_switch(raw, texts, terms, file),
+        uses_when=tuple(_terms(raw, file)),
         relies=tuple(Relied(path, terms.texts.get(path, {})) for path in relied_on),
         trees=tuple(_tree(table, file) for table in _tables(raw, "trees", _TREE_KEYS, file)),
         overrides=overrides,
         group=folder.parent.name if not terms.catalogue and folder.parent.name in GROUPS else "",
     )
+
+
+def _terms(raw: Mapping[str, Any], file: Path) -> list[str]:
+    texts = _list_of(raw, "uses_when", "terms", file)
+    try:
+        for text in texts:
+            read_term(text)
+    except ValueError as error:
+        raise CatalogueError(f"{file}: uses_when: {error}; see docs/your-own-patches.md") from error
+    return texts
 
 
 def _switch(raw: Mapping[str, Any], texts: Mapping[str, str], terms: Terms, file: Path) -> Gate:

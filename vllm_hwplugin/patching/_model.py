@@ -171,6 +171,7 @@ class Feature(NamedTuple):
         versions: what it is for. Each of its hunks is for these versions, or for some of them.
         distribution: whose files it changes; `VLLM` stands for each distribution of the package `vllm`.
         switch: its gate, as `patch.toml` declares it, or the table has it.
+        uses_when: what an engine must be to use it, in the words of `terms`; without any, nothing is said of that.
         relies: on what text of other files it is right. Hunks that fit say nothing of these.
         trees: on which other texts it is right as well.
         overrides: the classes of which it overrides methods.
@@ -189,6 +190,7 @@ class Feature(NamedTuple):
     files: tuple[FileDiff, ...]
     distribution: str = VLLM
     switch: Gate | None = None
+    uses_when: tuple[str, ...] = ()
     relies: tuple[Relied, ...] = ()
     trees: tuple[Tree, ...] = ()
     overrides: tuple[Overridden, ...] = ()

@@ -268,7 +268,10 @@ def _activate(state: _State, settings: gates.Settings, catalogue: Catalogue | No
         str(overlay.base),
         plan.fingerprint,
     )
-    entry.features |= {name: {"state": item.state, "reason": item.reason} for name, item in plan.features.items()}
+    for name, item in plan.features.items():
+        entry.features[name] = {"state": item.state, "reason": item.reason}
+        if item.state == "live" and item.feature.uses_when:
+            entry.features[name]["uses_when"] = "\n".join(item.feature.uses_when)
     swapped = {swap.module.__name__ for swap in settled.swaps}
     entry.modules = {name: "re-applied" if name in swapped else "pending" for name in settled.copies} | {
         name: "served" for name in entry.modules if entry.modules[name] == "served"

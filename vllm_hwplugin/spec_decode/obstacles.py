@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dis
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Flag, auto
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -22,7 +22,7 @@ from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.sample import logits_processor
 
-from vllm_hwplugin import gates
+from vllm_hwplugin import features, gates
 from vllm_hwplugin.spec_decode.builders import (
     builders_of,
     host_work,
@@ -91,6 +91,20 @@ class Part(Flag):
 
 #: What an engine without a drafter can have.
 _WITHOUT_DRAFTS: Final = Part.V2_SAMPLING | Part.V2_INPUTS | Part.V2_METADATA | Part.V2_MIXED
+
+
+#: What each feature captures, part by part. A feature without any of its parts is not used.
+PARTS: Final[Mapping[str, Mapping[str, Part]]] = {
+    features.DRAFT_FULL_GRAPH: {"passes": Part.V1_PASSES},
+    features.DFLASH_FULL_GRAPH: {"passes": Part.V1_PASSES},
+    features.DRAFT_LOOP_GRAPH: {"steps": Part.V1_PASSES | Part.V1_CHAIN},
+    features.V1_DRAFT_PHASE: {"sampling": Part.V1_SAMPLING, "drafting": Part.V1_DRAFTING},
+    features.V1_STEP_INPUTS: {"inputs": Part.V1_INPUTS},
+    features.V2_TAIL_GRAPH: {"sampling": Part.V2_SAMPLING, "drafting": Part.V2_DRAFTING},
+    features.V2_STEP_INPUTS: {"inputs": Part.V2_INPUTS},
+    features.V2_FUSED_DRAFTS: {"steps": Part.V2_STEPS},
+    features.V2_MIXED_GRAPHS: {"mixed batches": Part.V2_MIXED},
+}
 
 
 class Obstacle(NamedTuple):

@@ -11,28 +11,13 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
-from packaging.version import Version
-
-from vllm_hwplugin import features
 from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.journal import Journal, Use
 from vllm_hwplugin.spec_decode.drafters import MASK_METHODS
 from vllm_hwplugin.spec_decode.engine_report import Unused, use_of
-from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, Part
+from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, PARTS, Part
 from vllm_hwplugin.spec_decode.worker_use import why_unused
 
-#: What each feature records, part by part. A feature without any of its parts is not used.
-_PARTS: Final[Mapping[str, Mapping[str, Part]]] = {
-    features.DRAFT_FULL_GRAPH: {"passes": Part.V1_PASSES},
-    features.DFLASH_FULL_GRAPH: {"passes": Part.V1_PASSES},
-    features.DRAFT_LOOP_GRAPH: {"steps": Part.V1_PASSES | Part.V1_CHAIN},
-    features.V1_DRAFT_PHASE: {"sampling": Part.V1_SAMPLING, "drafting": Part.V1_DRAFTING},
-    features.V1_STEP_INPUTS: {"inputs": Part.V1_INPUTS},
-    features.V2_TAIL_GRAPH: {"sampling": Part.V2_SAMPLING, "drafting": Part.V2_DRAFTING},
-    features.V2_STEP_INPUTS: {"inputs": Part.V2_INPUTS},
-    features.V2_FUSED_DRAFTS: {"steps": Part.V2_STEPS},
-    features.V2_MIXED_GRAPHS: {"mixed batches": Part.V2_MIXED},
-}
 #: The table asks the drafter about these parts, and the runner about the others.
 _OF_DRAFTER: Final = Part.V1_PASSES | Part.V1_CHAIN | Part.V2_STEPS
 #: What an engine without a drafter can have of these.
@@ -92,7 +77,7 @@ def uses_v2(config: Any) -> bool:
 
 
 def foresee(config: Any, entry: Journal) -> dict[str, Foreseen]:
-    """Return what is known of each feature that is patched in and works in a worker.
+    """Return what is known of each feature that works in a worker.
 
     Args:
         config: a `VllmConfig`.
@@ -108,12 +93,10 @@ def foresee(config: Any, entry: Journal) -> dict[str, Foreseen]:
         **configs, **{"speculator" if v2 else "drafter": drafter}, max_num_reqs=config.scheduler_config.max_num_seqs
     )
     worker = SimpleNamespace(vllm_config=config, model_runner=runner, use_v2_model_runner=v2)
-    table = why_unused(worker, Version(entry.vllm_version or "0"))
-    found = {}
-    for name, reasons in table.items():
-        if name in entry.live:
-            found[name] = _foresee(reasons, _PARTS.get(name, {}), runner, drafter)
-    return found
+    return {
+        name: _foresee(reasons, PARTS.get(name, {}), runner, drafter)
+        for name, reasons in why_unused(worker, entry).items()
+    }
 
 
 def _foresee(reasons: Iterable[Unused], parts: Mapping[str, Part], runner: Any, drafter: Any) -> Foreseen:
@@ -122,7 +105,7 @@ def _foresee(reasons: Iterable[Unused], parts: Mapping[str, Part], runner: Any, 
         try:
             use = use_of([reason])
         except NotBuilt:
-            # The table of obstacles has more to say of those that come from there.
+            # The table of obstacles has more to say about what it is asked.
             unknown |= {} if reason.text == "{}" else {reason.text: None}
         else:
             if not use["used"]:
@@ -141,7 +124,7 @@ def _foresee(reasons: Iterable[Unused], parts: Mapping[str, Part], runner: Any, 
 
 
 def _obstacles(part: Part, owner: Any) -> tuple[list[str], list[str]]:
-    """Return the reasons that hold against recording a part, and those that may."""
+    """Return the reasons that hold against capturing a part, and reasons that may hold."""
     holding, open_ = [], []
     for row in OBSTACLES:
         if row.hinders & part:
