@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -168,6 +169,13 @@ def test_the_key_knows_every_file_of_the_kernel(plan: MakePlan, kernel: KernelSp
     (csrc / "another kernel").mkdir()
     (csrc / "another kernel" / "its.cu").write_text("// not included\n")
     assert plan().key == keys[-1]
+
+
+def test_hosts_of_two_architectures_share_no_library(plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may share a cache folder."""
+    key = plan().key
+    monkeypatch.setattr(platform, "machine", lambda: "another")
+    assert plan().key != key
 
 
 def test_the_key_does_not_know_places(plan: MakePlan, csrc: Path, torch_cuda: TorchBuild) -> None:
