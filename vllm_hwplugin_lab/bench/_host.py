@@ -25,10 +25,12 @@ import json, platform, sys
 import torch, vllm
 from vllm.platforms import current_platform
 facts = dict(device=sys.argv[1] or current_platform.device_type, vllm=vllm.__version__, torch=torch.__version__,
-             python=platform.python_version(), name=platform.processor() or platform.machine(), driver=None, gpus=0)
+             python=platform.python_version(), name=platform.processor() or platform.machine(), driver=None, gpus=0,
+             memory=0)
 if facts["device"] in ("cuda", "musa"):
     devices = torch.get_device_module(facts["device"])
-    facts.update(name=devices.get_device_name(0), gpus=devices.device_count())
+    facts.update(name=devices.get_device_name(0), gpus=devices.device_count(),
+                 memory=devices.get_device_properties(0).total_memory)
 elif sys.platform == "linux":
     facts["name"] = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if
                           line.startswith("model name")), facts["name"])
@@ -51,6 +53,8 @@ class Host:
     cpus: int
     #: As many as this process may use.
     gpus: int = 1
+    #: Bytes of a GPU; 0 where it is not known.
+    memory: int = 0
 
 
 def detect_host(timeout: float = 300, device: str = "") -> Host:

@@ -87,6 +87,8 @@ Prompt = str | tuple[int, ...]
 _Load = Mapping[str, Any]
 #: Concurrency and rate in words, a side, and its entry in a results file.
 Measured = tuple[str, str, _Load]
+#: Part of a GPU's memory that the KV caches of all sides may take.
+_MOST_CACHE = 0.85
 #: Side -> its baseline in the tables of loads, on the same model runner.
 _BASELINE = {**STOCK_OF, "after": "before"}
 
@@ -221,22 +223,25 @@ def serve_job(
             "tensor_parallel_size": max(settings.tensor_parallel_size, options.get("tensor_parallel_size", 1)),
             "gpu_memory_utilization": share_of_gpu(settings.gpu_memory_utilization, settings.sides),
         }
-        if (size := kv_cache_size(k, settings)) is not None:
+        if (size := kv_cache_size(k, settings, host)) is not None:
             options["kv_cache_memory_bytes"] = size
     environment = environment_of(side, host, settings, own_process=True)
     options = with_arguments(options, settings.vllm_arguments)
     return Job(f"{settings.method} k={k} {side}", is_patched(side), options, environment, workloads=())
 
 
-def kv_cache_size(k: int, settings: ServeSettings) -> int | None:
-    """Bytes of each engine's KV cache; None where vLLM is to measure free memory, for which it has to be alone."""
+def kv_cache_size(k: int, settings: ServeSettings, host: Host) -> int | None:
+    """Return the bytes of each engine's KV cache; None where vLLM measures free memory, one engine at a time."""
     if settings.kv_cache_gib is not None:
         return int(settings.kv_cache_gib * (1 << 30))
     if settings.shape is None or 0 in settings.concurrency or settings.prompts is not None:
         return None
     assert settings.method is not None
     case = Case(settings.shape, settings.method, k)
-    return kv_cache_bytes(case, max(settings.concurrency), settings.length(k))
+    size = kv_cache_bytes(case, max(settings.concurrency), settings.length(k))
+    # Weights and activations need the rest. On several GPUs each holds a part of the cache.
+    room = int(host.memory * host.gpus * _MOST_CACHE / len(settings.sides))
+    return size if size <= room or not host.memory else None
 
 
 def _models(

@@ -231,7 +231,7 @@ def serve(
                 measurements,
                 label=f"{method} k={one}",
                 total=len(sides) * (1 + rounds * len(measurements)),
-                at_once=host.device != "cpu" and serving.kv_cache_size(one, settings) is not None,
+                at_once=host.device != "cpu" and serving.kv_cache_size(one, settings, host) is not None,
                 add=add,
             ):
                 break

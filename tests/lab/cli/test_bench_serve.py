@@ -238,6 +238,17 @@ def test_a_shape_needs_neither_a_model_nor_its_memory_measured(run):
     assert (found["settings"]["shape"], found["settings"]["target"]) == ("0.6b", None)
 
 
+@pytest.mark.parametrize(("memory", "fits"), [(80, False), (141, True)])
+def test_engines_start_alone_where_their_caches_do_not_fit_together(run, memory, fits):
+    """An H100 holds no two caches of 256 requests, an H200 does."""
+    host = dataclasses.replace(GPU, memory=memory << 30)
+    arguments = ["--shape", "0.6b", "--method", "eagle3", "--k", "3", "--concurrency", "256", "--side", "mrv2-patched"]
+    sizes = ["--input-len", "576", "--output-len", "288", "--range-ratio", "0.7777", "--side", "mrv2"]
+    _, _, ((jobs, *_, at_once),) = run([*arguments, *sizes], host)
+    assert at_once == fits
+    assert ("kv_cache_memory_bytes" in jobs["mrv2"].options) == fits
+
+
 def test_engines_start_alone_where_nobody_has_counted_the_tokens_of_a_files_prompts(run, tmp_path):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text(json.dumps({"question": "1 + 1?"}) + "\n")
