@@ -47,3 +47,9 @@ def gives_up(feature: str, effect: str, reason: str) -> None:
     journal.note(feature, f"{effect}: {reason}")
     journal.use(feature, False, reason)
     logger.warning("%s: from now on %s: %s", feature, effect, reason)
+
+
+def in_a_line(failure: BaseException) -> str:
+    """Return an exception's type and the first line of its message."""
+    lines = str(failure).strip().splitlines()
+    return f"{type(failure).__name__}: {lines[0]}" if lines else type(failure).__name__

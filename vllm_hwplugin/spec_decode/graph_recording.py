@@ -24,7 +24,7 @@ from vllm.distributed.parallel_state import get_tp_group, graph_capture, model_p
 from vllm.v1.sample.ops import topk_topp_triton
 
 from vllm_hwplugin.errors import HwpluginError
-from vllm_hwplugin.fallback import FeatureRequired, stays_stock
+from vllm_hwplugin.fallback import FeatureRequired, in_a_line, stays_stock
 
 try:
     from vllm.compilation.cudagraph_pool import capture_pool
@@ -367,9 +367,3 @@ def _over_ranks(value: int, op: Any) -> int:
 
 def _tensor_parallel() -> bool:
     return bool(model_parallel_is_initialized() and get_tp_group().world_size > 1)
-
-
-def in_a_line(failure: BaseException) -> str:
-    """Return an exception's type and the first line of its message."""
-    lines = str(failure).strip().splitlines()
-    return f"{type(failure).__name__}: {lines[0]}" if lines else type(failure).__name__

@@ -23,6 +23,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.sample import logits_processor
 
 from vllm_hwplugin import features, gates
+from vllm_hwplugin.fallback import in_a_line
 from vllm_hwplugin.spec_decode.builders import (
     builders_of,
     host_work,
@@ -39,7 +40,6 @@ from vllm_hwplugin.spec_decode.drafters import (
     STANDALONE_METHODS,
     TRIED_METHODS,
 )
-from vllm_hwplugin.spec_decode.graph_recording import in_a_line
 
 logger = logging.getLogger("vllm.hwplugin")
 
