@@ -147,7 +147,7 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = set()
     for item in items:
-        if "vllm_tree" in getattr(item, "fixturenames", ()):
+        if not {"vllm_tree", "released"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.network)
         if item.path.name in LONGEST:
             first.add(item.path)

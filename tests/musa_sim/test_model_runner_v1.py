@@ -7,8 +7,7 @@ A run of stock vLLM is what those with features are compared with, of all featur
 from __future__ import annotations
 
 import itertools
-import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,8 +15,7 @@ import pytest
 
 from vllm_hwplugin.features import gate_of
 
-from ..conftest import cannot_run
-from . import loads, simulated
+from . import loads
 from .loads import Engine, Load, Process, Run
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
@@ -137,8 +135,8 @@ def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.smoke
-def test_all_graphs_change_nothing(musa_host: None, tmp_path: Path) -> None:
-    assert_graphs_serve("dflash", "whole", run({"whole": ["dflash"]}, tmp_path))
+def test_all_graphs_change_nothing(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
+    assert_graphs_serve("dflash", "whole", run({"whole": ["dflash"]}, tmp_path, newest))
 
 
 def assert_graphs_serve(name: str, side: str, runs: Runs) -> None:
@@ -196,14 +194,11 @@ def test_more_graphs_change_nothing(side: str, name: str, runs: Runs) -> None:
     assert_graphs_serve(name, side, runs)
 
 
-@pytest.mark.network
 @pytest.mark.parametrize("version", ELSEWHERE)
-def test_nor_on_other_versions(version: str, musa_host: None, tmp_path: Path) -> None:
-    try:
-        vllm = version, simulated.released_vllm(version)
-    except subprocess.CalledProcessError as error:
-        cannot_run(f"vLLM {version} cannot be had: {error}")
-    found = run(ELSEWHERE[version], tmp_path, vllm, **VARIABLES.get(version, {}))
+def test_nor_on_other_versions(
+    version: str, released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path: Path
+) -> None:
+    found = run(ELSEWHERE[version], tmp_path, released(version), **VARIABLES.get(version, {}))
     for side, names in ELSEWHERE[version].items():
         for name in names:
             assert_graphs_serve(name, side, found)

@@ -7,19 +7,15 @@ On a Moore Threads host the plugin's platform class chooses V1. V2 runs here bec
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm_hwplugin.features import gate_of
-from vllm_hwplugin_workshop.sources import IndexUnreachable
 
-from .. import releases
-from ..conftest import cannot_run
-from . import checkpoints, loads, simulated
+from . import checkpoints, loads
 from .loads import Engine, Load, Process, Run
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
@@ -58,7 +54,7 @@ LOADS = {
 
 #: Others whose Python runs with the torch that is installed here: 0.26 has Model Runner V2 by default and drafts step
 #: by step; 0.28 has the loop that refreshes its metadata. 0.20.2 and 0.24.0 run as well, and take their time here.
-VERSIONS = ("0.26.0", "0.28.0")
+VERSIONS = ("0.28.0", "0.26.0")
 STEP_BY_STEP = "0.26.0"
 
 
@@ -83,13 +79,9 @@ WITH_FUSED = loads.UNPATCHED | {
 
 
 @pytest.fixture(scope="module")
-def eagle3(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def eagle3(musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Stock, and with graphs, of the newest release."""
     folder = tmp_path_factory.mktemp("v2 with eagle3")
-    try:
-        newest = releases.NEWEST, releases.package_of(releases.NEWEST)
-    except IndexUnreachable as error:
-        cannot_run(str(error))
     processes = {
         side: process(folder / f"host, {side}", ["eagle3"], newest, variables)
         for side, variables in {"stock": loads.UNPATCHED, "graphs": WITH_GRAPHS}.items()
@@ -113,12 +105,10 @@ def runs(eagle3: dict[str, Run], sides: dict[str, dict[str, Run]]) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def versions(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Run]:
+def versions(
+    released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], Run]:
     """The load on Eagle3 in each of the other versions, stock and with features; and how it begins, with others."""
-    try:
-        trees = {version: simulated.released_vllm(version) for version in VERSIONS}
-    except subprocess.CalledProcessError as error:
-        cannot_run(f"a vLLM of {', '.join(VERSIONS)} cannot be had: {error}")
     folder = tmp_path_factory.mktemp("versions")
     asked = {
         **{(version, "stock"): loads.UNPATCHED for version in VERSIONS},
@@ -132,7 +122,7 @@ def versions(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[
         f"{version}, {side}": process(
             folder / f"host of {version}, {side}",
             names.get((version, side), ["eagle3"]),
-            (version, trees[version]),
+            released(version),
             variables,
         )
         for (version, side), variables in asked.items()
@@ -166,7 +156,6 @@ def assert_graphs_serve(expected: Run, found: Run) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.network
 def test_more_graphs_change_nothing(eagle3: dict[str, Run]) -> None:
     assert_graphs_serve(eagle3["stock"], eagle3["graphs"])
 
@@ -263,14 +252,12 @@ def test_a_kv_connector_is_shown_what_stock_shows_it(sides: dict[str, dict[str, 
     assert found.counts["graph_replays"]["inputs"] > sum(one is not None for one in expected.shown) // 2 > 0
 
 
-@pytest.mark.network
 @pytest.mark.parametrize("version", VERSIONS)
 def test_more_graphs_change_nothing_on_other_versions(version: str, versions: dict[tuple[str, str], Run]) -> None:
     assert_graphs_serve(versions[version, "stock"], versions[version, "graphs"])
     assert (FUSED in versions[version, "graphs"].used) == (version == STEP_BY_STEP)
 
 
-@pytest.mark.network
 def test_graphs_work_in_the_memory_that_they_were_recorded_with(versions: dict[tuple[str, str], Run]) -> None:
     """A replay that uses what was freed is an error there. Up to 0.29 vLLM warms its kernels up after the capture."""
     found = versions[STEP_BY_STEP, "small graphs"]
@@ -279,7 +266,6 @@ def test_graphs_work_in_the_memory_that_they_were_recorded_with(versions: dict[t
     assert found.counts["graph_replays"]["sampling"] > 5
 
 
-@pytest.mark.network
 def test_all_draft_steps_are_one_launch_and_nothing_else_differs(versions: dict[tuple[str, str], Run]) -> None:
     stock, fused = versions[STEP_BY_STEP, "stock"], versions[STEP_BY_STEP, "fused"]
     loads.assert_same(stock.before(fused), fused)
@@ -311,7 +297,6 @@ def test_the_load_is_what_it_is_for(name: str, runs: dict[str, Run]) -> None:
     assert counts["draft_phases_in_graphs"] > counts["draft_phases"] // 2
 
 
-@pytest.mark.network
 def test_greedy_texts_depend_on_no_drafter_and_no_version(
     runs: dict[str, Run], versions: dict[tuple[str, str], Run]
 ) -> None:
