@@ -97,8 +97,10 @@ def test_a_record_that_cannot_be_read_counts_as_none(
 def test_a_record_that_says_what_it_cannot_counts_as_none(
     own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, change: dict[str, object] | str
 ) -> None:
-    record = jit.provide(kernel, torch_cuda).parent / "built.json"
-    (record.parent.parent / "library.so").touch()
+    library = jit.provide(kernel, torch_cuda)
+    record = library.parent / "built.json"
+    # As large as the record says.
+    shutil.copy(library, record.parent.parent / "library.so")
     whole = json.loads(record.read_text())
     record.write_text(change if isinstance(change, str) else json.dumps(whole | change))
     assert built.read_all([own_cache], []) == []
