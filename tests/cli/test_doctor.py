@@ -236,18 +236,18 @@ def test_the_last_engines_states_uses_and_decisions_are_shown(diagnose: Diagnose
     assert {(row[0], row[2]) for row in rows} == {("20 parent ended", "0.32.0")}
     assert [row[3:] for row in rows] == [
         ("platform", "", "CudaPlatform"),
-        ("used", "live, used", ""),
-        ("unused", "live, not used", "Model Runner V2"),
-        ("stayed", "live, not used", "as in stock: no graphs"),
+        ("used", "patched in, active", ""),
+        ("unused", "patched in, not used", "Model Runner V2"),
+        ("stayed", "patched in, not used", "as in stock: no graphs"),
         ("unknown", "live", ""),
         (
             "served",
-            "live, used",
+            "patched in, active",
             "drafting: 7 of 10 steps served (fewer drafts 2, prompt 1); "
             "sampling: 0 of 10 steps served (sampling parameters 10)",
         ),
-        ("passed-over", "live, not used", "inputs: 0 of 3 steps served (not captured 2, prompt 1)"),
-        ("prompts", "live, used", "inputs: 0 of 1 steps served (prompt 1)"),
+        ("passed-over", "patched in, not used", "inputs: 0 of 3 steps served (not captured 2, prompt 1)"),
+        ("prompts", "patched in, active", "inputs: 0 of 1 steps served (prompt 1)"),
         ("attention, heads of 512", "", "the plugin's FLASH_ATTN: faster"),
         ("topk_softmax", "", "the plugin's kernel"),
     ]
@@ -508,8 +508,8 @@ def test_the_platform_class_of_an_nvidia_host_is_shown(
     [
         ({"VLLM_HWPLUGIN": "0"}, "VLLM_HWPLUGIN=0"),
         ({"VLLM_HWPLUGIN_PLATFORM": "off"}, "VLLM_HWPLUGIN_PLATFORM=off"),
-        ({"VLLM_HWPLUGIN_PLATFORM": "perhaps"}, "a variable has a bad value"),
-        ({"version": None}, "no vLLM is installed"),
+        ({"VLLM_HWPLUGIN_PLATFORM": "perhaps"}, "an environment variable has an invalid value"),
+        ({"version": None}, "vLLM is not installed"),
     ],
 )
 def test_why_there_is_no_platform_class(diagnose: Diagnose, environ: dict[str, str], reason: str) -> None:

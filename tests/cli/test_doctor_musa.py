@@ -124,7 +124,7 @@ def test_a_host_whose_packages_go_together_has_nothing_to_say(doctor: Doctor) ->
         (
             "triton",
             {"triton": "3.7.1", "files": {"triton/backends/musa/compiler.py": None}},
-            "Triton 3.7.1 is the public build, which compiles for nvidia alone",
+            "Triton 3.7.1 is the public build, which compiles only for nvidia",
         ),
         # The index's own project of that name.
         ("mate", {"mate": "0.2.0", "files": {"mate/mha_interface.py": None}}, "mate 0.2.0 is another project"),
@@ -134,11 +134,11 @@ def test_a_host_whose_packages_go_together_has_nothing_to_say(doctor: Doctor) ->
             {"mate": None, "files": {"mate/__init__.py": None, "mate/mha_interface.py": None}},
             "mate is not installed",
         ),
-        ("torch_musa", {"torch_musa": "2.9.1"}, "torch_musa 2.9.1 is made for torch 2.9, and torch is 2.11.0.post2"),
+        ("torch_musa", {"torch_musa": "2.9.1"}, "torch_musa 2.9.1 requires torch 2.9, found 2.11.0.post2"),
         ("torch_musa", {"torch": "2.9.1", "torch_musa": "2.9.1"}, f"expected {MIN_TORCH} or later"),
-        ("mate-mubin", {"mate_mubin": None}, "mate 0.2.7 gets its kernels from the network"),
+        ("mate-mubin", {"mate_mubin": None}, "mate 0.2.7 downloads its kernels"),
         ("torchada", {"torchada": "0.1.48"}, "torchada 0.1.48 is older"),
-        ("torch", {"vllm": "0.33.0"}, "no torch_musa is known for it: take a vLLM of 0.27 and later, before 0.33"),
+        ("torch", {"vllm": "0.33.0"}, "no torch_musa is known for it: use a vLLM of 0.27 and later, before 0.33"),
         ("torch", {"vllm": "0.28.0", "torch": "2.9.1", "torch_musa": "2.9.1"}, "install torch and torch_musa 2.11.0"),
         ("torch", {"torch": "2.9.1", "torch_musa": "2.9.1"}, "install torch and torch_musa 2.11.0.post2"),
         ("mthreads-ml-py", {"mthreads_ml-py": "2.2.11"}, "mthreads-ml-py 2.2.11 has one handle"),
@@ -162,7 +162,7 @@ def test_an_earlier_gpu_stops_an_engine(doctor: Doctor) -> None:
 def test_a_missing_torchvision_stops_an_engine_from_0_24_on(doctor: Doctor, tmp_path: Path) -> None:
     found = doctor(torchvision=None)
     (line,) = found["problems"]
-    assert line.startswith("torchvision is not installed, and vLLM 0.24.0 imports it while it warms up")
+    assert line.startswith("torchvision is not installed, and vLLM 0.24.0 imports it during warm-up")
 
 
 def test_a_missing_torchvision_stops_none_before(doctor: Doctor) -> None:

@@ -23,7 +23,7 @@ def test_lists_every_variable_with_the_value_in_force(monkeypatch: pytest.Monkey
     found = json.loads(program("gates", "--json").stdout)["gates"]
     assert [(row["name"], row["bad"]) for row in found] == [(name, name.endswith("_STRICT")) for name in names]
     assert rows["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"][1:3] == ["off", "alias VLLM_MUSA_DRAFT_FULL_WRAP"]
-    assert rows["VLLM_HWPLUGIN_STRICT"][1] == "bad value: nonsense"
+    assert rows["VLLM_HWPLUGIN_STRICT"][1] == "invalid: nonsense"
     assert rows["VLLM_HWPLUGIN_NWOR_MODE"][1:3] == ["off", "default"]
 
 
@@ -32,7 +32,7 @@ def test_the_variable_that_decides_is_named_also_where_its_value_is_bad(monkeypa
     monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "auto")
     monkeypatch.setenv("VLLM_MUSA_DRAFT_FULL_WRAP", "0")
     rows = {row[0]: row for line in program("gates").output.splitlines() for row in [line.split("\t")]}
-    assert rows["VLLM_HWPLUGIN_DFLASH_FULL_GRAPH"][1:3] == ["bad value: nonsense", "alias VLLM_MUSA_DFLASH_FULL_WRAP"]
+    assert rows["VLLM_HWPLUGIN_DFLASH_FULL_GRAPH"][1:3] == ["invalid: nonsense", "alias VLLM_MUSA_DFLASH_FULL_WRAP"]
     value, source = rows["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"][1:3]
     assert value == "auto"
     assert source.startswith("environment (VLLM_MUSA_DRAFT_FULL_WRAP=0 is not followed")

@@ -26,11 +26,11 @@ WITHOUT_NINJA = (*TOOLS[:2], Tool("ninja", None, None))
 @pytest.mark.parametrize(
     ("kind", "tools", "words"),
     [
-        ("cpu", TOOLS, "no GPU is here that it could run on, so"),
-        ("cuda", TOOLS, "nvcc builds it when the operation is first used, and until then"),
-        ("cuda", WITHOUT_NVCC, "nvcc is not found (install it, or set CUDA_HOME), and without it"),
-        ("cuda", WITHOUT_NINJA, "ninja is not found (`pip install ninja`), and without it"),
-        ("musa", TOOLS, "mcc is not found (install it, or set MUSA_HOME), and without it"),
+        ("cpu", TOOLS, "this host has no GPU for it, so"),
+        ("cuda", TOOLS, "nvcc builds it at the operation's first use, and until then"),
+        ("cuda", WITHOUT_NVCC, "nvcc not found (install it, or set CUDA_HOME), and without it"),
+        ("cuda", WITHOUT_NINJA, "ninja not found (`pip install ninja`), and without it"),
+        ("musa", TOOLS, "mcc not found (install it, or set MUSA_HOME), and without it"),
     ],
 )
 def test_a_kernel_without_a_library_says_what_is_missing_and_what_it_costs(

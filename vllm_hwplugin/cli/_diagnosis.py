@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that ``doctor`` knows, as data: collected once, shown as tables or as JSON.
+"""The data of ``doctor``: collected once, printed as tables or as JSON.
 
-Nothing here imports vLLM or torch, and nothing is changed: a feature's state is decided from the installed text exactly
-as a process of vLLM would decide it, and what really happened in the last engine is read from its journals.
+This module imports neither vLLM nor torch, and changes nothing. It decides a feature's state from the installed text
+exactly as a vLLM process would, and reads what happened in the last engine from its run records.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from ._operations import OperationRow, operation_problems, operation_rows
 from ._planned import NotPlanned, Planned, plan
 from .text import printable, shortened
 
-#: Raised when a key of the JSON changes its meaning or goes away; new keys do not raise it.
+#: Version of the JSON: rises when a key changes its meaning or disappears, not when a key is added.
 FORMAT = 2
 
 ENTRY_POINT = "hwplugin"
@@ -82,9 +82,9 @@ class FeatureRow:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """``problems`` make doctor exit with 1; ``warnings`` are for the reader. docs/commands.md describes the fields.
+    """The fields of ``doctor --json``, in order; docs/commands.md describes them.
 
-    They are in the order of ``doctor --json``, where ``toolchains`` are by name.
+    ``problems`` make doctor exit with 1; ``warnings`` do not.
     """
 
     plugin: Mapping[str, str]
@@ -112,15 +112,16 @@ class Diagnosis:
         return 1 if self.problems else 0
 
     def as_json(self) -> dict[str, Any]:
-        found = {"format": FORMAT, **dataclasses.asdict(self)}
-        for process, item in zip(found["last_engine"], self.last_engine, strict=True):
-            process["alive"] = journals.is_running(item)
-        return found | {"toolchains": {tool.pop("name"): tool for tool in found["toolchains"]}}
+        """Return the JSON object, with ``toolchains`` by name."""
+        fields = {"format": FORMAT, **dataclasses.asdict(self)}
+        for process, record in zip(fields["last_engine"], self.last_engine, strict=True):
+            process["alive"] = journals.is_running(record)
+        return fields | {"toolchains": {tool.pop("name"): tool for tool in fields["toolchains"]}}
 
 
 @dataclass(slots=True)
 class _Look:
-    """What was found so far; `problems` and `warnings` as in :class:`Diagnosis`."""
+    """A diagnosis in progress; `problems` and `warnings` as in :class:`Diagnosis`."""
 
     settings: gates.Settings
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -138,17 +139,17 @@ def diagnose(
     command: str | None = None,
     gpu: str | None = None,
 ) -> Diagnosis:
-    """Collect everything.
+    """Collect the data of ``doctor``.
 
     Args:
-        environ: where the gates are read; ``os.environ`` by default.
-        catalogue: the features to decide about; the project's own by default.
-        engine: id of a process whose engine is to be shown; by default the newest engine that runs, else the newest.
-        command: starts a server that is to be foreseen, see :func:`plan`.
-        gpu: the compute capability that `command` is to be foreseen for.
+        environ: Environment variables; None: ``os.environ``.
+        catalogue: The features to decide about; None: the project's own.
+        engine: Id of a process of the engine to show; None: the newest running engine, else the newest.
+        command: A server command to foresee, see :func:`plan`.
+        gpu: The compute capability to assume for `command`.
 
     Raises:
-        NoSuchEngine: no journal of that process can be read.
+        NoSuchEngine: That process has left no readable run record.
         NotPlanned: `command` cannot be read.
     """
     settings = gates.Settings(environ)
@@ -160,9 +161,11 @@ def diagnose(
     outside = _find_outside(own, look)
     cache = _cache(look)
     features, fingerprint = _decide(installed, own, outside, cache, look)
-    # As the journals of processes have them.
-    left_out = (FeatureRow(item.where, "a catalogue", "", "", "refused", item.reason) for item in outside.troubles)
-    features = (*left_out, *features)
+    # Run records list an ignored catalogue in the same way.
+    ignored = (
+        FeatureRow(trouble.where, "a catalogue", "", "", "refused", trouble.reason) for trouble in outside.troubles
+    )
+    features = (*ignored, *features)
     states = {row.state for row in features}
     if not look.problems and settings.switched_on and "refused" in states and "live" not in states:
         look.problems.append("the plugin would do nothing: no feature is patched in")
@@ -204,8 +207,8 @@ def _check_skip_list(look: _Look) -> None:
     skip, ops = look.settings.values[SKIP].names, look.settings.values[OPS].text
     if wrong := unknown_names(skip):
         names = shortened(printable(", ".join(wrong), keep=""))
-        said = look.lines(ops == "on" or (ops != "off" and look.settings.strict))
-        said.append(f"{SKIP} names {names}, which no kernel is for")
+        lines = look.lines(ops == "on" or (ops != "off" and look.settings.strict))
+        lines.append(f"{SKIP}: the plugin has no kernel for {names}; `vllm-hwplugin doctor -v` lists the operations")
 
 
 def _own_catalogue(catalogue: Catalogue | None, look: _Look) -> Catalogue | None:
@@ -217,7 +220,7 @@ def _own_catalogue(catalogue: Catalogue | None, look: _Look) -> Catalogue | None
 
 
 def _find_outside(own: Catalogue | None, look: _Look) -> Found:
-    """The catalogues from outside, with their gates and what is wrong with them."""
+    """Find installed and named catalogues, and read their switches."""
     outside, settings = Found(), look.settings
     if own is not None:
         settings.read(own.gates)
@@ -225,18 +228,19 @@ def _find_outside(own: Catalogue | None, look: _Look) -> Found:
         settings.read(outside.gates)
     look.warnings += [*(value.conflict for value in settings.values.values() if value.conflict), *settings.unknown()]
     look.lines(settings.strict and settings.switched_on).extend(
-        f"{item.where} is not patched in, vLLM runs unpatched there: {item.reason}" for item in outside.troubles
+        f"{trouble.where} is not patched in, vLLM runs unpatched there: {trouble.reason}"
+        for trouble in outside.troubles
     )
     look.lines(settings.switched_on).extend(
-        f"{name}=on, but no catalogue of patches has this gate" for name in settings.unclaimed
+        f"{name}=on, but no catalogue of patches has this switch" for name in settings.unclaimed
     )
     return outside
 
 
-def _row(value: gates.GateValue, fault: gates.GateError | None) -> GateRow:
+def _row(value: gates.GateValue, error: gates.GateError | None) -> GateRow:
     gate = value.gate
-    if fault is not None:
-        return GateRow(gate.name, gate.kind, fault.raw, fault.source, fault.raw, error=str(fault))
+    if error is not None:
+        return GateRow(gate.name, gate.kind, error.raw, error.source, error.raw, error=str(error))
     return GateRow(gate.name, gate.kind, gates.show(value.value, gate.kind), value.source, value.raw, value.conflict)
 
 
@@ -262,26 +266,25 @@ def _describe(installed: Installed | None) -> dict[str, Any] | None:
 
 
 def _check_entry_points(look: _Look) -> None:
-    """vLLM must find the plugin by its entry points, and must be allowed to load it."""
-    said = look.lines(look.settings.switched_on)
-    for group, what in ((_GROUP, "the plugin"), (platforms.GROUP, "its platform class")):
+    """Check that vLLM can find the plugin and may load it."""
+    lines = look.lines(look.settings.switched_on)
+    for group, part in ((_GROUP, "the plugin"), (platforms.GROUP, "the plugin's platform class")):
         if ENTRY_POINT not in {point.name for point in importlib.metadata.entry_points(group=group)}:
-            said.append(
-                f"vLLM will not load {what}: no installed distribution offers {ENTRY_POINT} in the entry-point group "
+            lines.append(
+                f"vLLM will not load {part}: no installed distribution offers {ENTRY_POINT} in the entry-point group "
                 f"{group}; install vllm-hwplugin with pip, a path on PYTHONPATH is not enough"
             )
     allowed = look.settings.environ.get("VLLM_PLUGINS")
     if allowed is not None and ENTRY_POINT not in allowed.split(","):
-        said.append(f"vLLM will not load the plugin: VLLM_PLUGINS={allowed!r} does not name it; add {ENTRY_POINT}")
+        lines.append(f"vLLM will not load the plugin: VLLM_PLUGINS={allowed!r} does not name it; add {ENTRY_POINT}")
 
 
 def _decide(
     installed: Installed | None, own: Catalogue | None, outside: Found, cache: _Cache, look: _Look
 ) -> tuple[tuple[FeatureRow, ...], str]:
-    """The states that a process of vLLM would come to with these gates, and its fingerprint.
+    """Return a new vLLM process's feature states and fingerprint.
 
-    What would stop that process is a problem, and so is what leaves it without any patch; what it would warn of is a
-    warning.
+    A problem stops that process or leaves it without any patch; the process itself logs the warnings.
     """
     if own is None:
         return (), "none"
@@ -291,19 +294,18 @@ def _decide(
     def row(feature: Feature, state: str, reason: str) -> FeatureRow:
         return FeatureRow(feature.id, feature.title, feature.gate, choices.get(feature.gate, ""), state, reason)
 
-    def all_of(state: str, reason: str, said: list[str]) -> tuple[tuple[FeatureRow, ...], str]:
+    def all_of(state: str, reason: str, lines: list[str]) -> tuple[tuple[FeatureRow, ...], str]:
         rows = tuple(row(feature, state, reason) for feature in catalogue.features)
-        said += [f"{one.gate}=on, but {one.id} is not patched in: {reason}" for one in rows if one.choice == "on"]
+        lines += [f"{row.gate}=on, but {row.id} is not patched in: {reason}" for row in rows if row.choice == "on"]
         return rows, "none"
 
     if settings.process_errors:
-        reason = "a variable has a bad value, and the plugin does nothing until it is right"
+        reason = "an environment variable has an invalid value; the plugin stays off until it is fixed"
         return all_of("refused", reason, look.problems)
     if not look.settings.switched_on:
-        # Stock vLLM is what was asked for, whatever else is set.
         return all_of("off", "VLLM_HWPLUGIN=0 switches the plugin off", look.warnings)
     if installed is None:
-        return all_of("refused", "no vLLM is installed, or none that states its version", look.problems)
+        return all_of("refused", "vLLM is not installed, or its version is unknown", look.problems)
     if cache.trouble is not None and not cache.read_only:
         look.problems.append(cache.trouble)
         return all_of("refused", "no folder for patched copies", look.problems)
@@ -327,33 +329,33 @@ def _decide(
     )
     look.problems += plan.errors
     refusals: dict[str, list[str]] = {}
-    for name, item in plan.features.items():
-        if item.state == "refused" and not settings.strict and choices[item.feature.gate] != "on":
-            refusals.setdefault(item.reason, []).append(name)
+    for name, planned in plan.features.items():
+        if planned.state == "refused" and not settings.strict and choices[planned.feature.gate] != "on":
+            refusals.setdefault(planned.reason, []).append(name)
     look.warnings += [
         f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not patched in, vLLM runs unpatched there: {reason}"
         for reason, names in refusals.items()
     ]
     rows = [
-        dataclasses.replace(row(item.feature, item.state, item.reason), overrides=item.overridden)
-        for item in plan.features.values()
+        dataclasses.replace(row(planned.feature, planned.state, planned.reason), overrides=planned.overridden)
+        for planned in plan.features.values()
     ]
     return tuple(rows), plan.fingerprint
 
 
 def _platform_class(installed: Installed | None, platform: _host.Platform, look: _Look) -> dict[str, str | None]:
-    """The platform class that a process of vLLM would be offered.
+    """Return the platform class that a vLLM process would be offered.
 
-    A process asks vLLM's own detection and the other plugins; here their answers are foreseen from the driver and from
-    what is installed, because asking them would import vLLM.
+    A process asks vLLM's detection and the other plugins. That would import vLLM, so this function derives their
+    answers from the driver and the installed packages.
     """
     choice = look.settings.values[platforms.GATE].text
     if not look.settings.errors.keys().isdisjoint((platforms.GATE, gates.PREFIX)):
-        return {"class": None, "reason": "a variable has a bad value"}
+        return {"class": None, "reason": "an environment variable has an invalid value"}
     if not look.settings.switched_on:
         return {"class": None, "reason": "VLLM_HWPLUGIN=0"}
     if installed is None:
-        return {"class": None, "reason": "no vLLM is installed"}
+        return {"class": None, "reason": "vLLM is not installed"}
     builtins: tuple[str, ...] = ("cuda",) if platform.kind == "cuda" else ()
     if "cpu" in f"{installed.dist} {installed.version}":
         builtins = ("cpu",)
@@ -362,17 +364,17 @@ def _platform_class(installed: Installed | None, platform: _host.Platform, look:
         look.lines(look.settings.strict).append(decision.reason)
     if rivals:
         names = " and ".join(f"{point.name} ({point.value})" for point in rivals)
-        then = "this one steps aside" if choice == "auto" else "vLLM stops, because it takes one plugin's only"
+        effect = "this plugin offers none" if choice == "auto" else "vLLM stops, because it accepts only one"
         look.warnings.append(
-            f"another platform plugin is installed: {names}; where it offers a class, too, {then}: name the plugins "
-            "that are to be loaded in VLLM_PLUGINS"
+            f"another platform plugin is installed: {names}; if it offers a class, {effect}: list the plugins to load "
+            "in VLLM_PLUGINS"
         )
     return {"class": decision.qualname, "reason": decision.reason}
 
 
 def _plan(command: str, gpu: str | None, installed: Installed | None, look: _Look) -> Planned:
     if installed is None:
-        raise NotPlanned("vLLM is not installed here, and its configuration answers --for")
+        raise NotPlanned("vLLM is not installed here; --for needs its configuration: install vLLM, or omit --for")
     planned = plan(command, _host.find_platform().kind, gpu, f"{installed.dist} {installed.version}")
     if planned.refused:
         look.problems.append(f"vLLM refuses this engine, for {planned.device}: {planned.refused}")
@@ -382,26 +384,26 @@ def _plan(command: str, gpu: str | None, installed: Installed | None, look: _Loo
 def _musa(
     kind: str, installed: Installed | None, offered: str | None, look: _Look
 ) -> tuple[musa_versions.Finding, ...]:
-    """The packages that have to go together on a Moore Threads host, or wherever torch_musa is installed."""
+    """Check the packages of a host with Moore Threads GPUs or torch_musa."""
     if kind != "musa" and musa_versions.installed("torch_musa") is None:
         return ()
     host = musa_host.look(None if installed is None else installed.version)
     findings = musa_versions.check(host, MIN_TORCH)
-    for item in findings:
-        if item.trouble:
-            look.lines(item.stops and offered == platforms.CLASSES["musa"]).append(item.trouble)
+    for finding in findings:
+        if finding.trouble:
+            look.lines(finding.stops and offered == platforms.CLASSES["musa"]).append(finding.trouble)
     return findings
 
 
 @dataclass(frozen=True, slots=True)
 class _Cache:
-    """Where copies may lie.
+    """Folders for patched copies.
 
     Attributes:
-        states: place -> its state, best place first.
-        read_only: those that can only be read, and serve the copies that they have.
-        trusted: those that journals and kernels are read from.
-        trouble: why no copy can be written anywhere; None where one can.
+        states: Folder -> its state, best folder first.
+        read_only: Folders whose existing copies can be used.
+        trusted: Folders to read run records and kernels from.
+        trouble: Why no folder is writable; None if one is.
     """
 
     states: Mapping[Path, str]
@@ -442,5 +444,5 @@ def _cache(look: _Look) -> _Cache:
 
 
 def _journals(cache: _Cache, look: _Look) -> list[Journal]:
-    written = [item for place in cache.trusted for item in journals.read_all(place, look.warnings)]
-    return sorted(written, key=lambda item: item.started)
+    records = [record for place in cache.trusted for record in journals.read_all(place, look.warnings)]
+    return sorted(records, key=lambda record: record.started)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines of vLLM that have left run records: their processes, which of these run, and which engine to show."""
+"""vLLM engines that have left run records, and the engine to show."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from ..journal import Journal, pids
 
 State = Literal["starting", "running", "orphaned", "ended"]
 
-#: What serves requests or asks for them, and what computes.
+#: Roles that ask for work, and roles that compute.
 _FRONTS: Final = ("parent", "api-server")
 _COMPUTES: Final = ("engine-core", "worker")
 _NAMES: Final[Mapping[str, str]] = {"api-server": "API server", "engine-core": "engine core", "parent": "first process"}
 
 
 class NoSuchEngine(HwpluginError):
-    """No process of this id has left a run record."""
+    """No process with this id has left a run record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Processes of vLLM that belong together.
+    """vLLM processes that belong together.
 
     Attributes:
-        pid: of the first that has left a record.
-        started: its start, as ISO 8601.
-        running: whether one of them runs; those that only inspect model classes do not count.
-        stands: whether an engine was built in one of them; some only look at a configuration.
-        state: `orphaned` where the processes that ask for work have ended and the others run on.
+        pid: Id of the first process that has left a record.
+        started: Its start, as ISO 8601.
+        running: Whether a process runs. Processes that only inspect model classes do not count.
+        stands: Whether a process has built an engine. Some processes only read a configuration.
+        state: `orphaned`: the processes that ask for work have ended, and the rest runs on.
     """
 
     pid: int
@@ -44,27 +44,29 @@ class Engine:
 
 
 def find_engines(written: Sequence[Journal], wanted: int | None) -> tuple[tuple[Engine, ...], tuple[Journal, ...]]:
-    """Return all engines that have left records, newest first, and the records of the engine to show.
+    """Return all recorded engines, and the records of the engine to show.
+
+    Engines are sorted newest first.
 
     Args:
-        written: all records, oldest first.
-        wanted: id of one of its processes; None: the newest engine that runs, else the newest.
+        written: All records, oldest first.
+        wanted: Id of a process of the engine to show; None: the newest running engine, else the newest.
 
     Raises:
-        NoSuchEngine: that process has left no record.
+        NoSuchEngine: That process has left no record.
     """
     families = {_engine(members): tuple(members) for members in reversed(journals.families(written).values())}
     if wanted is not None:
-        asked = [members for members in families.values() if any(item.pid == wanted for item in members)]
-        if asked:
-            # Before one of another container, whose processes may have the same ids.
-            here = [members for members in asked if any(item.process == (pids(), wanted) for item in members)]
-            return tuple(families), (here or asked)[0]
-        others = ", ".join(str(one.pid) for one in families if one.stands)
-        raise NoSuchEngine(f"process {wanted} has left no run record; engines that have: {others or 'none'}")
+        matching = [members for members in families.values() if any(member.pid == wanted for member in members)]
+        if matching:
+            # Processes of another container may have the same ids.
+            here = [members for members in matching if any(member.process == (pids(), wanted) for member in members)]
+            return tuple(families), (here or matching)[0]
+        known = ", ".join(str(engine.pid) for engine in families if engine.stands)
+        raise NoSuchEngine(f"process {wanted} has left no run record; engines with a run record: {known or 'none'}")
 
     def rank(engine: Engine) -> tuple[bool, bool, bool]:
-        # A server that starts comes before an engine that has ended; a script that runs does not.
+        # A starting server ranks before an ended engine; a running script does not.
         serves = engine.stands or families[engine][0].role == "api-server"
         return engine.running and serves, engine.stands, engine.running
 
@@ -74,57 +76,57 @@ def find_engines(written: Sequence[Journal], wanted: int | None) -> tuple[tuple[
 
 def _engine(members: Sequence[Journal]) -> Engine:
     first = members[0]
-    stands = any(item.uses or item.role in _COMPUTES for item in members)
+    stands = any(member.uses or member.role in _COMPUTES for member in members)
     state = _state(members, stands)
     return Engine(first.pid, first.started, state != "ended", stands, state)
 
 
 def _state(members: Sequence[Journal], stands: bool) -> State:
-    alive = [item for item in members if item.role != "inspection" and journals.is_running(item)]
+    alive = [member for member in members if member.role != "inspection" and journals.is_running(member)]
     if not alive:
         return "ended"
     if orphans(members):
         return "orphaned"
-    # The workers report when the engine is built.
-    reports = any(ENGINE_REPORT in item.live for item in members)
-    built = any(item.uses for item in members) if reports else stands
+    # The workers report once the engine is built.
+    reports = any(ENGINE_REPORT in member.live for member in members)
+    built = any(member.uses for member in members) if reports else stands
     return "running" if built else "starting"
 
 
 def orphans(members: Sequence[Journal]) -> list[Journal]:
-    """Return the processes of an engine that compute on though no process that asks for work is left."""
-    fronts = [item for item in members if item.role in _FRONTS]
-    # Of an engine on several hosts, or under Ray, there are none here.
+    """Return the computing processes that outlived all processes that ask for work."""
+    fronts = [member for member in members if member.role in _FRONTS]
+    # An engine on several hosts, or under Ray, may have no such process here.
     if not fronts or any(map(journals.is_running, fronts)):
         return []
-    return [item for item in members if item.role in _COMPUTES and journals.is_running(item)]
+    return [member for member in members if member.role in _COMPUTES and journals.is_running(member)]
 
 
-def name_of(item: Journal) -> str:
+def name_of(process: Journal) -> str:
     """Return a process's role and id, such as "engine core 4711"."""
-    return f"{_NAMES.get(item.role, item.role)} {item.pid}"
+    return f"{_NAMES.get(process.role, process.role)} {process.pid}"
 
 
 def warn_of_orphans(processes: Sequence[Journal]) -> list[str]:
-    """Return a line where processes of the engine have outlived the ones that use them."""
+    """Return a warning if processes of the engine are orphans, else nothing."""
     left = orphans(processes)
     if not left:
         return []
-    ended = ", ".join(name_of(item) for item in processes if item.role in _FRONTS)
+    ended = ", ".join(name_of(process) for process in processes if process.role in _FRONTS)
     run = f"{', '.join(map(name_of, left))} still run{'s' * (len(left) == 1)}"
-    pids_left = " ".join(str(item.pid) for item in left)
+    pids_left = " ".join(str(process.pid) for process in left)
     return [f"{ended} ended; {run} (orphans) and may hold the device's memory: kill {pids_left}"]
 
 
 def fingerprints_differ(processes: Sequence[Journal]) -> list[str]:
-    """Return a line if the processes of an engine, which compute one model together, run different patches."""
-    of: dict[str, list[str]] = {}
-    for item in processes:
-        of.setdefault(item.fingerprint, []).append(name_of(item))
-    if len(of) < 2:
+    """Return a warning if processes of the engine run different patches."""
+    by_fingerprint: dict[str, list[str]] = {}
+    for process in processes:
+        by_fingerprint.setdefault(process.fingerprint, []).append(name_of(process))
+    if len(by_fingerprint) < 2:
         return []
-    parts = "; ".join(f"{fingerprint} in {', '.join(names)}" for fingerprint, names in of.items())
+    parts = "; ".join(f"{fingerprint} in {', '.join(names)}" for fingerprint, names in by_fingerprint.items())
     return [
-        f"the engine's processes do not have the same patches in force (fingerprint {parts}): start it again, and "
-        "change no patch or variable meanwhile"
+        f"the engine's processes have different patches (fingerprint {parts}): restart the engine, and change no "
+        "patch or variable during the start"
     ]

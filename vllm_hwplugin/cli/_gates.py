@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-hwplugin gates``: the environment variables with the values in force."""
+"""``vllm-hwplugin gates``: the environment variables and their values."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from .text import printable, shortened
 
 
 def gates(arguments: Sequence[str]) -> int:
-    """List the environment variables with the values in force; 1 where a value is bad."""
+    """List the environment variables; return 1 if a value is invalid."""
     parser = Parser(
         "gates",
-        "List the environment variables with the values in force.\n\nExit 1 where a value is bad.",
+        "List the environment variables and their values.\n\nExit status 1: a value is invalid.",
         ["gates", "gates | grep -v default"],
     )
     add_optional_json(parser)
     options = parser.read(arguments)
     settings = _settings()
-    now = [_now(value, settings.errors.get(name)) for name, value in settings.values.items()]
-    rows = [(gate.name, *shown, gate.good_values, gate.help) for gate, shown in zip(settings.gates, now, strict=True)]
+    values = [_value(value, settings.errors.get(name)) for name, value in settings.values.items()]
+    rows = [
+        (gate.name, *shown, gate.good_values, gate.help) for gate, shown in zip(settings.gates, values, strict=True)
+    ]
     if options.json is not None:
         keys = ("name", "value", "source", "values", "help", "bad")
-        found = as_objects(keys, [(*row, row[0] in settings.errors) for row in rows])
-        write_json({"format": 1, "gates": found}, options.json)
+        objects = as_objects(keys, [(*row, row[0] in settings.errors) for row in rows])
+        write_json({"format": 1, "gates": objects}, options.json)
     if options.json != STANDARD_OUTPUT:
         print_rows(("variable", "value", "from", "values", "what it does"), rows)
     for without_effect in settings.unknown():
@@ -40,7 +42,10 @@ def gates(arguments: Sequence[str]) -> int:
 
 
 def _settings() -> table_of_gates.Settings:
-    """Read the environment with the gates of features; doctor is the one to say what is wrong with a catalogue."""
+    """Read the environment with the features' switches.
+
+    `doctor` reports problems of a catalogue.
+    """
     settings = table_of_gates.Settings()
     with contextlib.suppress(HwpluginError):
         own = load_catalogue()
@@ -49,10 +54,10 @@ def _settings() -> table_of_gates.Settings:
     return settings
 
 
-def _now(value: table_of_gates.GateValue, fault: table_of_gates.GateError | None) -> tuple[str, str]:
-    """Return the value and where it comes from."""
-    if fault is not None:
-        # The list is where a reader looks for the good values.
-        return f"bad value: {printable(shortened(fault.raw), keep='')}", fault.source
+def _value(value: table_of_gates.GateValue, error: table_of_gates.GateError | None) -> tuple[str, str]:
+    """Return the value and its source."""
+    if error is not None:
+        # The table has a column of valid values.
+        return f"invalid: {printable(shortened(error.raw), keep='')}", error.source
     shown = printable(shortened(table_of_gates.show(value.value, value.gate.kind)), keep="") or "not set"
     return shown, f"{value.source} ({value.conflict})" if value.conflict else value.source

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this host has: accelerators and compilers, found without importing torch or opening a device.
+"""This host's accelerators and compilers, found without importing torch or opening a device.
 
-``doctor`` must work where nothing else does, so a tool that is missing, hangs or fails is an answer ("not found") and
-no error. A GPU of Moore Threads is asked for through the driver's library, as the platform class asks, and where that
-does not answer by the vendor's documented file names; it was not run on MUSA hardware.
+A tool that is missing, hangs or fails counts as "not found": ``doctor`` must work on a broken host. Moore Threads GPUs
+are found through the driver's library, as the platform class does it, else by the vendor's documented file names. Not
+run on MUSA hardware.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """``evidence`` names the tool or file that the answer rests on."""
+    """Describe this host's accelerators; ``evidence`` names the tool or file that told it."""
 
     kind: Literal["cuda", "musa", "cpu"]
     devices: tuple[Device, ...]
@@ -70,7 +70,7 @@ def this_host() -> HostFacts:
 
 
 def run(argv: Sequence[str]) -> str | None:
-    """The output of a command that answers within ten seconds and succeeds, else None."""
+    """Return a command's output; None: it fails, or exceeds ten seconds."""
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL, check=True)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
@@ -81,12 +81,12 @@ def run(argv: Sequence[str]) -> str | None:
 def find_platform(
     ask: Run = run, root: Path = Path("/"), gpus: Callable[[], Sequence[str]] = musa_host.gpus
 ) -> Platform:
-    """Find the accelerators of this host.
+    """Find this host's accelerators.
 
     Args:
-        ask: runs a command.
-        root: where the host's files lie; tests put a folder of their own in its place.
-        gpus: asks the driver of Moore Threads for the GPUs' names; any error of it is an answer.
+        ask: Runs a command.
+        root: Root of the host's file system.
+        gpus: Returns the GPU names of the Moore Threads driver; may raise any error.
     """
     fields = "name,memory.total,driver_version,compute_cap"
     listed = ask(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"])
@@ -97,7 +97,7 @@ def find_platform(
     )
     if devices:
         return Platform("cuda", devices, "nvidia-smi")
-    # A container often has the driver's device files without its tools.
+    # Containers often have the driver's device files without its tools.
     for folder in sorted(root.glob("proc/driver/nvidia/gpus/*")):
         model = re.search(r"^Model:\s*(.+)$", _text(folder / "information"), re.MULTILINE)
         devices += (Device(model.group(1).strip() if model else "NVIDIA GPU", driver=_nvidia_driver(root)),)
@@ -105,15 +105,15 @@ def find_platform(
         return Platform("cuda", devices, f"{root / 'proc/driver/nvidia/gpus'}")
     nothing = "no NVIDIA or Moore Threads driver answered"
     try:
-        found = gpus()
+        names = gpus()
     except ModuleNotFoundError:
-        found = ()
+        names = ()
     except Exception as error:
-        # OSError without the driver's library, MTMLError where it refuses; its device files may be there all the same.
-        found = ()
+        # OSError: no driver library; MTMLError: the library refuses. The device files may exist even so.
+        names = ()
         nothing += f" ({type(error).__name__}: {error})"
-    if found:
-        return Platform("musa", tuple(map(Device, found)), "the driver's library, by pymtml")
+    if names:
+        return Platform("musa", tuple(map(Device, names)), "the driver's library, by pymtml")
     nodes = sorted(root.glob("dev/mtgpu.[0-9]*"))
     if nodes:
         return Platform("musa", tuple(Device(f"Moore Threads GPU {node.suffix[1:]}") for node in nodes), str(nodes[0]))
@@ -123,7 +123,7 @@ def find_platform(
 
 
 def find_tools(ask: Run = run, environ: Mapping[str, str] | None = None) -> tuple[Tool, ...]:
-    """The compilers and build tools that a build of ``csrc`` would use."""
+    """Find the compilers and build tools for a build of ``csrc``."""
     environ = os.environ if environ is None else environ
     paths = {name: find_tool(name, environ) for name in TOOLS}
     return tuple(Tool(name, path, None if path is None else _version(name, path, ask)) for name, path in paths.items())
@@ -131,9 +131,9 @@ def find_tools(ask: Run = run, environ: Mapping[str, str] | None = None) -> tupl
 
 def _version(name: ToolName, path: str, ask: Run) -> str | None:
     def answer(argv: Sequence[str]) -> str:
-        if (said := ask(argv)) is None:
+        if (output := ask(argv)) is None:
             raise KernelUnavailable(f"{argv[0]} does not answer")
-        return said
+        return output
 
     try:
         if name == "nvcc" or name == "mcc":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``doctor`` says of vLLM's operations that the plugin has a kernel for: whose kernel serves, and why."""
+"""``doctor``'s table of vLLM's operations that the plugin has a kernel for."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from ._kernels import missing
 
 @dataclass(frozen=True, slots=True)
 class OperationRow:
-    """``serves`` says what a process that is started now would use, as far as it can be known without one.
+    """An operation, and what a process started now would run for it.
 
-    It is the plugin's kernel, vLLM's, or the plugin's definition in torch where vLLM has none.
+    Attributes:
+        serves: The plugin's kernel, vLLM's, or, if vLLM has none, the plugin's definition in torch. A forecast: it is
+            made without a process of vLLM.
     """
 
     operation: str
@@ -36,25 +38,24 @@ def operation_rows(
     *,
     extension: bool,
 ) -> tuple[OperationRow, ...]:
-    """One row for each operation with a kernel; where vLLM has no kernels, one for each that the plugin defines.
+    """Return a row for each operation with a kernel or a definition.
 
-    vLLM's own schema is not looked at, for that needs a process that imports it; the journals of processes have what
-    was found there.
+    Definitions count only if vLLM has no kernels.
+
+    vLLM's schema is not compared, which would need a process that imports vLLM; run records have that result.
 
     Args:
-        kind: of the platform: ``cuda``, ``musa`` or ``cpu``.
-        settings: of the processes.
-        tools: the compilers and build tools of this host.
-        libraries: what lies in the wheel and in the cache.
-        extension: the installed vLLM has compiled kernels.
+        kind: The platform: ``cuda``, ``musa`` or ``cpu``.
+        libraries: Built kernels in the wheel and in the cache.
+        extension: Whether the installed vLLM has compiled kernels.
     """
     defined = kind == "musa" and not extension
-    stock: Literal["torch", "vllm"] = "torch" if defined else "vllm"
+    fallback: Literal["torch", "vllm"] = "torch" if defined else "vllm"
     values, trusted = settings.values, not settings.process_errors
     rows = []
     for op in OPS.values():
         if not trusted:
-            row = OperationRow(op.qualname, "vllm", "a variable has a bad value")
+            row = OperationRow(op.qualname, "vllm", "an environment variable has an invalid value")
         elif not settings.switched_on:
             row = OperationRow(op.qualname, "vllm", "VLLM_HWPLUGIN=0")
         elif kind not in GPUS:
@@ -62,25 +63,25 @@ def operation_rows(
         else:
             choice = choose(op, values[GATE].text, values[SKIP].names, defined=defined)
             reason = choice.reason
-            if choice.wanted and not any(item.kernel == op.name for item in libraries):
-                other = "its definition in torch serves" if defined else "vLLM's kernel serves"
-                reason += f"; not built so far: {missing(KERNELS[op.name], kind, tools)} {other}"
-            row = OperationRow(op.qualname, "plugin" if choice.wanted else stock, reason)
+            if choice.wanted and not any(library.kernel == op.name for library in libraries):
+                other = "its definition in torch runs" if defined else "vLLM's kernel runs"
+                reason += f"; not built: {missing(KERNELS[op.name], kind, tools)} {other}"
+            row = OperationRow(op.qualname, "plugin" if choice.wanted else fallback, reason)
         rows.append(row)
     if defined and trusted and settings.switched_on:
         rows += [
-            OperationRow(item.qualname, "torch", f"this vLLM has no kernel of it, for {item.caller}")
-            for item in DEFINED.values()
-            if item.name not in OPS
+            OperationRow(op.qualname, "torch", f"this vLLM has no kernel for it; {op.caller} calls it")
+            for op in DEFINED.values()
+            if op.name not in OPS
         ]
     return tuple(rows)
 
 
 def operation_problems(kind: str, settings: gates.Settings) -> tuple[str, ...]:
-    """Operations that the gate demands and that cannot have the plugin's kernel here: a process of vLLM would stop."""
+    """Return a problem if the switch demands kernels that cannot run here."""
     values = settings.values
     if settings.process_errors or not settings.switched_on or values[GATE].text != "on":
         return ()
     if kind in GPUS or not (names := [name for name in OPS if name not in values[SKIP].names]):
         return ()
-    return (f"{GATE}=on, but {NO_GPU}, so vLLM would not start; {SKIP}={','.join(names)} lets it",)
+    return (f"{GATE}=on, but {NO_GPU}: vLLM would not start; set {SKIP}={','.join(names)}, or {GATE}=auto",)

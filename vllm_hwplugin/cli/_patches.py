@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hwplugin patches`: what the plugin changes in vLLM, for reading and review."""
+"""`vllm-hwplugin patches`: list and show what the plugin changes in vLLM."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from .parser import FAILURE, Command, Parser
 
 _WORKSHOP = "vllm_hwplugin_workshop.cli"
 COMMANDS = {
-    "list": Command(__name__, "list_", "The features, with their gates and versions; the default."),
-    "show": Command(__name__, "show", "What a feature changes and why, and when it can go."),
-    "diff": Command(f"{_WORKSHOP}.patches_diff", "diff", "The exact text change that a feature makes."),
-    "import": Command(f"{_WORKSHOP}.patches_import", "import_change", "Make a feature of a diff, for many versions."),
-    "edit": Command(f"{_WORKSHOP}.patches_edit", "edit", "Open a work tree of one vLLM with a feature applied."),
-    "save": Command(f"{_WORKSHOP}.patches_edit", "save", "Give the feature what was edited in a work tree."),
-    "carry": Command(f"{_WORKSHOP}.patches_carry", "carry", "Carry a catalogue to a new release of vLLM."),
-    "check": Command(f"{_WORKSHOP}.patches_check", "check", "Check catalogues of patches, on every version."),
+    "list": Command(__name__, "list_", "List the features, their switches and versions (the default)."),
+    "show": Command(__name__, "show", "Show what a feature changes and why, and when it is removed."),
+    "diff": Command(f"{_WORKSHOP}.patches_diff", "diff", "Print a feature's diff for one vLLM."),
+    "import": Command(f"{_WORKSHOP}.patches_import", "import_change", "Make a feature from a diff, for many versions."),
+    "edit": Command(f"{_WORKSHOP}.patches_edit", "edit", "Check out one vLLM with a feature applied."),
+    "save": Command(f"{_WORKSHOP}.patches_edit", "save", "Save the edits of that checkout in the feature."),
+    "carry": Command(f"{_WORKSHOP}.patches_carry", "carry", "Carry a catalogue to a new vLLM release."),
+    "check": Command(f"{_WORKSHOP}.patches_check", "check", "Check catalogues against every vLLM version."),
 }
 
 
 def patches(arguments: Sequence[str]) -> int:
-    """List the features, or run one of the commands about them."""
+    """List the features, or run a subcommand."""
     parser = Parser(
         "patches",
-        "List the patches and their exact text changes; import and check others.\n\n"
-        "Without a command: one line a feature with its gate and versions, the plugin's "
-        "own and those of catalogues from outside. Exit status 2 where one of these "
-        "cannot be used.",
+        "List, show, make, edit and check patches.\n\n"
+        "Without a command: list the features of the plugin and of installed catalogues, "
+        "with their switches and versions. Exit status 2: a catalogue cannot be used.",
         ["patches list", "patches show draft-full-graph"],
         COMMANDS,
     )
@@ -46,42 +45,43 @@ def list_(arguments: Sequence[str]) -> int:
     """List the features."""
     parser = Parser(
         "patches list",
-        "List the features, the plugin's own and those of catalogues from outside.\n\n"
-        "Exit status 2 where a catalogue cannot be used.",
+        "List the features of the plugin and of installed catalogues.\n\nExit status 2: a catalogue cannot be used.",
         ["patches list", "patches list --json patches.json"],
     )
     add_optional_json(parser)
     options = parser.read(arguments)
     selection = select(load_catalogue())
-    rows = [(one.id, one.gate, one.target, str(one.versions), one.title) for one in selection.chosen]
+    rows = [
+        (feature.id, feature.gate, feature.target, str(feature.versions), feature.title) for feature in selection.chosen
+    ]
     if options.json is not None:
         keys = ("id", "gate", "target", "versions", "title")
         write_json({"format": 1, "features": as_objects(keys, rows)}, options.json)
     if options.json != STANDARD_OUTPUT:
-        print_rows(("feature", "gate", "of", "versions", "what"), rows)
+        print_rows(("feature", "switch", "package", "versions", "what it does"), rows)
     say_troubles(selection)
     return FAILURE if selection.troubles else 0
 
 
 def show(arguments: Sequence[str]) -> int:
-    """What a feature changes and why, where it comes from, and when it can go."""
+    """Show a feature's change, its reason, its origin and its removal."""
     parser = Parser(
         "patches show",
-        "Show what a feature changes and why, where it comes from, and when it can go.",
+        "Show what a feature changes and why, its origin, and when it is removed.",
         ["patches show draft-full-graph", "patches show v2-tail-graph"],
     )
-    parser.add_argument("feature", metavar="FEATURE", help="The id of a feature, as `patches` lists them.")
-    found = find_feature(all_features(), parser.read(arguments).feature)
-    print(f"{found.id}: {found.title}\n")
-    print(_paragraph(found.what) + "\n")
-    print(f"gate:     {found.gate}")
-    print(f"origin:   {found.origin}")
-    print(f"requires: {', '.join(found.requires) or 'nothing'}")
-    print(f"removal:  {' '.join(found.removal.split())}")
-    for gap in found.not_needed:
-        print(f"not needed on {found.target} {gap.versions}: {' '.join(gap.reason.split())}")
-    print(f"\non {found.target} {found.versions}:")
-    for file in found.files:
+    parser.add_argument("feature", metavar="FEATURE", help="The feature's id, as `patches` lists it.")
+    feature = find_feature(all_features(), parser.read(arguments).feature)
+    print(f"{feature.id}: {feature.title}\n")
+    print(_paragraph(feature.what) + "\n")
+    print(f"switch:   {feature.gate}")
+    print(f"origin:   {feature.origin}")
+    print(f"requires: {', '.join(feature.requires) or 'nothing'}")
+    print(f"removal:  {' '.join(feature.removal.split())}")
+    for gap in feature.not_needed:
+        print(f"not needed on {feature.target} {gap.versions}: {' '.join(gap.reason.split())}")
+    print(f"\non {feature.target} {feature.versions}:")
+    for file in feature.files:
         print(f"  {file.path}: {len(file.hunks)} hunk{'' if len(file.hunks) == 1 else 's'} ({file.origin})")
         for text, count in Counter(str(hunk.versions) for hunk in file.hunks if hunk.versions is not None).items():
             print(f"    {count} of them on {text}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``doctor --for``: what an engine would use that is not started, from vLLM's own configuration for its command.
+"""``doctor --for``: which features an engine would use, from vLLM's configuration for its command.
 
-A child process reads the command with vLLM's own arguments and makes the `VllmConfig`, as `vllm serve` does, with the
-plugin loaded. It stops there: no engine is built, no device is opened and no weights are read.
+A child process parses the command with vLLM's parser and makes the `VllmConfig` as `vllm serve` does, with the plugin
+loaded. It builds no engine, opens no device and reads no weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Final
 from ..errors import HwpluginError
 from ..journal import Use
 
-#: The GPU that is assumed where none is here: what vLLM asks of a device to make a configuration.
+#: The GPU to assume if this host has none: what vLLM asks of a device to make a configuration.
 ASSUMED_CAPABILITY: Final = "9.0"
 _ASSUMED_MEMORY: Final = 80 << 30
 _EXTENSIONS: Final = ("_C", "_C_stable_libtorch", "_moe_C", "_moe_C_stable_libtorch")
@@ -34,17 +34,17 @@ class NotPlanned(HwpluginError):
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What is known of an engine before it is started; docs/commands.md describes the fields.
+    """What is known of an engine before its start; docs/commands.md describes the fields.
 
     Attributes:
-        device: what the answer is for.
-        described: the model runner, the drafter and the mode of CUDA graphs.
-        uses: feature -> whether the engine uses it, as far as the configuration says.
+        device: The device that the answer applies to.
+        described: Model runner, drafter and mode of CUDA graphs.
+        uses: feature -> whether the engine uses it, as far as the configuration tells.
         left: feature and part -> why vLLM runs that part.
-        unknown: reasons that only the device or the loaded model can tell, and the features that they are about.
-        unserved: decode batches without a FULL graph, and the size that serves them; or empty.
-        ignored: settings of `--speculative-config` that the model runner does not read.
-        refused: why vLLM or the plugin would not start this engine; or empty.
+        unknown: Condition that only the device or the loaded model decides -> features that depend on it.
+        unserved: Decode batches without a FULL graph, and the capture size that they need; or empty.
+        ignored: Settings of `--speculative-config` that the model runner does not read.
+        refused: Why vLLM or the plugin would not start this engine; or empty.
     """
 
     command: str
@@ -59,16 +59,16 @@ class Planned:
 
 
 def plan(command: str, kind: str, gpu: str | None, build: str) -> Planned:
-    """Ask vLLM's configuration about a command.
+    """Derive the features of an engine from vLLM's configuration for a command.
 
     Args:
-        command: a command line that starts a server, or a file for `--config`.
-        kind: of this host's platform: `cuda`, `musa` or `cpu`.
-        gpu: the compute capability to assume; None: this host's device, if vLLM's build has one here.
-        build: distribution and version of vLLM.
+        command: A command line that starts a server, or a file for `--config`.
+        kind: This host's platform: `cuda`, `musa` or `cpu`.
+        gpu: The compute capability to assume; None: this host's device, if vLLM's build supports it.
+        build: Distribution and version of vLLM.
 
     Raises:
-        NotPlanned: the command cannot be read.
+        NotPlanned: The command cannot be read.
     """
     variables, words = _serve_arguments(command)
     if gpu is None and kind == "cpu" and "cpu" not in build:
@@ -79,41 +79,41 @@ def plan(command: str, kind: str, gpu: str | None, build: str) -> Planned:
     with tempfile.TemporaryDirectory(prefix="vllm-hwplugin-") as folder:
         answer = Path(folder) / "answer.json"
         job = json.dumps({"words": words, "gpu": gpu, "answer": str(answer)})
-        # A cache of its own: no record of this process shall look like one of an engine.
+        # A separate cache: this process's run record must not look like an engine's.
         environ = {**os.environ, **variables, "VLLM_HWPLUGIN_CACHE_DIR": folder, "VLLM_NO_USAGE_STATS": "1"}
         child = f"from {__name__} import answer; answer()"
         done = subprocess.run([sys.executable, "-c", child, job], env=environ, capture_output=True, text=True)
         if not answer.exists():
             last = [line for line in done.stderr.splitlines() if line.strip()][-1:] or ["no output"]
             raise NotPlanned(f"vLLM cannot read `{command}`: {last[0].strip()}")
-        found = json.loads(answer.read_text(encoding="utf-8"))
-    return Planned(command, device, **found)
+        fields = json.loads(answer.read_text(encoding="utf-8"))
+    return Planned(command, device, **fields)
 
 
 def _serve_arguments(command: str) -> tuple[dict[str, str], list[str]]:
-    """Return the variables that a command sets, and the arguments of `vllm serve`."""
+    """Return the variables that a command sets, and vLLM's arguments."""
     if Path(command).is_file():
         return {}, ["--config", command]
     try:
         words = shlex.split(command, comments=True)
     except ValueError as error:
-        raise NotPlanned(f"`{command}` is no command line: {error}") from error
+        raise NotPlanned(f"`{command}` is not a valid command line: {error}") from error
     variables = {}
     while words and "=" in words[0] and words[0].partition("=")[0].isidentifier():
         name, _, value = words.pop(0).partition("=")
         variables[name] = value
     for at, word in enumerate(words):
         if Path(word).name == "vllm" or word in _SERVERS or word.endswith("api_server.py"):
-            behind = words[at + 1 :]
-            return variables, behind[1:] if behind[:1] == ["serve"] else behind
-    raise NotPlanned(f"`{command}` is neither a file nor a command such as 'vllm serve MODEL'")
+            rest = words[at + 1 :]
+            return variables, rest[1:] if rest[:1] == ["serve"] else rest
+    raise NotPlanned(f"`{command}` is not a file or a server command; expected e.g. 'vllm serve MODEL'")
 
 
 # -- in the child process ---------------------------------------------------------------------------------------------
 
 
 def answer() -> None:
-    """Write what is known into the file that the job names; what vLLM prints goes to standard error."""
+    """Write the fields of :class:`Planned` to the job's answer file."""
     job: dict[str, Any] = json.loads(sys.argv[1])
     if job["gpu"] is not None:
         _assume_gpu(job["gpu"])
@@ -121,17 +121,17 @@ def answer() -> None:
 
     arguments = AsyncEngineArgs.from_cli_args(_parsed(job["words"]))
     try:
-        found = _foreseen(arguments, job["gpu"] is not None)
+        fields = _foreseen(arguments, job["gpu"] is not None)
     except OSError:
-        # A model that is not here, or a network: the parent says that nothing is known.
+        # A missing model, or the network: the parent reports that nothing is known.
         raise
     except (ValueError, AssertionError, NotImplementedError, HwpluginError) as error:
-        found = {"refused": f"{type(error).__name__}: {error}"}
-    Path(job["answer"]).write_text(json.dumps(found), encoding="utf-8")
+        fields = {"refused": f"{type(error).__name__}: {error}"}
+    Path(job["answer"]).write_text(json.dumps(fields), encoding="utf-8")
 
 
 def _parsed(words: Sequence[str]) -> Any:
-    """Read the arguments as `vllm serve` does."""
+    """Parse the arguments as `vllm serve` does."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -148,7 +148,7 @@ def _foreseen(arguments: Any, assumed: bool) -> dict[str, Any]:
     from vllm.usage.usage_lib import UsageContext
 
     if assumed:
-        # Triton drives a GPU that is not here, and vLLM chooses the model runner by it.
+        # Without a GPU vLLM finds no Triton driver, and it chooses the model runner by that.
         for name in ("vllm.triton_utils", "vllm.config.vllm"):
             vars(sys.modules[name])["HAS_TRITON"] = True
     given = arguments.speculative_config if isinstance(arguments.speculative_config, dict) else {}
@@ -174,13 +174,15 @@ def _foreseen(arguments: Any, assumed: bool) -> dict[str, Any]:
         return file.read_text(encoding="utf-8") if file.is_file() else None
 
     unknown: dict[str, list[str]] = {}
-    for name, one in foreseen.items():
-        for reason in one.unknown:
+    for name, feature in foreseen.items():
+        for reason in feature.unknown:
             unknown.setdefault(reason, []).append(name)
     return {
         "described": described,
-        "uses": {name: one.use for name, one in foreseen.items()},
-        "left": {f"{name} {part}": reason for name, one in foreseen.items() for part, reason in one.left.items()},
+        "uses": {name: feature.use for name, feature in foreseen.items()},
+        "left": {
+            f"{name} {part}": reason for name, feature in foreseen.items() for part, reason in feature.left.items()
+        },
         "unknown": unknown,
         "unserved": entry.decisions.get(UNSERVED, ""),
         "ignored": [
@@ -190,10 +192,10 @@ def _foreseen(arguments: Any, assumed: bool) -> dict[str, Any]:
 
 
 def _assume_gpu(capability: str) -> None:
-    """Have vLLM find an NVIDIA GPU: only what it asks of one to make a configuration."""
+    """Make vLLM find an NVIDIA GPU for its configuration."""
     import types
 
-    # They need a driver, and nothing of them runs.
+    # The extensions need a driver, and nothing here calls them.
     for name in _EXTENSIONS:
         sys.modules[f"vllm.{name}"] = types.ModuleType(f"vllm.{name}")
     import vllm.platforms as platforms
@@ -202,9 +204,8 @@ def _assume_gpu(capability: str) -> None:
     builtin.update({name: lambda: None for name in builtin} | {"cuda": lambda: "vllm.platforms.cuda.CudaPlatform"})
     from vllm.platforms.interface import DeviceCapability
 
-    found = DeviceCapability(*map(int, capability.split(".")))
     answers = {
-        "get_device_capability": found,
+        "get_device_capability": DeviceCapability(*map(int, capability.split("."))),
         "get_device_total_memory": _ASSUMED_MEMORY,
         "get_device_name": "NVIDIA GPU",
         "device_count": 8,
@@ -213,5 +214,5 @@ def _assume_gpu(capability: str) -> None:
         setattr(type(platforms.current_platform), name, classmethod(lambda cls, *_, value=value, **__: value))
     from vllm.model_executor.models import registry
 
-    # vLLM inspects model classes in processes that assume nothing. To keep the answers it imports kernels.
+    # vLLM inspects model classes in child processes without this assumption, and imports kernels to save the answers.
     registry._LazyRegisteredModel._save_modelinfo_to_cache = lambda *_: None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which features a command is about: the plugin's own, those of catalogues from outside, or some of them."""
+"""The features that a command is about, from the plugin and from installed or named catalogues."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class UnknownFeature(HwpluginError):
 
 
 class Selection(NamedTuple):
-    """
+    """The features that a command works on.
+
     Attributes:
-        catalogue: every feature that a process of this environment has, the chosen ones included.
-        chosen: those that were asked for.
-        troubles: catalogues that a process would leave out.
+        catalogue: All features of a process in this environment, with the chosen ones.
+        chosen: The features that the command names.
+        troubles: Catalogues that a process would ignore.
     """
 
     catalogue: Catalogue
@@ -37,54 +38,54 @@ class Selection(NamedTuple):
     troubles: tuple[Trouble, ...] = ()
 
     def by_distribution(self) -> dict[str, Catalogue]:
-        """The chosen features by what they change, vLLM first."""
+        """Return the chosen features by the distribution that they change, vLLM first."""
         names = sorted({feature.distribution for feature in self.chosen}, key=lambda name: (name != VLLM, name))
         return {name: only(self.chosen, name) for name in names}
 
 
 def only(features: Iterable[Feature], distribution: str) -> Catalogue:
-    """The features that change a distribution."""
+    """Return the features that change a distribution."""
     return Catalogue(tuple(feature for feature in features if feature.distribution == distribution))
 
 
 def select(own: Catalogue, named: Sequence[str] = ()) -> Selection:
-    """The features of the catalogues that are named; by default of all that a process of this environment has.
+    """Select the features of named catalogues, or all features of this environment.
 
     Args:
-        own: the plugin's features, which are called `vllm-hwplugin`.
-        named: names of catalogues, or folders of others. Those are read, not run, so they need not be trusted.
+        own: The plugin's features; their catalogue is named `vllm-hwplugin`.
+        named: Catalogue names or folders. A folder is read, not run, so it need not be trusted.
 
     Raises:
-        UnknownCatalogue: a name is neither.
-        PatchingError: a folder that is named is not as a catalogue has to be.
-        GateError: ``VLLM_HWPLUGIN_PATCHES`` has a bad value.
+        UnknownCatalogue: A name is neither a catalogue nor a folder.
+        PatchingError: A named folder is not a valid catalogue.
+        GateError: ``VLLM_HWPLUGIN_PATCHES`` has an invalid value.
     """
-    found = find_outside(gates.read(FOLDERS).names, own)
+    outside = find_outside(gates.read(FOLDERS).names, own)
     if not named:
-        catalogue = found.behind(own)
-        return Selection(catalogue, catalogue.features, found.troubles)
-    catalogues = list(found.catalogues)
+        catalogue = outside.behind(own)
+        return Selection(catalogue, catalogue.features, outside.troubles)
+    catalogues = list(outside.catalogues)
     chosen: list[Feature] = []
     for name in dict.fromkeys(named):
         if name == OWN:
             chosen += own.features
             continue
-        known = next((each for each in catalogues if each.manifest.name == name), None)
-        chosen += (known or _from_folder(name, catalogues, own)).features
+        installed = next((catalogue for catalogue in catalogues if catalogue.manifest.name == name), None)
+        chosen += (installed or _from_folder(name, catalogues, own)).features
     # A catalogue may be named twice, by its name and by its folder.
-    each = {feature.id: feature for feature in chosen}
-    return Selection(found._replace(catalogues=tuple(catalogues)).behind(own), tuple(each.values()))
+    by_id = {feature.id: feature for feature in chosen}
+    return Selection(outside._replace(catalogues=tuple(catalogues)).behind(own), tuple(by_id.values()))
 
 
 def _from_folder(name: str, catalogues: list[Outside], own: Catalogue) -> Outside:
     folder = Path(os.path.realpath(Path(name).expanduser()))
-    # An empty name, as of a variable that is not set, would be the working directory.
+    # An empty name (an unset shell variable) would be the working directory.
     if not name or not folder.is_dir():
-        names = ", ".join([OWN, *(each.manifest.name for each in catalogues)])
-        raise UnknownCatalogue(f"{name!r}: no folder, and no catalogue of this name; there are: {names}")
-    for each in catalogues:
-        if each.manifest.folder == folder:
-            return each
+        names = ", ".join([OWN, *(catalogue.manifest.name for catalogue in catalogues)])
+        raise UnknownCatalogue(f"{name!r} is neither a folder nor a catalogue; expected a folder, or one of {names}")
+    for catalogue in catalogues:
+        if catalogue.manifest.folder == folder:
+            return catalogue
     loaded = load_outside(folder)
     refuse_taken(loaded, catalogues, own)
     catalogues.append(loaded)
@@ -92,26 +93,26 @@ def _from_folder(name: str, catalogues: list[Outside], own: Catalogue) -> Outsid
 
 
 def find_feature(catalogue: Catalogue, name: str) -> Feature:
-    """The feature of that id.
+    """Return the feature with this id.
 
     Raises:
-        UnknownFeature: there is none; the message lists those that there are.
+        UnknownFeature: No feature has this id; the message lists all ids.
     """
     for feature in catalogue.features:
         if feature.id == name:
             return feature
     known = ", ".join(feature.id for feature in catalogue.features) or "none"
-    raise UnknownFeature(f"{name}: no such feature; there are: {known}")
+    raise UnknownFeature(f"unknown feature {name}; expected one of {known}")
 
 
 def say_troubles(selection: Selection) -> None:
-    """The catalogues whose patches could not be looked at."""
+    """Print an error for each catalogue that cannot be used."""
     for trouble in selection.troubles:
-        print(f"error: the patches of {trouble.where} are left out: {printable(trouble.reason)}", file=sys.stderr)
+        print(f"error: the patches of {trouble.where} are ignored: {printable(trouble.reason)}", file=sys.stderr)
 
 
 def all_features() -> Catalogue:
-    """The features of all catalogues; what is wrong with one of these may be why the wanted feature is not there."""
+    """Return the features of all catalogues; print which catalogues are missing."""
     selection = select(load_catalogue())
     say_troubles(selection)
     return selection.catalogue

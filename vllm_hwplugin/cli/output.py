@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a command's results go: the option ``--json``, the same on every command that has it.
+"""Outputs of a command, and its option ``--json``.
 
-``--json FILE`` writes the file beside what is printed. ``--json -`` puts the JSON alone on standard output, and what is
-for a reader on standard error.
+``--json FILE`` writes a file and prints the report as usual. ``--json -`` prints only JSON on standard output, and the
+report on standard error.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ class OutputError(HwpluginError):
 
 
 def writable(text: str) -> Path:
-    """An option's file, looked at before the work begins: a benchmark should not lose its results at the end.
+    """Check that an option's output file can be written.
+
+    A benchmark must not lose its results at the end.
 
     Raises:
-        argparse.ArgumentTypeError: it is a folder, or its own folder is missing or not writable.
+        argparse.ArgumentTypeError: The file is a folder, or its folder is missing or not writable.
     """
     file = Path(text)
     if file == STANDARD_OUTPUT or (file.exists() and not file.is_file() and not file.is_dir()):
@@ -40,20 +42,20 @@ def writable(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{file} is a folder; name a file")
     folder = file.parent
     if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"{file}: there is no folder {folder}; make it, or name another file")
+        raise argparse.ArgumentTypeError(f"{file}: folder {folder} does not exist; create it, or name another file")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise argparse.ArgumentTypeError(f"{file}: the folder {folder} cannot be written to; name another file")
+        raise argparse.ArgumentTypeError(f"{file}: folder {folder} is not writable; name another file")
     return file
 
 
 def add_json(options: argparse.ArgumentParser | argparse._ArgumentGroup, **more: Any) -> None:
     """Give a command the option ``--json``."""
-    text = "Write the results there; -: standard output."
+    text = "Write the results to this file; -: standard output."
     options.add_argument("--json", metavar="FILE", type=writable, help=text, **more)
 
 
 def add_optional_json(options: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Give a command that only lists the option ``--json``, whose default file is standard output."""
+    """Give a command the option ``--json``, whose file defaults to standard output."""
     add_json(options, nargs="?", const=STANDARD_OUTPUT)
 
 
@@ -63,7 +65,7 @@ def as_objects(keys: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[dict[
 
 
 def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on a terminal, and tab-separated lines under a header elsewhere: for grep, awk and cut."""
+    """Print a table on a terminal, and tab-separated lines elsewhere."""
     if sys.stdout.isatty():
         print(table(columns, rows))
         return
@@ -72,28 +74,28 @@ def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def for_a_reader(json_file: Path | None) -> TextIO:
-    """Where a command prints what is for a reader."""
+    """Return standard output, or standard error if the JSON goes there."""
     return sys.stderr if json_file == STANDARD_OUTPUT else sys.stdout
 
 
 def write_json(results: Mapping[str, Any], json_file: Path) -> None:
-    """Write results, so that the file holds the old ones or the new ones at any moment.
+    """Write results atomically as JSON.
 
     Raises:
-        OutputError: the file cannot be written; says why.
+        OutputError: The file cannot be written.
     """
-    # A CI runner would take `##[...]` in what a step prints for a command.
+    # A CI runner takes `##[...]` in a step's output for a command.
     write_text(json.dumps(results, indent=1).replace("##[", "##\\u005b") + "\n", json_file)
 
 
 def write_text(text: str, file: Path) -> None:
-    """As :func:`write_json`, for any text."""
+    """Write text atomically; raises as :func:`write_json`."""
     if file == STANDARD_OUTPUT:
         sys.stdout.write(text)
         return
     try:
         if file.exists() and not file.is_file():
-            # A pipe or a device: there is nothing to replace.
+            # A pipe or a device cannot be replaced.
             file.write_text(text, encoding="utf-8")
         else:
             write_atomically(file.resolve(), text.encode(), durable=False, mode=_mode(file))
@@ -102,9 +104,12 @@ def write_text(text: str, file: Path) -> None:
 
 
 def _mode(file: Path) -> int:
-    """That of the file which is replaced, or of one that this user makes: results are for others, too."""
+    """Return the mode of the replaced file, or the user's default.
+
+    Other users may read results.
+    """
     if file.exists():
         return stat.S_IMODE(file.stat().st_mode)
-    # There is no way to ask for it without setting it.
+    # The umask can only be read by setting it.
     os.umask(mask := os.umask(0o077))
     return 0o666 & ~mask

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands there are, and how one reads its arguments."""
+"""Commands, and the parser of their arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from ..errors import HwpluginError
 from .text import printable
 
-#: Could not tell, as distinct from 1: looked, and something is wrong.
+#: The command could not tell. 1 means: it looked, and something is wrong.
 FAILURE = 2
 
 if TYPE_CHECKING:
@@ -23,16 +23,17 @@ Run = Callable[[Sequence[str]], int]
 
 
 class MissingExtra(HwpluginError):
-    """A command needs a library that comes with an extra of this package."""
+    """A command needs a library from one of this package's extras."""
 
 
 class Command(NamedTuple):
-    """
+    """A command of the program.
+
     Attributes:
-        module: is imported when the command runs, and not before.
-        function: takes the arguments behind the command's name and returns the exit status.
-        about: one line for the help.
-        extra: has what the module needs besides the plugin.
+        module: Imported when the command runs, not before.
+        function: Takes the arguments after the command's name and returns the exit status.
+        about: One line for the help.
+        extra: The extra of this package that installs the module's requirements; empty if it has none.
     """
 
     module: str
@@ -41,13 +42,13 @@ class Command(NamedTuple):
     extra: str = ""
 
     def load(self) -> Run:
-        """Import what runs it.
+        """Import the command's module and return its function.
 
         Raises:
-            MissingExtra: a library is not installed.
+            MissingExtra: A library is not installed.
         """
         try:
-            found: Run = getattr(importlib.import_module(self.module), self.function)
+            function: Run = getattr(importlib.import_module(self.module), self.function)
         except ModuleNotFoundError as error:
             if not self.extra or str(error.name).startswith("vllm_hwplugin"):
                 raise
@@ -55,14 +56,14 @@ class Command(NamedTuple):
                 f"this command needs {error.name}, which is not installed; "
                 f"run: pip install 'vllm-hwplugin[{self.extra}]'"
             ) from error
-        return found
+        return function
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def add_usage(
         self, usage: str | None, actions: Iterable[argparse.Action], groups: Any, prefix: str | None = None
     ) -> None:
-        # As the measuring commands have it.
+        # As the lab's commands write it.
         super().add_usage(usage, actions, groups, prefix or "Usage: ")
 
     def _split_lines(self, text: str, width: int) -> list[str]:
@@ -71,13 +72,13 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Of one command. What cannot be read ends the process with `FAILURE` and one line.
+    """A command's parser; bad arguments end the process with `FAILURE` and one line.
 
     Args:
-        name: of the command; empty for the program itself.
-        about: what it does and how it ends, in paragraphs.
-        examples: a command each, without the program's name.
-        commands: those that may follow its own options.
+        name: The command's name; empty for the program itself.
+        about: Paragraphs: what the command does, and its exit status.
+        examples: Command lines without the program's name.
+        commands: Commands that may follow the options.
     """
 
     def __init__(
@@ -99,22 +100,25 @@ class Parser(argparse.ArgumentParser):
         self._commands = commands or {}
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Options and arguments, in any order."""
+        """Parse options and arguments in any order."""
         return self.parse_intermixed_args(arguments)
 
     def choose(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, Callable[[], int] | None]:
-        """The options before a command's name, and what runs that command; None where no command is named."""
+        """Return the options before the command's name, and the command's call.
+
+        The call is None if no command is named.
+        """
         at = next((at for at, word in enumerate(arguments) if not word.startswith("-")), len(arguments))
         options = self.parse_args(arguments[:at])
         if at == len(arguments):
             return options, None
-        name, behind = arguments[at], arguments[at + 1 :]
+        name, rest = arguments[at], arguments[at + 1 :]
         if name not in self._commands:
-            self.error(f"no such command: {name}; there are: {', '.join(self._commands)}")
-        return options, lambda: self._commands[name].load()(behind)
+            self.error(f"unknown command {name}; expected one of {', '.join(self._commands)}")
+        return options, lambda: self._commands[name].load()(rest)
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        # argparse ignores a disk that is full and a reader who has gone.
+        # argparse ignores a full disk and a closed pipe.
         (file or sys.stderr).write(message)
 
     def error(self, message: str) -> NoReturn:

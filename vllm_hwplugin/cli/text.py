@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text made fit for a terminal: what is of other origin (variables, journals, an index's answers), and tables."""
+"""Text for a terminal: tables, and escaped text of foreign origin (variables, run records, an index's answers)."""
 
 from __future__ import annotations
 
@@ -13,54 +13,56 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Literal
 
-# Beyond this, what a variable holds is no longer read but scrolled past.
+# Nobody reads a longer value of a variable.
 _LONGEST = 300
 
-# GitHub's runner takes commands from what a step prints: `::name ...::` where a line begins, `##[name ...]` anywhere.
+# GitHub's runner takes commands from a step's output: `::name ...::` at the start of a line, `##[name ...]` anywhere.
 _COMMAND = re.compile(r"^([^\S\n]*:)(?=:)|#(?=#\[)", re.MULTILINE)
 
 _COLOURS = {"red": 31, "green": 32, "yellow": 33}
 
 
 def printable(text: str, keep: str = "\n") -> str:
-    """The text with its control characters written out: it can't move the cursor, forge a line or command a CI runner.
+    """Escape control characters, and commands for a CI runner.
 
     Args:
-        text: any.
-        keep: control characters to leave as they are.
+        text: Any text.
+        keep: Control characters to leave unescaped.
     """
     if not text.isprintable():
         text = "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
-    return _COMMAND.sub(lambda found: f"{found[0]}\\", text)
+    return _COMMAND.sub(lambda match: f"{match[0]}\\", text)
 
 
 def shortened(text: str) -> str:
-    """The text, or its beginning and its length where it is long."""
+    """Return the text; of a long one its beginning and length."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
 
 
 def ago(started: str) -> str:
-    """Return how long ago a time in ISO 8601 was: "41 min ago"."""
+    """Return the age of an ISO 8601 time: "41 min ago"."""
     passed = datetime.datetime.now(datetime.timezone.utc) - datetime.datetime.fromisoformat(started)
     seconds = max(0, int(passed.total_seconds()))
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        # Two of a unit, or the next smaller one says more.
+        # Below two of a unit the next smaller unit says more.
         if seconds >= 2 * length:
             return f"{seconds // length} {unit} ago"
     return f"{seconds} s ago"
 
 
 def coloured(text: str, colour: Literal["red", "green", "yellow", ""]) -> str:
-    """A line in a colour, where standard output is a terminal and nobody asked for none (``NO_COLOR``)."""
+    """Colour a line for a terminal, unless ``NO_COLOR`` is set."""
     if not colour or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
     return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """As wide as the terminal at most, and no word cut or split: words here are names and paths.
+    """Format a table that fits the terminal, without splitting words.
 
-    Where the longest words do not fit side by side, it is a paragraph a row, under the row's first cell.
+    Words are names and paths.
+
+    If the longest words do not fit side by side, each row becomes a paragraph under its first cell.
     """
     if not rows:
         return ""
