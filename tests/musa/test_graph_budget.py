@@ -100,7 +100,7 @@ def test_sizes_that_the_user_named_stay(caplog: pytest.LogCaptureFixture) -> Non
     assert made.compilation_config.cudagraph_capture_sizes == OWN
     (line,) = caplog.messages
     assert line.startswith("51 capture sizes would have some 3366 graphs, expected 1800 at most on MUSA")
-    assert line.endswith("name 27 sizes or fewer")
+    assert line.endswith("choose at most 27 sizes")
 
 
 def test_nothing_is_captured() -> None:

@@ -139,7 +139,7 @@ def test_a_type_is_tried_on_the_device(platform: Any, monkeypatch: pytest.Monkey
     import torch
 
     # torch without torch_musa has no such device, and fails there for every type.
-    with pytest.raises(ValueError, match=r"MTT S5000 does not compute with torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"MTT S5000 does not support torch\.bfloat16"):
         platform.check_if_supports_dtype(torch.bfloat16)
     monkeypatch.setattr(type(platform), "device_type", "cpu")
     platform.check_if_supports_dtype(torch.bfloat16)
@@ -259,8 +259,8 @@ def test_the_environment_is_prepared_and_the_users_values_stay(
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
     assert "VLLM_GPU_SYNC_CHECK" not in os.environ
     assert caplog.messages == [
-        "VLLM_WORKER_MULTIPROC_METHOD=fork is kept on MUSA, where spawn is expected",
-        "VLLM_GPU_SYNC_CHECK=warn is taken back on MUSA: torch_musa cannot watch for synchronisation",
+        "VLLM_WORKER_MULTIPROC_METHOD=fork on MUSA, expected spawn: vLLM may fail; unset it",
+        "VLLM_GPU_SYNC_CHECK=warn is unset on MUSA: torch_musa cannot check for synchronization",
     ]
 
 

@@ -71,7 +71,7 @@ def test_doctor(musa_host: None, tmp_path: Path) -> None:
     assert {state["state"] for state in found["features"] if state["choice"] == "auto"} <= {"live", "not-needed"}
     troubles = {line["package"]: line for line in found["musa"] if line["trouble"]}
     # This host has a later torch, as the warning says.
-    assert "is made for torch 2.11" in troubles.pop("torch_musa")["trouble"]
+    assert "requires torch 2.11" in troubles.pop("torch_musa")["trouble"]
     if troubles:
         assert list(troubles) == ["torchvision"]
         assert troubles["torchvision"]["stops"]

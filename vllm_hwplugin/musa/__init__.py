@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moore Threads GPUs: the platform class, its worker and communicator, attention over mate, and what a host has.
+"""Moore Threads GPUs: platform class, worker, communicator, attention over mate, and host checks.
 
-Two things of MUSA are elsewhere, because CUDA's part of the same room calls them: ``ops/definitions.py``, operations
-that a vLLM without kernels lacks, and ``ops/compile/port.py``, which makes CUDA C++ into what mcc compiles.
+Two modules for MUSA are elsewhere, next to their callers for CUDA: ``ops/definitions.py`` defines operations that a
+vLLM without kernels lacks, and ``ops/compile/port.py`` ports CUDA C++ to mcc.
 """

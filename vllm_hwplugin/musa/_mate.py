@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all attention over mate asks of it. Not run on MUSA hardware."""
+"""Checks that all attention over mate shares. Not run on MUSA hardware."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 
 def checked(backend: str, name: str, arguments: Sequence[str]) -> Callable[..., Any]:
-    """A function of mate's that takes all of these, and requires no more.
+    """Return mate's function if it takes exactly these arguments.
 
-    mate changed names of arguments from release to release, and one that is left out would be a wrong answer: a model
-    without its sinks, or a mask that is causal.
+    mate renames arguments between releases, and a dropped argument would be a wrong result: a model without its sinks,
+    or with a causal mask.
 
     Raises:
-        ImportError: it does not; names the backend.
+        ImportError: The function takes other arguments; names the backend.
         AttributeError: mate has no such function.
     """
     function: Callable[..., Any] = getattr(mate, name)
@@ -26,14 +26,17 @@ def checked(backend: str, name: str, arguments: Sequence[str]) -> Callable[..., 
         inspect.signature(function).bind(**dict.fromkeys(arguments))
     except (TypeError, ValueError) as error:
         raise ImportError(
-            f"mate.{name} cannot be called as {backend} calls it, with {', '.join(arguments)}: {error}. mate 0.2.2 "
-            "can; docs/platforms.md says what serves without mate"
+            f"{backend} on MUSA: mate.{name} does not take {', '.join(arguments)}: {error}. Install mate 0.2.2 or "
+            "later; docs/platforms.md lists the backends without mate"
         ) from error
     return function
 
 
 def other_type(backend: str, dtype: torch.dtype, kv_cache_dtype: str | None) -> str | None:
-    """Why a KV cache is not of the queries' type, which mate needs; None where it is."""
+    """Return why mate cannot read this KV cache, or None.
+
+    The cache must have the queries' type.
+    """
     if kv_cache_dtype in (None, "auto") or str(dtype) == f"torch.{kv_cache_dtype}":
         return None
     return f"{backend} on MUSA needs keys of the queries' type {dtype}, and the KV cache is {kv_cache_dtype}"

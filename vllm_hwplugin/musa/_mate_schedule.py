@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the keys of a decode batch are split over a Moore Threads GPU. Not run on MUSA hardware.
+"""Key splits of a decode batch on a Moore Threads GPU. Not run on MUSA hardware.
 
-Without a schedule mate gives each request and KV head one block of threads, so a few requests with long contexts leave
-most of the device idle. With one, the keys of a request are split into parts that run side by side. A schedule is a
-tensor that a kernel makes of the batch's lengths; a captured graph reads it at the address that it was captured with.
+Without a schedule mate gives each request and KV head one thread block, so a few requests with long contexts leave most
+of the device idle. A schedule splits the keys of a request into parts that run in parallel. It is a tensor that a
+kernel computes from the batch's lengths; a graph reads it at the address of the capture.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-# As many parts as mate (0.2.2) has kernels to put together again.
+# The most parts that mate's (0.2.2) kernels can combine.
 _MOST: Final = 128
 
-#: Of ``mate.get_scheduler_metadata``, what a schedule is made with.
+#: Arguments of ``mate.get_scheduler_metadata`` that a schedule needs.
 ARGUMENTS: Final = (
     "batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads_q", "num_heads_kv", "headdim", "qkv_dtype", "cu_seqlens_q",
     "seqused_k", "page_size", "causal", "window_size", "num_splits",
@@ -24,12 +24,12 @@ ARGUMENTS: Final = (
 
 
 class Schedule(NamedTuple):
-    """Of one batch and one number of query heads.
+    """The schedule of a batch, for one number of query heads.
 
     Attributes:
-        tensor: what mate makes of the batch, int32; for one number of requests always the same tensor.
-        splits: parts that the keys of a request have at most. The attention has room for that many, so both calls of
-            mate must be given the same.
+        tensor: mate's schedule, int32; always the same tensor for one number of requests.
+        splits: Most parts of a request's keys. The attention allocates memory for that many, so both calls of mate need
+            the same number.
     """
 
     tensor: torch.Tensor
@@ -37,19 +37,19 @@ class Schedule(NamedTuple):
 
 
 class Schedules:
-    """Those of the batches that one metadata builder makes.
+    """The schedules of a metadata builder's batches.
 
     Args:
         plan: ``mate.get_scheduler_metadata``.
-        heads: the numbers of query heads of the builder's layers: one in most models; a drafter's layer may share the
-            target's KV cache group and have another.
-        kv_heads: of all of them, as everything below.
-        head_size: elements.
-        dtype: of queries and keys.
-        page_size: tokens a block of the KV cache.
-        window: tokens that a query sees before it, its own included; None for all.
-        compute_units: of the device.
-        most: parts at most.
+        heads: The layers' numbers of query heads. Most models have one; a drafter's layer may share the target's KV
+            cache group and have another.
+        kv_heads: KV heads of all layers.
+        head_size: Elements per head.
+        dtype: Type of queries and keys.
+        page_size: Tokens per block of the KV cache.
+        window: Tokens that a query attends to, itself included; None: all.
+        compute_units: Compute units of the device.
+        most: Most parts of a request's keys.
     """
 
     def __init__(
@@ -73,18 +73,21 @@ class Schedules:
         self._most = min(most, _MOST)
         self._page_size = page_size
         self._same = {"num_heads_kv": kv_heads, "headdim": head_size, "qkv_dtype": dtype, "page_size": page_size}
-        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+        self._tensors: dict[tuple[int, int], torch.Tensor] = {}
 
     def splits(self, num_reqs: int) -> int:
-        """Parts that fill the device; 1 where the requests' KV heads do that already.
+        """Return the number of parts that fill the device.
 
-        It depends only on what a graph's shape fixes, so that a graph is replayed with as many parts as it was captured
-        with.
+        It is 1 if the requests' KV heads fill it already.
+
+        The number depends only on a graph's shape, so capture and replay have the same number of parts.
         """
         return max(1, min(self._most, -(-self._units // (num_reqs * self._kv_heads)))) if self._heads else 1
 
     def of(self, metadata: Any) -> Mapping[int, Schedule]:
-        """The schedules of a batch, by number of query heads; none where one part for each request is best.
+        """Return a batch's schedules by number of query heads.
+
+        Empty: one part per request is best.
 
         Args:
             metadata: vLLM's ``FlashAttentionMetadata``.
@@ -96,10 +99,10 @@ class Schedules:
         return {heads: Schedule(self._refreshed(heads, num_reqs, splits, metadata), splits) for heads in self._heads}
 
     def _refreshed(self, heads: int, num_reqs: int, splits: int, metadata: Any) -> torch.Tensor:
-        made = self._plan(
+        fresh = self._plan(
             batch_size=num_reqs,
             max_seqlen_q=metadata.max_query_len,
-            # What a page table holds is what the attention goes by; the longest request would choose another kernel.
+            # The attention uses the page table's capacity; the longest request would choose another kernel.
             max_seqlen_k=metadata.block_table.shape[1] * self._page_size,
             num_heads_q=heads,
             seqused_k=metadata.seq_lens,
@@ -109,10 +112,10 @@ class Schedules:
             num_splits=splits,
             **self._same,
         )
-        # Its layout is mate's own and goes by the number of requests, so each number has a tensor.
-        kept = self._kept.setdefault((heads, num_reqs), made)
-        if kept is not made:
-            # What was made in this mode can be written to in no other, and vLLM builds metadata inside and outside.
+        # mate's layout depends on the number of requests, so each number has a tensor.
+        schedule = self._tensors.setdefault((heads, num_reqs), fresh)
+        if schedule is not fresh:
+            # An inference tensor is writable only in inference mode, and vLLM builds metadata in and out of it.
             with torch.inference_mode():
-                kept.copy_(made)
-        return kept
+                schedule.copy_(fresh)
+        return schedule

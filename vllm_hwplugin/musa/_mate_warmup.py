@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches that need each kernel of mate that serving can need. Not run on MUSA hardware.
+"""Batches that together use each of mate's kernels that serving can use. Not run on MUSA hardware.
 
-mate compiles a module of kernels at its first use, for seconds to minutes, by what it is called with: rows in a tile
-(from the longest query), mask, layout of the keys, schedule. Which call needs which module is mate's own affair and
-changes with its version. So the warm-up names no modules, as ``mate.jit.prewarm_modules`` wants. It makes calls, dense
-enough to fall into every class: a call is cheap when its module is there.
+mate compiles a module of kernels at its first use, for seconds to minutes, depending on the call: rows of a tile (from
+the longest query), mask, layout of the keys, schedule. Which call needs which module changes with mate's version. So
+the warm-up does not name modules, as ``mate.jit.prewarm_modules`` requires; it makes calls that cover every class. A
+call is cheap if its module exists.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 
 def query_lengths(longest: int) -> list[int]:
-    """Lengths that lie in every class of rows, where a class ends at a multiple of 32 rows up to 256.
+    """Return query lengths that cover all classes of rows.
 
-    Rows are queries, or queries times the query heads of a KV head. The latter have ends less than 16 lengths apart
-    only up to 64, so up to there it is each length.
+    A class ends at a multiple of 32 rows, up to 256.
+
+    Rows are queries, or queries × query heads per KV head. In the second case class ends are less than 16 lengths apart
+    only up to length 64, so the result has every length up to there.
 
     Args:
-        longest: query that serving can have.
+        longest: The longest query that serving can have.
     """
     lengths = [*range(1, 65), *range(80, 289, 16)]
     while lengths[-1] < longest:
@@ -33,33 +35,36 @@ def query_lengths(longest: int) -> list[int]:
 
 
 def dummy_batches(builder: Any, *, causal: bool, drafts: bool) -> Iterator[tuple[Any, bool]]:
-    """Batches, each a ``CommonAttentionMetadata``, and whether a drafter's metadata is to be made of it.
+    """Yield ``CommonAttentionMetadata``, and whether to build a drafter's metadata from it.
 
     Args:
-        builder: a metadata builder of the backend on MUSA.
-        causal: of all of them.
-        drafts: the builder is a drafter's, so there are no others.
+        builder: A metadata builder of the backend on MUSA.
+        causal: Mask of all batches.
+        drafts: Whether the builder is a drafter's: then all batches are.
     """
     config = builder.vllm_config
     longest = min(config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens)
     decodes = min(builder.decode_len, longest)
     for length in query_lengths(longest):
-        # A drafter's metadata has no schedule, as that of prompts and of a decode batch that fills the device has none.
+        # Metadata of drafters, of prompts and of decode batches that fill the device has no schedule.
         yield _batch(builder, 1, length, causal), True
         if not drafts and length <= decodes:
             yield _batch(builder, 1, length, causal), False
     if drafts:
         return
-    # With a schedule the number of requests counts as well, at the ends of what a decode can be.
+    # With a schedule the kernel also depends on the number of requests, at the shortest and longest decode.
     for requests in range(2, config.scheduler_config.max_num_seqs + 1):
-        found = [_batch(builder, requests, length, causal) for length in {1, decodes}]
-        if not builder.build(0, found[0]).schedules:
+        batches = [_batch(builder, requests, length, causal) for length in {1, decodes}]
+        if not builder.build(0, batches[0]).schedules:
             return
-        yield from ((batch, False) for batch in found)
+        yield from ((batch, False) for batch in batches)
 
 
 def _batch(builder: Any, requests: int, length: int, causal: bool) -> Any:
-    """Requests of equal length and without context. All their blocks are the null block, which no request writes to."""
+    """Return requests of equal length without context, in the null block.
+
+    No request writes to the null block.
+    """
     config, device = builder.vllm_config, builder.device
     starts = torch.arange(requests + 1, dtype=torch.int32) * length
     lengths = torch.full((requests,), length, dtype=torch.int32)

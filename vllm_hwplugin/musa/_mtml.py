@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about Moore Threads GPUs, asked of the driver's management library without starting a device.
+"""Facts about Moore Threads GPUs from the driver's management library, without starting a device.
 
-The calls are those of ``pymtml`` (distribution mthreads-ml-py, read at 2.4.3). Like NVML it knows nothing of
-``MUSA_VISIBLE_DEVICES``: an index is the physical one, and mapping is the caller's business. Not run on MUSA hardware.
+It uses ``pymtml`` (distribution mthreads-ml-py, read at 2.4.3). Like NVML, the library ignores
+``MUSA_VISIBLE_DEVICES``: indexes are physical, and the caller maps them. Not run on MUSA hardware.
 
-The first question of a process starts the library, which stays until the process ends; questions of several threads
-wait for each other. Up to 2.2 ``pymtml`` has one handle for all callers: whoever shuts down first takes it from the
-others, and a library that was shut down does not start again.
+The first call in a process starts the library for the rest of the process; a lock serializes threads. Up to 2.2
+``pymtml`` has one handle for all callers: the first caller that shuts down closes it for all, and it does not start
+again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _started = False
 
 
 def count() -> int:
-    """How many GPUs the driver has."""
+    """Count the driver's GPUs."""
     with _library():
         return int(pymtml.mtmlLibraryCountDevice())
 
 
 def name(index: int) -> str:
-    """The marketing name, such as ``MTT S5000``."""
+    """Return the marketing name, such as ``MTT S5000``."""
     with _device(index) as device:
         return str(pymtml.mtmlDeviceGetName(device))
 
@@ -40,13 +40,13 @@ def uuid(index: int) -> str:
 
 
 def total_memory(index: int) -> int:
-    """The memory of the GPU in bytes."""
+    """Return the GPU's memory in bytes."""
     with _device(index) as device, pymtml.mtmlMemoryContext(device) as memory:
         return int(pymtml.mtmlMemoryGetTotal(memory))
 
 
 def pci_bus_id(index: int) -> str:
-    """Segment, bus, device and function, as in ``0000:3b:00.0``."""
+    """Return segment, bus, device and function, such as ``0000:3b:00.0``."""
     with _device(index) as device:
         identifier = pymtml.mtmlDeviceGetPciInfo(device).sbdf
         return identifier.decode() if isinstance(identifier, bytes) else str(identifier)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's attention backends the MUSA platform uses.
+"""The MUSA platform's choice of an attention backend.
 
-vLLM's compiled kernels (``vllm._C``, FlashAttention, FlashInfer, FlashMLA, CUTLASS) are built for other devices. The
-plugin's FLASH_ATTN and FLASHMLA are left, if mate is installed, and what compiles on the host: Triton kernels, if
-Triton is new enough for them, and FlexAttention through ``torch.compile``. Then each backend's own declarations decide,
-by vLLM's own ``validate_configuration``. Not run on MUSA hardware.
+vLLM's compiled kernels (``vllm._C``, FlashAttention, FlashInfer, FlashMLA, CUTLASS) are for other devices. Candidates
+are the plugin's FLASH_ATTN and FLASHMLA (they need mate), Triton kernels (they need a recent Triton), and FlexAttention
+through ``torch.compile``. vLLM's ``validate_configuration`` then checks each backend's declarations. Not run on MUSA
+hardware.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from . import versions
 
 logger = logging.getLogger("vllm.hwplugin")
 
-# Best first, as vllm-musa has them: mate is the vendor's library, and its kernels depend on no release of Triton. Names
-# and not members: vLLM's list of backends differs from version to version.
+# Best first, as in vllm-musa: mate is the vendor's library, and its kernels need no particular Triton. Names instead of
+# enum members: vLLM's list of backends differs between versions.
 DECODER: Final = (MUSA.name, "TRITON_ATTN", "FLEX_ATTENTION")
 MLA: Final = ("FLASHMLA", "TRITON_MLA")
-# The plugin's classes in place of vLLM's: module and name.
+# Module and name of the plugin's classes that replace vLLM's.
 _OWN: Final = {
     MUSA.name: (MUSA.module, MUSA.cls),
     "FLASHMLA": ("vllm_hwplugin.musa.mla", "MusaFlashMLABackend"),
@@ -34,16 +34,16 @@ _IN_TRITON: Final = ("TRITON_ATTN", "TRITON_MLA")
 
 
 def choose(selected: Any | None, config: Any, capability: Any, known: Any) -> str:
-    """The qualified name of the backend's class.
+    """Return the qualified name of the backend's class.
 
     Args:
-        selected: the member of ``AttentionBackendEnum`` that the user named, or None.
-        config: vLLM's ``AttentionSelectorConfig`` for one layer.
-        capability: the device's ``DeviceCapability``, or None.
+        selected: The member of ``AttentionBackendEnum`` that the user named, or None.
+        config: vLLM's ``AttentionSelectorConfig`` of one layer.
+        capability: The device's ``DeviceCapability``, or None.
         known: ``AttentionBackendEnum``.
 
     Raises:
-        ValueError: the named backend cannot run here, or none can; with each backend's reason.
+        ValueError: The named backend cannot run here, or none can; with each backend's reason.
     """
     if config.use_sparse:
         raise ValueError(
@@ -53,11 +53,12 @@ def choose(selected: Any | None, config: Any, capability: Any, known: Any) -> st
     names = MLA if config.use_mla else DECODER
     if selected is None:
         return _first([known[name] for name in names], config, capability, named=False)
-    # A backend that a plugin registered under this name is that plugin's responsibility.
+    # Another plugin answers for a backend that it registered under this name.
     if selected.name not in names and not selected.is_overridden():
         raise ValueError(
             f"attention backend {selected.name} is not supported on MUSA: expected {' or '.join(names)}"
-            f"{' for MLA' if config.use_mla else ''}, or one that a plugin has registered; without a name one is chosen"
+            f"{' for MLA' if config.use_mla else ''}, or a backend that a plugin has registered; omit the name to let "
+            "the plugin choose"
         )
     return _first([selected], config, capability, named=True)
 
@@ -65,40 +66,43 @@ def choose(selected: Any | None, config: Any, capability: Any, known: Any) -> st
 def _first(members: Sequence[Any], config: Any, capability: Any, *, named: bool) -> str:
     refused: dict[str, list[str]] = {}
     only_reserved: list[str] = []
-    asked = config._asdict()
+    needs = config._asdict()
     for member in members:
         try:
             backend = _own_class(member) if _is_own(member) else member.get_class()
         except Exception as error:
-            # Importing it runs what it needs (mate, Triton), and those raise whatever they like without a device or in
-            # a wrong build. That ends this backend and not the choice.
+            # The import loads mate or Triton, which raise any error without a device or in a wrong build. That refuses
+            # only this backend.
             refused[member.name] = [_unavailable(member, error)]
             continue
-        reasons = backend.validate_configuration(device_capability=capability, **asked)
+        reasons = backend.validate_configuration(device_capability=capability, **needs)
         if reasons:
             refused[member.name] = reasons
             continue
-        # What holds with a reserve is the user's to choose, and not chosen for the user.
-        reserved = [*reserves(getattr(backend, "declarations", {}), asked), *_triton_troubles(member)]
+        # Only the user may choose a backend with known limits.
+        reserved = [*reserves(getattr(backend, "declarations", {}), needs), *_triton_troubles(member)]
         if named or not reserved:
             if reserved:
                 logger.warning("%s", "; ".join(reserved))
             return f"{backend.__module__}.{backend.__qualname__}"
         refused[member.name] = reserved
         only_reserved.append(member.name)
-    layer = ", ".join(f"{name}={value}" for name, value in asked.items() if value is not None and value is not False)
-    told = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in refused.items())
+    layer = ", ".join(f"{name}={value}" for name, value in needs.items() if value is not None and value is not False)
+    refusals = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in refused.items())
     if named:
-        way_out = "leave the name out, and one that fits is chosen"
+        way_out = "omit the name to let the plugin choose"
     elif only_reserved:
-        way_out = f"--attention-backend {' or '.join(only_reserved)} takes it in spite of that"
+        way_out = f"--attention-backend {' or '.join(only_reserved)} selects it with these limits"
     else:
-        way_out = "see docs/platforms.md for what each needs on the host"
-    raise ValueError(f"no attention backend on MUSA for a layer with {layer} ({told}); {way_out}")
+        way_out = "docs/platforms.md lists what each backend needs on the host"
+    raise ValueError(f"no attention backend on MUSA for a layer with {layer} ({refusals}); {way_out}")
 
 
 def _triton_troubles(member: Any) -> list[str]:
-    """A Triton that cannot compile the backend's kernels, unless a plugin has put other ones there."""
+    """Return why Triton cannot compile the backend's kernels.
+
+    Empty if a plugin has replaced the kernels.
+    """
     if member.name not in _IN_TRITON or member.is_overridden():
         return []
     trouble = versions.triton_trouble(versions.installed("triton"))
@@ -106,7 +110,10 @@ def _triton_troubles(member: Any) -> list[str]:
 
 
 def _unavailable(member: Any, error: Exception) -> str:
-    """Why a backend cannot be imported; in the log as well if more is wrong than a missing package."""
+    """Return why a backend cannot be imported.
+
+    Any reason but a missing package is also logged.
+    """
     needed = f"; it needs {MUSA.needs}" if _is_own(member) else ""
     reason = f"{type(error).__name__}: {error}{needed}"
     if not isinstance(error, ModuleNotFoundError):
@@ -115,7 +122,7 @@ def _unavailable(member: Any, error: Exception) -> str:
 
 
 def _is_own(member: Any) -> bool:
-    """Whether the plugin's class stands in place of vLLM's."""
+    """Whether the plugin's class replaces vLLM's."""
     return bool(member.name in _OWN and not member.is_overridden())
 
 

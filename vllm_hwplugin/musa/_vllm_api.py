@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM 0.20 to 0.33 differ for the MUSA platform: in one place, each difference with its versions."""
+"""The differences of vLLM 0.20 to 0.33 for the MUSA platform, with their versions."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any, Final
 
 logger = logging.getLogger("vllm.hwplugin")
 
-# Switches of vLLM's PassConfig that fuse operations of vllm._C, which a MUSA host does not have. Later versions add
-# fusions under the same prefix.
+# Switches of vLLM's PassConfig that fuse operations of vllm._C, which a MUSA host lacks. Later versions add fusions
+# with this prefix.
 _FUSION_PREFIX: Final = "fuse_"
 _FUSIONS: Final = ("enable_sp", "enable_qk_norm_rope_fusion")
 
-# What tells of kernels that are compiled while requests are served: from 0.21 on, under the second name from 0.25 on.
+# The monitors of compilation while serving: the first name from 0.21 on, the second from 0.25 on.
 _JIT_MONITORS: Final = ("vllm.triton_utils.jit_monitor", "vllm.utils.jit_monitor")
 
-# Which classes compute the prompts of MLA: from 0.21 on, and others than vLLM's from 0.23 on.
+# The registry of MLA prefill backends: from 0.21 on; open to plugins from 0.23 on.
 _MLA_PREFILLS: Final = "vllm.v1.attention.backends.mla.prefill.registry"
 
 
 def switch_off_fusions(pass_config: Any) -> tuple[str, ...]:
-    """Switch off the passes that fuse into kernels of ``vllm._C``, and return the names of those that were on."""
+    """Switch off fusions that need ``vllm._C``, and return their names."""
     on = tuple(
         name
         for name in vars(pass_config)
@@ -37,13 +37,16 @@ def switch_off_fusions(pass_config: Any) -> tuple[str, ...]:
 
 
 def triton_has_knobs() -> bool:
-    """Whether the Triton that vLLM uses has ``triton.knobs``, as from 3.4 on; it has none where there is no Triton."""
+    """Whether vLLM's Triton has ``triton.knobs`` (from 3.4 on); False without Triton."""
     triton: Any = importlib.import_module("vllm.triton_utils").triton
     return hasattr(triton, "knobs")
 
 
 def switch_off_jit_warmup(vllm_config: Any) -> bool:
-    """Let kernels be compiled when they are first used, and say whether that is a change. A switch from 0.27 on."""
+    """Switch off kernel compilation at warm-up; return whether it was on.
+
+    vLLM has this option from 0.27 on.
+    """
     kernel_config: Any = getattr(vllm_config, "kernel_config", None)
     changes: bool = getattr(kernel_config, "enable_jit_warmup", False)
     if changes:
@@ -52,9 +55,9 @@ def switch_off_jit_warmup(vllm_config: Any) -> bool:
 
 
 def switch_off_jit_monitor() -> None:
-    """Let vLLM's worker start without its monitor of kernels that are compiled late, in this process.
+    """Disable this process's monitor of late compilation, which needs ``triton.knobs``.
 
-    Up to 0.29 the worker starts the monitor whatever is configured.
+    Up to 0.29 vLLM's worker always starts the monitor.
     """
     for name in _JIT_MONITORS:
         try:
@@ -71,16 +74,16 @@ def _activate_nothing(**_: Any) -> None:
 
 
 def sample_without_triton() -> None:
-    """Let top-k and top-p be done by torch's sort in this process, as vLLM does where there is no Triton."""
+    """Make top-k and top-p use torch's sort, as vLLM without Triton."""
     sampler: Any = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
     sampler.HAS_TRITON = False
 
 
 def capture_by_thread(musa: Any) -> None:
-    """Let the capture of a graph forbid unsafe calls in its own thread alone, in this process.
+    """Make graph captures forbid unsafe calls only in the capturing thread.
 
-    By default, as vLLM captures, it forbids them in all threads. MCCL's watchdog asks for events in one of its own, and
-    torch_musa 2.7.1 does not exempt it, as torch does NCCL's: its question would break the capture.
+    vLLM's default forbids them in all threads. MCCL's watchdog queries events in its own thread, and torch_musa 2.7.1
+    does not exempt it, as torch exempts NCCL's: the query would break the capture.
 
     Args:
         musa: ``torch.musa``.
@@ -99,15 +102,14 @@ def capture_by_thread(musa: Any) -> None:
 
 @contextmanager
 def taken_for_cuda(device_config: Any, cuda: Any, musa: Any) -> Iterator[None]:
-    """Let vLLM's GPU worker start its device: it does so only where the configuration says ``cuda``.
+    """Present the device as ``cuda`` while vLLM's GPU worker starts it.
 
-    That is the test in all versions; what follows it is the same for any device that answers to ``torch.cuda``, as MUSA
-    does through torchada. 0.20 to 0.23 also count devices only where ``torch.cuda.is_available()``, which torchada
-    leaves False.
+    All versions test for the name ``cuda``; the code after the test works for any device behind ``torch.cuda``, as MUSA
+    is through torchada. 0.20 to 0.23 also test ``torch.cuda.is_available()``, which torchada leaves False.
 
     Args:
         device_config: vLLM's ``DeviceConfig``.
-        cuda: ``torch.cuda``, as torchada has left it.
+        cuda: ``torch.cuda``, patched by torchada.
         musa: ``torch.musa``.
     """
     device_type, is_available = device_config.device_type, cuda.is_available
@@ -122,20 +124,22 @@ def taken_for_cuda(device_config: Any, cuda: Any, musa: Any) -> Iterator[None]:
 
 @functools.cache
 def register_mla_prefill(path: str) -> None:
-    """Have vLLM compute the prompts of MLA by a class, which has the name FLASH_ATTN there. Can be done from 0.23 on.
+    """Register a class as vLLM's MLA prefill backend FLASH_ATTN.
 
-    On a device without a compute capability vLLM takes FLASH_ATTN, whose own class is for other devices. Another
-    plugin's stays.
+    Needs vLLM 0.23 or later.
+
+    On a device without a compute capability vLLM takes FLASH_ATTN, whose class is for other devices. A class that
+    another plugin has registered stays.
 
     Args:
-        path: the qualified name of a ``MLAPrefillBackend``. It is imported when a layer is made.
+        path: Qualified name of a ``MLAPrefillBackend``, imported when a layer is made.
     """
     try:
         registry: Any = importlib.import_module(_MLA_PREFILLS)
         register, member = registry.register_mla_prefill_backend, registry.MLAPrefillBackendEnum.FLASH_ATTN
     except (ImportError, AttributeError):
         logger.warning(
-            "models with MLA cannot be served on MUSA by this vLLM, but from 0.23 on: their prompts need mate"
+            "this vLLM cannot serve models with MLA on MUSA: their prefill needs vLLM 0.23 or later, and mate"
         )
         return
     if not member.is_overridden():

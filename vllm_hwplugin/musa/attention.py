@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLASH_ATTN on Moore Threads GPUs, over ``mate.flash_attn_varlen_func``. Not run on MUSA hardware.
 
-Metadata and the shape of the KV cache are those of vLLM's FlashAttention, version by version; its kernels are not: mate
-computes the attention, and the Triton kernel of vLLM's TRITON_ATTN writes the cache.
+Metadata and shape of the KV cache are the installed vLLM's for FlashAttention. mate computes the attention, and
+the Triton kernel of vLLM's TRITON_ATTN writes the cache.
 """
 
 from __future__ import annotations
@@ -48,54 +48,55 @@ if hasattr(mate, "get_scheduler_metadata"):
     _plan = checked("FLASH_ATTN", "get_scheduler_metadata", ARGUMENTS)
 else:
     logger.warning(
-        "FLASH_ATTN on MUSA does not split the keys of a request: mate has no get_scheduler_metadata. Decodes of few "
-        "requests with long contexts use a part of the GPU only; mate 0.2.2 has it"
+        "FLASH_ATTN on MUSA does not split the keys of a request: this mate has no get_scheduler_metadata. Decodes of "
+        "few requests with long contexts use only a part of the GPU; install mate 0.2.2 or later"
     )
 
 
 @dataclasses.dataclass
 class MusaFlashAttentionMetadata(FlashAttentionMetadata):  # type: ignore[misc]  # as below
-    """vLLM's, and how keys are split, by number of query heads; none: they are not."""
+    """vLLM's metadata plus the key splits per number of query heads (empty: no split)."""
 
     schedules: Mapping[int, Schedule] = dataclasses.field(default_factory=dict)
 
 
 class MusaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]  # as below
-    """vLLM's, without what only its own kernels have (their schedules, and cascade attention), and with mate's."""
+    """vLLM's builder with mate's schedules, and without vLLM's schedules and cascade attention."""
 
-    # As for FlashAttention 2: a graph holds batches whose requests have equally many tokens.
+    # As for FlashAttention 2: all requests of a graph's batch have equally many tokens.
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.aot_schedule = False
         speculative = self.vllm_config.speculative_config
-        # Up to that many tokens a request is a decode: its last token, and drafts to verify.
+        # Most tokens of a decode: the last token, and drafts to verify.
         self.decode_len = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
-        # A request's result may then not depend on the others' lengths.
+        # Results must then not depend on the lengths of other requests.
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self._schedules: Schedules | None = None
 
     @property
     def makes_schedules(self) -> bool:
-        """Whether keys are split by schedules, which a graph reads and each `build` refreshes."""
+        """Whether schedules split keys; graphs read them, and each `build` refreshes them."""
         return _plan is not None and not self.batch_invariant
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        # Here from 0.24.0 on, in every step; before, vLLM writes them into the metadata after this.
+        # From 0.24.0 on the ranges are here in every step; before, vLLM adds them to the metadata after this call.
         _refuse_images(getattr(common_attn_metadata, "mm_req_doc_ranges", None))
-        found = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        metadata = MusaFlashAttentionMetadata(**vars(found))
-        # `fast_build` is a drafter's, whose chain of steps may be one graph with no build between them. For the others
-        # the lengths alone decide, which a graph's shape fixes: what was captured with a schedule is replayed with one
-        # that this has refreshed, also for a prompt that is as short as a decode.
+        metadata = MusaFlashAttentionMetadata(
+            **vars(super().build(common_prefix_len, common_attn_metadata, fast_build))
+        )
+        # `fast_build` is for a drafter, whose chain of steps may be one graph without a build in between. Otherwise the
+        # lengths decide, and a graph's shape fixes them: a graph captured with a schedule is replayed with a schedule
+        # refreshed here, even for a prompt as short as a decode.
         if not fast_build and not self.batch_invariant and metadata.max_query_len <= self.decode_len:
             metadata.schedules = self._scheduled(metadata)
         return metadata
 
     def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
-        # vLLM's short cut for KV cache groups that are alike but for their blocks. Graphs are captured without it, so
-        # they read the schedules of this builder, not those of the group whose metadata this was.
+        # vLLM's shortcut for KV cache groups that differ only in their blocks. Graphs are captured without it, so they
+        # read this builder's schedules, not the schedules of the group that built the metadata.
         updated = super().update_block_table(metadata, blk_table, slot_mapping)
         if updated.schedules:
             updated.schedules = self._scheduled(updated)
@@ -108,7 +109,7 @@ class MusaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type:
         if _plan is None or not isinstance(metadata.causal, bool):
             return {}
         if self._schedules is None:
-            # In the first batch and not before: a builder may be made before its layers.
+            # In the first batch: a builder may be made before its layers.
             self._schedules = Schedules(
                 _plan,
                 heads={layer.impl.num_heads for layer in self._layers() if layer.impl.sinks is None},
@@ -128,17 +129,16 @@ class MusaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type:
         return [layer for layer in named if isinstance(layer.impl, MusaFlashAttentionImpl)]
 
     def warm_up(self, *, drafts: bool = False, causal: bool = True) -> int:
-        """Call mate once for each kernel that batches of this builder's layers need, so that all are compiled.
+        """Compile this builder's kernels by calling each once; return the calls.
+
+        Nothing is written to the KV cache.
 
         Args:
-            drafts: the builder is a drafter's.
-            causal: of the batches.
-
-        Returns:
-            How many calls that were. Nothing is written to the KV cache.
+            drafts: Whether the builder is a drafter's.
+            causal: Mask of the batches.
         """
         calls = 0
-        # One of those that mate cannot tell apart.
+        # One layer per set of kernels.
         for layer in {layer.impl.kernels_of(layer): layer for layer in self._layers()}.values():
             for common, drafted in dummy_batches(self, causal=causal, drafts=drafts):
                 metadata = self.build_for_drafting(common, 0) if drafted else self.build(0, common)
@@ -151,7 +151,7 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
     """Attention of decoder layers.
 
     Raises:
-        ValueError: the layer needs what the backend does not declare.
+        ValueError: The backend does not support the layer.
     """
 
     def __init__(
@@ -171,15 +171,15 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         backend = MusaFlashAttentionBackend
         if alibi_slopes is not None:
             raise ValueError("FLASH_ATTN on MUSA has no ALiBi; use TRITON_ATTN")
-        for found, fit, what in (
+        for value, supports, name in (
             (head_size, backend.supports_head_size, "head size"),
             (kv_cache_dtype, backend.supports_kv_cache_dtype, "KV cache type"),
             (attn_type, backend.supports_attn_type, "attention type"),
         ):
-            if not fit(found):
-                raise ValueError(f"FLASH_ATTN on MUSA does not support {what} {found}; use TRITON_ATTN")
+            if not supports(value):
+                raise ValueError(f"FLASH_ATTN on MUSA does not support {name} {value}; use TRITON_ATTN")
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
-            raise ValueError(f"sinks have shape {tuple(sinks.shape)}, expected one for each head: ({num_heads},)")
+            raise ValueError(f"sinks have shape {tuple(sinks.shape)}, expected ({num_heads},), one per head")
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_size = head_size
@@ -194,10 +194,10 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Make of the layer's sinks what mate takes: bfloat16, whatever the type of the queries is.
+        """Convert the layer's sinks to bfloat16, the only type mate takes.
 
-        ``forward`` would cast in every step and in every graph. vLLM calls this again when it has loaded other weights;
-        graphs keep the address of the first copy, so the new sinks go there.
+        Converting in ``forward`` would add a cast to every step and graph. vLLM calls this again after it has loaded
+        other weights; graphs hold the address of the first copy, so the new sinks are written there.
         """
         super().process_weights_after_loading(act_dtype)
         loaded = self._loaded_sinks
@@ -220,25 +220,30 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of ``query`` (tokens, heads, head size) over the cache, into ``output``.
+        """Compute attention of ``query`` over the cache into ``output``.
+
+        ``query`` is (tokens, heads, head size).
 
         Raises:
-            NotImplementedError: asked for what the backend does not declare.
+            NotImplementedError: The backend does not support the batch.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("FLASH_ATTN on MUSA does not quantize its output")
         if attn_metadata is None:
-            # vLLM measures memory, with no cache yet.
+            # vLLM's memory profiling, which has no cache.
             return output.fill_(0)
         causal = attn_metadata.causal
         if not isinstance(causal, bool):
-            raise NotImplementedError("FLASH_ATTN on MUSA has one mask for all requests: causal, or not")
+            raise NotImplementedError(
+                "FLASH_ATTN on MUSA needs one mask for all requests (causal or not), found one per request; use "
+                "TRITON_ATTN"
+            )
         _refuse_images(getattr(attn_metadata, "mm_prefix_range", None))
         tokens = attn_metadata.num_actual_tokens
         keys, values = split(kv_cache, self.head_size)
-        # mate has no split with sinks.
+        # mate cannot split with sinks.
         schedule = attn_metadata.schedules.get(self.num_heads) if self.sinks is None else None
-        # 0: as mate decides. Today it does not split without a schedule.
+        # 0: mate decides; mate 0.2.2 does not split without a schedule.
         whole = 1 if self.batch_invariant else 0
         _attend(
             q=query[:tokens],
@@ -262,13 +267,13 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         return output
 
     def kernels_of(self, layer: torch.nn.Module) -> tuple[Any, ...]:
-        """What of a layer decides which kernels of mate it needs."""
+        """Return what decides which kernels of mate a layer uses."""
         window = self.sliding_window if self.sliding_window[0] >= 0 else None
         heads = (self.num_heads, self.num_kv_heads, self.head_size, layer.kv_cache.dtype, layer.kv_cache.shape[1:])
         return (*heads, window, self.logits_soft_cap != 0, self.sinks is None)
 
     def call_with_zeros(self, layer: torch.nn.Module, metadata: Any) -> None:
-        """Attention of a batch whose queries, keys and values are zero; the cache is read, and not written to."""
+        """Run attention of zero queries; the cache is only read."""
 
         def zeros(heads: int) -> torch.Tensor:
             return layer.kv_cache.new_zeros(metadata.num_actual_tokens, heads, self.head_size)
@@ -284,15 +289,15 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write the tokens that have a slot (``slot_mapping``, -1: none) into the cache."""
+        """Write tokens into the cache (``slot_mapping`` -1: no slot)."""
         keys, values = split(kv_cache, self.head_size)
-        # "auto": stored as it is. A cache of another type than the model's is refused when the backend is selected.
+        # "auto": stored unconverted. The selector refuses a cache of another type than the model's.
         triton_reshape_and_cache_flash(key, value, keys, values, slot_mapping, "auto", layer._k_scale, layer._v_scale)
 
 
 @declares(MUSA.declared, __version__)
 class MusaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """vLLM's FlashAttention by name and KV cache; what it can do is declared for mate."""
+    """vLLM's FlashAttention by name and KV cache, with mate's capabilities."""
 
     @staticmethod
     def get_impl_cls() -> type[MusaFlashAttentionImpl]:
@@ -304,21 +309,23 @@ class MusaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  #
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """What vLLM takes where the user names no block size."""
+        """Return the block size to use if the user names none."""
         return default_block_size if default_block_size % MUSA.page == 0 else max(default_block_size, MUSA.page)
 
     @classmethod
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any
     ) -> str | None:
-        """A cache of another type than the queries'. vLLM's own answer compares with CUDA architectures."""
+        """Return why a KV cache type does not fit.
+
+        vLLM's answer depends on CUDA architectures.
+        """
         return other_type("FLASH_ATTN", dtype, kv_cache_dtype)
 
 
 def _refuse_images(ranges: Mapping[int, list[Any]] | None) -> None:
     if has_images(ranges):
         raise NotImplementedError(
-            "FLASH_ATTN on MUSA serves this model with text only: the tokens of an image see each other in both "
-            "directions, for which mate has no mask. Start with --language-model-only so that images are refused at "
-            "the request, or use TRITON_ATTN"
+            "FLASH_ATTN on MUSA runs this model only with text: attention within an image is bidirectional, and mate "
+            "has no mask for it. Start with --language-model-only to refuse requests with images, or use TRITON_ATTN"
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives between Moore Threads GPUs, by ``torch.distributed`` over MCCL. Not run on MUSA hardware.
 
-vLLM's communicator for CUDA is no choice here: it loads NCCL by itself and has peer-to-peer kernels of ``vllm._C``.
-Expert parallelism with data parallelism needs an all-to-all manager; this communicator has none.
+vLLM's communicator for CUDA cannot run here: it loads NCCL and uses peer-to-peer kernels of ``vllm._C``. Expert
+parallelism with data parallelism is not supported: it needs an all-to-all manager, and this communicator has none.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch.distributed as dist
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
-# All that vLLM's communicator for any device of torch.distributed does, as a class that can stand before
-# CudaCommunicator, which derives from that one.
+# The functions of vLLM's DeviceCommunicatorBase, as a class that can precede its subclass CudaCommunicator.
 _ByTorch: Any = type(
     "_ByTorch",
     (),
@@ -25,14 +24,13 @@ _ByTorch: Any = type(
 
 
 class MusaCommunicator(_ByTorch, CudaCommunicator):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """vLLM's communicator for any device of ``torch.distributed``, with an all-reduce that keeps its input, and that
-    gathers, too.
+    """vLLM's ``DeviceCommunicatorBase`` with an out-of-place all-reduce, which also gathers.
 
-    It is a ``CudaCommunicator`` only by name: around the capture of graphs ``GroupCoordinator.graph_capture`` accepts
-    no other class in all versions. It is made as ``DeviceCommunicatorBase`` is, and has none of its namesake's parts.
+    It is a ``CudaCommunicator`` only by type: some versions of ``GroupCoordinator.graph_capture`` accept no other
+    class. It is constructed as ``DeviceCommunicatorBase``, without CUDA's communicators.
     """
 
-    # What CudaCommunicator.__init__ sets, in any version.
+    # The attributes that CudaCommunicator.__init__ sets, in any version.
     pynccl_comm = ca_comm = qr_comm = symm_mem_comm = fi_ar_comm = fi_pcie_ipc_ar_comm = aiter_ar_comm = None
     use_custom_allreduce = use_torch_symm_mem = use_flashinfer_allreduce = use_flashinfer_pcie_ipc_allreduce = False
     use_aiter_allreduce = use_aiter_ag_rs = False
@@ -40,21 +38,21 @@ class MusaCommunicator(_ByTorch, CudaCommunicator):  # type: ignore[misc]  # vLL
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """Sum over the group.
 
-        vLLM calls this through an operation that is declared to change no argument, and torch.compile relies on it; the
-        base class would reduce in place.
+        vLLM calls this through an operation declared to mutate no argument, and torch.compile relies on that. The base
+        class reduces in place.
         """
         output = input_.clone()
         dist.all_reduce(output, group=self.device_group)
         return output
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Concatenate over the group, by a sum in which each member has zeros for the others.
+        """Concatenate over the group, by a sum of zero-padded inputs.
 
-        vllm-musa reports that MCCL's own gathering is not reliable. The sum is exact, but for the sign of a zero.
+        vllm-musa reports that MCCL's all-gather is not reliable. The sum is exact except for the sign of a zero.
 
         Args:
-            input_: of one shape on all members, and of a type that can be added.
-            dim: the dimension to concatenate; the result has world_size times its size.
+            input_: The same shape on all members, of a type that can be added.
+            dim: The dimension to concatenate; world_size times larger in the result.
         """
         shape = list(input_.shape)
         size = shape[dim]
@@ -65,6 +63,6 @@ class MusaCommunicator(_ByTorch, CudaCommunicator):  # type: ignore[misc]  # vLL
         return whole
 
     def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
-        """As ``all_gather``, for the member of rank ``dst`` in the group; None for the others."""
+        """Gather to rank ``dst`` of the group; return None on other ranks."""
         whole = self.all_gather(input_, dim)
         return whole if self.rank_in_group == dst else None

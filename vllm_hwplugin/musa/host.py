@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Moore Threads host has: its GPUs, and the packages in :mod:`.versions`; only ``pymtml`` is imported.
-
-Not run on MUSA hardware.
-"""
+"""A Moore Threads host's GPUs and packages, found by importing only ``pymtml``. Not run on MUSA hardware."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Final, NamedTuple
 from . import versions
 from .versions import MusaHost
 
-# What the MUSA class imports, as module -> the distribution to install.
+# Modules that the platform class imports -> the distribution to install.
 MUSA_MODULES: Final[Mapping[str, str]] = {
     "torch_musa": "torch_musa",
     "torchada": "torchada",
@@ -24,10 +21,12 @@ MUSA_MODULES: Final[Mapping[str, str]] = {
 
 
 class Musa(NamedTuple):
-    """What speaks for a Moore Threads host.
+    """Whether this is a Moore Threads host.
 
-    ``missing`` names the distributions that the platform class needs and that are not installed. ``devices`` is 0 if
-    there are any, or if the driver does not answer; ``trouble`` then says why.
+    Attributes:
+        missing: Distributions that the platform class needs and that are not installed.
+        devices: Number of GPUs; 0 if a distribution is missing or the driver does not answer.
+        trouble: Why the driver does not answer; or empty.
     """
 
     missing: tuple[str, ...] = ()
@@ -36,7 +35,7 @@ class Musa(NamedTuple):
 
 
 def probe() -> Musa:
-    """Look for Moore Threads GPUs without importing torch: installed packages, then the driver through ``pymtml``."""
+    """Look for Moore Threads GPUs without importing torch."""
     missing = tuple(dist for module, dist in MUSA_MODULES.items() if not _importable(module))
     if missing:
         return Musa(missing)
@@ -45,7 +44,7 @@ def probe() -> Musa:
 
         return Musa(devices=_mtml.count())
     except Exception as error:
-        # OSError without the driver's libmtml.so, MTMLError where it refuses; either way no GPU can be used.
+        # OSError: no libmtml.so; MTMLError: the library refuses. Either way no GPU can be used.
         return Musa(trouble=f"{type(error).__name__}: {error}")
 
 
@@ -53,17 +52,17 @@ def _importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ValueError:
-        # A module that was put into sys.modules by hand has no spec, and is there.
+        # A module that was put into sys.modules by hand has no spec.
         return True
 
 
 def gpus() -> tuple[str, ...]:
-    """The names of the driver's GPUs, whatever ``MUSA_VISIBLE_DEVICES`` says; none of them is started.
+    """Return the driver's GPU names, without starting a GPU; ignores ``MUSA_VISIBLE_DEVICES``.
 
     Raises:
         ModuleNotFoundError: mthreads-ml-py is not installed.
-        OSError: there is no driver.
-        Exception: an ``MTMLError``, where the driver refuses.
+        OSError: There is no driver.
+        Exception: An ``MTMLError``: the driver refuses.
     """
     from . import _mtml
 
@@ -71,13 +70,13 @@ def gpus() -> tuple[str, ...]:
 
 
 def look(vllm: str | None) -> MusaHost:
-    """What is installed, by metadata and files.
+    """Find what is installed, by metadata and files.
 
     Args:
-        vllm: its version.
+        vllm: vLLM's version; None: not installed.
     """
-    found = {name: versions.installed(name) for name in versions.DISTRIBUTIONS}
-    return MusaHost(found, vllm, _vendors_mate(), _triton_backends(), _gpus())
+    installed = {name: versions.installed(name) for name in versions.DISTRIBUTIONS}
+    return MusaHost(installed, vllm, _vendors_mate(), _triton_backends(), _gpus())
 
 
 def _vendors_mate() -> bool | None:
@@ -86,13 +85,13 @@ def _vendors_mate() -> bool | None:
 
 
 def _triton_backends() -> frozenset[str]:
-    """Those in its package, and those that other distributions add to it."""
+    """Return the backends in Triton's package, and those that other distributions add."""
     own = {file.parent.name for folder in _folders("triton") for file in folder.glob("backends/*/compiler.py")}
     return frozenset(own.union(point.name for point in importlib.metadata.entry_points(group="triton.backends")))
 
 
 def _folders(package: str) -> list[Path]:
-    """The folders of a package that could be imported, or the file's own where it is a single module."""
+    """Return the folders of a package, or the file of a module."""
     try:
         spec = importlib.util.find_spec(package)
     except ValueError:
@@ -109,5 +108,5 @@ def _gpus() -> tuple[str, ...]:
     try:
         return gpus()
     except Exception:
-        # Of any kind, without the driver or the package; the line of the platform class says which.
+        # The row of the platform class reports the error.
         return ()

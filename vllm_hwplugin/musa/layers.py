@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of vLLM whose kernels it leaves to a platform outside its tree: here its own Triton kernels serve them.
+"""vLLM's Triton kernels for layers that have no kernel on an out-of-tree platform.
 
-A worker imports this before it loads a model. Not run on MUSA hardware.
+A worker imports this module before it loads a model. Not run on MUSA hardware.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 
 _triton: Any = backend_to_kernel_cls(UnquantizedMoeBackend.TRITON)
-# The class itself up to 0.25, a list of classes later.
+# A class up to 0.25, a list of classes later.
 _EXPERTS: Any = _triton[0] if isinstance(_triton, list) else _triton
 
 
@@ -34,32 +34,32 @@ def _supports_current_device() -> bool:
     return True
 
 
-# It asks for CUDA, ROCm or XPU, and needs Triton alone.
+# vLLM's check demands CUDA, ROCm or XPU, but the kernel needs only Triton.
 _EXPERTS._supports_current_device = staticmethod(_supports_current_device)
 
 
 @UnquantizedFusedMoEMethod.register_oot
 class MusaUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]  # no vLLM where types are checked
-    """Unquantized experts by vLLM's ``TritonExperts``, where vLLM answers such a platform with no kernel."""
+    """Unquantized experts on vLLM's ``TritonExperts``: vLLM has no kernel for an out-of-tree platform."""
 
     def __init__(self, moe: Any) -> None:
-        """Take the kernel that vLLM takes on CUDA where it has Triton's alone.
+        """Choose the Triton kernel for a layer.
 
         Args:
             moe: vLLM's ``FusedMoEConfig``.
 
         Raises:
-            ValueError: that kernel does not serve such a layer, for example its activation; with vLLM's reason.
+            ValueError: The kernel does not support the layer, for example its activation; with vLLM's reason.
         """
         super().__init__(moe)
         served, reason = _EXPERTS.is_supported_config(_EXPERTS, moe, None, None, FusedMoEActivationFormat.Standard)
         if not served:
-            raise ValueError(f"no kernel on MUSA for these unquantized experts: {_EXPERTS.__name__} refuses, {reason}")
+            raise ValueError(f"no kernel on MUSA for these unquantized experts: {_EXPERTS.__name__} refuses: {reason}")
         self.unquantized_backend, self.experts_cls = UnquantizedMoeBackend.TRITON, _EXPERTS
 
 
 class _OnMusa:
-    """Before a kernel that asks for CUDA or ROCm, and needs Triton or torch alone."""
+    """Accept the device for a kernel whose check demands CUDA or ROCm but which needs only Triton or torch."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -67,15 +67,15 @@ class _OnMusa:
 
 
 class MusaFp8TensorKernel(_OnMusa, PerTensorTorchFP8ScaledMMLinearKernel):  # type: ignore[misc]
-    """FP8 with one scale for the weights and one for the activations, by ``torch._scaled_mm``."""
+    """FP8 with one scale for weights and one for activations, by ``torch._scaled_mm``."""
 
 
 class MusaFp8ChannelKernel(_OnMusa, ChannelWiseTorchFP8ScaledMMLinearKernel):  # type: ignore[misc]
-    """FP8 with a scale for each output channel or token; they multiply what ``torch._scaled_mm`` gives in float32."""
+    """FP8 with a scale per output channel or token, applied to the float32 result of ``torch._scaled_mm``."""
 
 
 class MusaFp8BlockKernel(_OnMusa, TritonFp8BlockScaledMMKernel):  # type: ignore[misc]
-    """FP8 with a scale for each block of the weights, in Triton."""
+    """FP8 with a scale per block of weights, in Triton."""
 
 
 class MusaInt8Kernel(_OnMusa, TritonInt8ScaledMMLinearKernel):  # type: ignore[misc]
@@ -83,16 +83,16 @@ class MusaInt8Kernel(_OnMusa, TritonInt8ScaledMMLinearKernel):  # type: ignore[m
 
     @classmethod
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
-        # What it takes off for zero points is rounded to the type of the activations: infinite in float16.
-        return c.input_symmetric, None if c.input_symmetric else "has no zero points of activations"
+        # The kernel rounds its zero-point correction to the type of the activations: infinite in float16.
+        return c.input_symmetric, None if c.input_symmetric else "zero points of activations are not supported"
 
 
 class MusaW4A16Kernel(TritonW4A16LinearKernel):  # type: ignore[misc]
-    """Weights of 4 bits by groups and activations of 16, in Triton."""
+    """4-bit weights in groups and 16-bit activations, in Triton."""
 
     @classmethod
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
-        # It asks the platform first, for ROCm in every version, and then for what it needs of the layer.
+        # vLLM checks the platform (ROCm, in every version) before the layer.
         current_platform.is_rocm = _supports_current_device
         try:
             return super().can_implement(c)  # type: ignore[no-any-return]
@@ -104,7 +104,7 @@ def _check_scheme_supported(min_capability: int, error: bool = True, match_exact
     return not match_exact
 
 
-# As from 0.24 on. Before, a platform without a capability counts as too old for FP8.
+# As vLLM does from 0.24 on; before, a platform without a capability counts as too old for FP8.
 CompressedTensorsConfig._check_scheme_supported = staticmethod(_check_scheme_supported)
 
 linear.register_linear_kernel(MusaFp8TensorKernel, PlatformEnum.OOT, "fp8")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLASHMLA on Moore Threads GPUs, over ``mate.flash_mla_with_kvcache``. Not run on MUSA hardware.
 
-Decodes alone: prompts are :mod:`.mla_prefill`'s. The KV cache and the metadata are those of vLLM's MLA backends.
+It computes decodes; :mod:`.mla_prefill` computes prompts. KV cache and metadata are vLLM's for MLA.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _attend = checked(
 )  # fmt: skip
 _plan = checked("FLASHMLA", "get_mla_metadata", ("cache_seqlens", "num_q_tokens_per_head_k", "num_heads_k"))
 
-# Elements of a latent and of a rotary key, and tokens of a page: mate (0.2.2) has kernels for no others.
+# Elements of a latent and a rotary key, and tokens per page: mate (0.2.2) has kernels only for these.
 _LATENT, _ROTARY, _PAGE = 512, 64, 64
 _NOT_IN_MLA = ("alibi_slopes", "sliding_window", "logits_soft_cap")
 
 
 @dataclasses.dataclass
 class MusaFlashMLADecodeMetadata(MLACommonDecodeMetadata):  # type: ignore[misc]  # as below
-    """vLLM's, and mate's plan.
+    """vLLM's decode metadata with mate's plan.
 
     Attributes:
-        parts: (parts that run side by side, 8), int32: where each begins and ends.
-        num_splits: (requests + 1,), int32: how many parts the requests up to each have.
+        parts: (parallel parts, 8), int32: begin and end of each part.
+        num_splits: (requests + 1,), int32: cumulative number of parts.
     """
 
     parts: torch.Tensor
@@ -51,10 +51,10 @@ class MusaFlashMLADecodeMetadata(MLACommonDecodeMetadata):  # type: ignore[misc]
 
 
 class MusaFlashMLAMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]  # as below
-    """vLLM's, with mate's plan of each decode batch.
+    """vLLM's metadata builder with mate's plan for each decode batch.
 
-    A kernel makes the plan of the lengths. A graph reads it where it was at capture, so there is one place for it for
-    each number of requests and of their tokens, which each build writes to.
+    A kernel computes the plan from the lengths. A graph reads it at the address of the capture, so each number of
+    requests and tokens has one pair of tensors, which each build refreshes.
     """
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
@@ -66,23 +66,23 @@ class MusaFlashMLAMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[mis
 
     def _build_decode(self, **given: Any) -> MusaFlashMLADecodeMetadata:
         requests, tokens = given["seq_lens_device"].shape[0], given["num_decode_tokens"]
-        made = _plan(
+        fresh = _plan(
             cache_seqlens=given["seq_lens_device"],
             num_q_tokens_per_head_k=tokens // requests * self.num_heads,
             num_heads_k=1,
         )
-        kept = self._plans.setdefault((requests, tokens), made)
-        if kept is not made:
-            # What was made in this mode can be written to in no other, and vLLM builds metadata inside and outside.
+        plan = self._plans.setdefault((requests, tokens), fresh)
+        if plan is not fresh:
+            # An inference tensor is writable only in inference mode, and vLLM builds metadata in and out of it.
             with torch.inference_mode():
-                for old, new in zip(kept, made, strict=True):
+                for old, new in zip(plan, fresh, strict=True):
                     old.copy_(new)
-        return MusaFlashMLADecodeMetadata(**vars(super()._build_decode(**given)), parts=kept[0], num_splits=kept[1])
+        return MusaFlashMLADecodeMetadata(**vars(super()._build_decode(**given)), parts=plan[0], num_splits=plan[1])
 
     def warm_up(self, *, drafts: bool = False, causal: bool = True) -> int:
-        """Call mate for each kernel that these layers need, as MusaFlashAttentionMetadataBuilder does.
+        """Compile these layers' kernels by calling each once; return the calls.
 
-        All that decodes need is one module, so one call of it is enough.
+        Decodes need one module, so one call compiles it.
         """
         _plan(
             cache_seqlens=torch.ones(1, dtype=torch.int32, device=self.device),
@@ -96,13 +96,13 @@ class MusaFlashMLAMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[mis
 
 
 class MusaFlashMLAImpl(MLACommonImpl):  # type: ignore[misc]  # as below
-    """MLA of decoder layers.
+    """MLA decode of decoder layers.
 
     Raises:
-        ValueError: the layer needs what mate's kernels do not have.
+        ValueError: mate's kernels do not support the layer.
     """
 
-    # It takes the log-sum-exp of each rank, for which mate's docstring and its code have different shapes.
+    # Context parallelism needs the log-sum-exp, for which mate's docstring and code give different shapes.
     supports_dcp = False
     supports_pcp = False
 
@@ -110,14 +110,14 @@ class MusaFlashMLAImpl(MLACommonImpl):  # type: ignore[misc]  # as below
         super().__init__(**layer)
         sizes = (layer["kv_lora_rank"], layer["qk_rope_head_dim"])
         cache = layer["kv_cache_dtype"]
-        for unfit, what in (
+        for unfit, need in (
             (sizes != (_LATENT, _ROTARY), f"latents and rotary keys of {sizes} elements, only of {(_LATENT, _ROTARY)}"),
             (cache not in MusaFlashMLABackend.supported_kv_cache_dtypes, f"KV cache type {cache}"),
             (layer["attn_type"] != AttentionType.DECODER, f"attention type {layer['attn_type']}"),
             (any(layer[name] for name in _NOT_IN_MLA), " or ".join(_NOT_IN_MLA)),
         ):
             if unfit:
-                raise ValueError(f"FLASHMLA on MUSA does not support {what}; use TRITON_MLA")
+                raise ValueError(f"FLASHMLA on MUSA does not support {need}; use TRITON_MLA")
 
     def forward_mqa(
         self,
@@ -126,10 +126,10 @@ class MusaFlashMLAImpl(MLACommonImpl):  # type: ignore[misc]  # as below
         attn_metadata: Any,
         layer: torch.nn.Module,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention of decodes over the cache, in the space of latents.
+        """Compute attention of decodes over the cache, on latents.
 
         Args:
-            q: (tokens, heads, 576), as many tokens for each request; or its parts of 512 and of 64 elements.
+            q: (tokens, heads, 576) with equally many tokens per request; or its parts of 512 and 64 elements.
             kv_c_and_k_pe_cache: (blocks, 64, 576), of q's type.
 
         Returns:
@@ -152,7 +152,7 @@ class MusaFlashMLAImpl(MLACommonImpl):  # type: ignore[misc]  # as below
 
 
 class MusaFlashMLABackend(MLACommonBackend):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """vLLM's FLASHMLA by name, without an fp8 cache: mate refuses one that is dense."""
+    """vLLM's FLASHMLA by name; without an fp8 cache, because mate has none for dense attention."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
@@ -179,7 +179,7 @@ class MusaFlashMLABackend(MLACommonBackend):  # type: ignore[misc]  # vLLM is no
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """No: KV transfer that copies blocks is not supported on MUSA."""
+        """Return False: KV transfer that copies blocks is not supported on MUSA."""
         return False
 
     @classmethod

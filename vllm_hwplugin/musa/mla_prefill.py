@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of models with MLA on Moore Threads GPUs, over ``mate.flash_attn_varlen_func``. Not run on MUSA hardware.
+"""MLA prefill on Moore Threads GPUs, over ``mate.flash_attn_varlen_func``. Not run on MUSA hardware.
 
-vLLM computes them with the heads that the latents stand for, whichever backend decodes.
+vLLM computes prompts with full heads, not latents, for every decode backend.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ _attend = checked(
     ),
 )  # fmt: skip
 
-# Of queries and keys, mate (0.2.2); those of values are as large, or these two.
+# Head sizes of mate (0.2.2): queries, keys and values of one size, or this pair (keys, values).
 _LARGEST_HEAD, _UNEQUAL = 512, (192, 128)
-# A log-sum-exp next to which any other counts alone.
+# A log-sum-exp with no weight next to any other.
 _NO_KEYS = -1e30
 
-# Which of mate's kernels attend to a context. Before 0.28 all requests are in each part of it, some without a key. The
-# kernels that are built from source write 0 and -inf there; what the others do is not known.
+# mate's kernels for a context. Before vLLM 0.28 each context chunk holds all requests, some without keys. The kernels
+# built from source write 0 and -inf for these; what mate's other kernels write is not known.
 _OF_CONTEXTS = (
     "mutlass" if "chunk_idx" in inspect.signature(MLAPrefillBackend.run_prefill_context_chunk).parameters else "auto"
 )
 
 
 class MusaMLAPrefillBackend(MLAPrefillBackend):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """In place of vLLM's FLASH_ATTN among these backends.
+    """MLA prefill over mate; replaces vLLM's FLASH_ATTN among the prefill backends.
 
     Raises:
-        ValueError: the heads are of sizes that mate has no kernels for.
+        ValueError: mate has no kernels for these head sizes.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Nothing else asks before 0.32, and from there on only where the user names a backend.
+        # vLLM does not ask before 0.32; later only if the user names a backend.
         if not self.supports_mla_dimensions(self):
             sizes = (self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim)
             raise ValueError(
-                f"MLA on MUSA: heads of queries and values have {sizes} elements, expected {_UNEQUAL} or equal ones of "
-                f"up to {_LARGEST_HEAD}, as mate has kernels for; this model cannot be served"
+                f"MLA on MUSA: head sizes of queries and values are {sizes}, expected {_UNEQUAL} or equal sizes up to "
+                f"{_LARGEST_HEAD}: mate has no other kernels, so this model cannot be served"
             )
 
     @staticmethod
@@ -74,20 +74,20 @@ class MusaMLAPrefillBackend(MLAPrefillBackend):  # type: ignore[misc]  # vLLM is
         out: torch.Tensor | None = None,
         output_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attention of new tokens over themselves.
+        """Compute causal attention of new tokens over themselves.
 
         Args:
-            q: (tokens, heads, size of a key), of all requests of the prepared metadata.
+            q: (tokens, heads, key size), of all requests of the prepared metadata.
             k: q's shape.
-            v: (tokens, heads, size of a value).
-            return_softmax_lse: whether the log-sum-exp is wanted as well: (heads, tokens), float32.
-            out: v's shape, contiguous, for the result; None for a new tensor.
-            output_scale: None: no output is quantized.
+            v: (tokens, heads, value size).
+            return_softmax_lse: Also return the log-sum-exp: (heads, tokens), float32.
+            out: Result of v's shape, contiguous; None: a new tensor.
+            output_scale: Must be None: the output is not quantized.
         """
-        now = self._prefill_metadata
-        starts, longest = now.query_start_loc, now.max_query_len
-        found = self._run((q, k, v), (starts, starts), (longest, longest), True, "auto", out)
-        return found if return_softmax_lse else found[0]
+        metadata = self._prefill_metadata
+        starts, longest = metadata.query_start_loc, metadata.max_query_len
+        result = self._run((q, k, v), (starts, starts), (longest, longest), True, "auto", out)
+        return result if return_softmax_lse else result[0]
 
     def run_prefill_context_chunk(
         self,
@@ -99,39 +99,38 @@ class MusaMLAPrefillBackend(MLAPrefillBackend):  # type: ignore[misc]  # vLLM is
         out: torch.Tensor | None = None,
         chunk_idx: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of new tokens over a part of what came before them.
+        """Compute attention of new tokens over a chunk of their context.
 
         Args:
-            chunk: which part, and whose tokens; vLLM has such chunks from 0.28 on.
-            q: (tokens, heads, size of a key).
-            k: (keys of the part, heads, size of a key).
-            v: (keys of the part, heads, size of a value).
-            out: (tokens, heads, size of a value), contiguous, for the result; None for a new tensor.
-            chunk_idx: which part, before 0.28.
+            chunk: The chunk and its requests, from vLLM 0.28 on.
+            q: (tokens, heads, key size).
+            k: (keys of the chunk, heads, key size).
+            v: (keys of the chunk, heads, value size).
+            out: Result (tokens, heads, value size), contiguous; None: a new tensor.
+            chunk_idx: Index of the chunk, before vLLM 0.28.
 
         Returns:
-            What ``out`` is, and the log-sum-exp: (heads, tokens), float32.
+            The result, and the log-sum-exp: (heads, tokens), float32.
         """
         if chunk_idx is None:
             starts, longest = (chunk.query_start_loc, chunk.cu_seq_lens), (chunk.max_query_len, chunk.max_seq_len)
             return self._run((q, k, v), starts, longest, False, _OF_CONTEXTS, out)
         now, context = self._prefill_metadata, self._prefill_metadata.chunked_context
         starts = (now.query_start_loc, context.cu_seq_lens[chunk_idx])
-        found, lse = self._run(
+        result, lse = self._run(
             (q, k, v), starts, (now.max_query_len, context.max_seq_lens[chunk_idx]), False, _OF_CONTEXTS, out
         )
-        # Up to 0.25 vLLM's kernel makes NaN of two parts that have no keys.
-        return found, lse.clamp_(min=_NO_KEYS)
+        # Up to 0.25 vLLM's merge kernel returns NaN if both parts have no keys.
+        return result, lse.clamp_(min=_NO_KEYS)
 
     def warm_up(self, longest: int, dtype: torch.dtype, device: torch.device) -> int:
-        """Call mate once for each kernel that prompts need, so that all are compiled, and return how many calls it was.
+        """Compile the kernels for prompts by calling each once; return the calls.
 
         Args:
-            longest: prompt that comes in one step.
-            dtype: of queries, keys and values.
-            device: where.
+            longest: Most tokens of a prompt in one step.
+            dtype: Type of queries, keys and values.
         """
-        # All longer ones have the same kernel.
+        # All longer prompts use the same kernel.
         lengths = query_lengths(min(longest, 288))
         for length in lengths:
             keys = torch.zeros(
@@ -146,9 +145,9 @@ class MusaMLAPrefillBackend(MLAPrefillBackend):  # type: ignore[misc]  # vLLM is
     def _run(
         self, qkv: Any, starts: Any, longest: Any, causal: bool, backend: str, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        found: tuple[torch.Tensor, torch.Tensor] = _attend(
+        result: tuple[torch.Tensor, torch.Tensor] = _attend(
             q=qkv[0], k=qkv[1], v=qkv[2], out=out, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1],
             max_seqlen_q=longest[0], max_seqlen_k=longest[1], softmax_scale=self.scale, causal=causal,
             return_softmax_lse=True, backend=backend,
         )  # fmt: skip
-        return found
+        return result

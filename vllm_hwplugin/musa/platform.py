@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moore Threads GPUs as a platform of vLLM, through torch_musa and torchada. Not run on MUSA hardware.
+"""vLLM's platform for Moore Threads GPUs, through torch_musa and torchada. Not run on MUSA hardware.
 
-torch_musa gives torch a device ``musa`` (dispatch key PrivateUse1) and the module ``torch.musa``; torchada lets code
-that says ``cuda`` reach it: ``torch.device("cuda")`` is a ``musa`` device, ``torch.cuda`` is ``torch.musa`` (graphs and
-streams included), the backend ``nccl`` is ``mccl``. vLLM's GPU worker and V1 model runner are used through that. The
-platform itself says ``musa`` where vLLM names its device, because that is what tensors report; and it is an out-of-tree
-platform to vLLM, not CUDA, so that layers run their native implementations and not kernels of ``vllm._C``.
+torch_musa gives torch a device ``musa`` (dispatch key PrivateUse1) and the module ``torch.musa``. torchada maps
+``cuda`` to it: ``torch.device("cuda")`` is a ``musa`` device, ``torch.cuda`` is ``torch.musa`` (with graphs and
+streams), and the backend ``nccl`` is ``mccl``. vLLM's GPU worker and V1 model runner run through this mapping. The
+platform's device is ``musa``, because tensors report that name. To vLLM it is an out-of-tree platform, not CUDA, so
+layers run their native implementations, not kernels of ``vllm._C``.
 """
 
 from __future__ import annotations
@@ -35,39 +35,38 @@ logger = logging.getLogger("vllm.hwplugin")
 
 if not torchada.is_musa_platform():
     raise ImportError(
-        f"torchada {torchada.__version__} takes this host for {torchada.get_device_name()}, expected musa: is "
-        "torch_musa installed for this torch, and is TORCHADA_PLATFORM unset? VLLM_HWPLUGIN_PLATFORM=off leaves the "
-        "choice of the platform to vLLM"
+        f"torchada {torchada.__version__} detects {torchada.get_device_name()}, expected musa: install the torch_musa "
+        "for this torch, and unset TORCHADA_PLATFORM; or set VLLM_HWPLUGIN_PLATFORM=off, and vLLM chooses the platform"
     )
 
-# What a process of this platform needs in its environment, and vLLM's children inherit. A value of the user's stays.
+# Environment of this platform's processes and vLLM's children. A value that the user has set stays.
 _ENVIRONMENT = {
-    # Model Runner V2 maps host tensors by a kernel of vllm._C; later versions of vLLM would choose it by default.
+    # Model Runner V2 maps host tensors with a kernel of vllm._C; later versions of vLLM choose V2 by default.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
-    # A forked child cannot use a device whose runtime its parent has started; vLLM spawns on XPU for the same reason.
+    # A forked child cannot use a device that its parent has initialized; vLLM spawns on XPU for the same reason.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # vLLM 0.20 captures some graphs to see what they take, and torch_musa 2.7.1 does not give a graph's memory back.
-    # Later versions of vLLM do so on other devices alone.
+    # vLLM 0.20 captures graphs to measure their memory, and torch_musa 2.7.1 does not free a graph's memory. Later
+    # versions of vLLM measure only on other devices.
     "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "0",
 }
-# Up to 0.23 the kernels are `_C` and `_moe_C`; later ones are built on torch's stable interface. A build for MUSA may
-# have any of them.
+# Up to 0.23 the kernels are `_C` and `_moe_C`, later modules for torch's stable ABI. A build for MUSA may have any of
+# them.
 _KERNELS = ("vllm._C", "vllm._C_stable_libtorch", "vllm._moe_C", "vllm._moe_C_stable_libtorch")
 _MLA_PREFILL = "vllm_hwplugin.musa.mla_prefill.MusaMLAPrefillBackend"
-# vLLM asks torch for a mode that torch_musa does not have, in 0.25 to 0.27 also where it has no effect otherwise.
+# vLLM sets a mode of torch that torch_musa lacks; 0.25 to 0.27 set it even without a check to make.
 _SYNC_CHECK = "VLLM_GPU_SYNC_CHECK"
 
 
 class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where the types are checked
-    """One or more Moore Threads GPUs. Ids are mapped to physical ones by vLLM, from ``MUSA_VISIBLE_DEVICES``."""
+    """Moore Threads GPUs; vLLM maps ids to physical ids with ``MUSA_VISIBLE_DEVICES``."""
 
     _enum = PlatformEnum.OOT
     device_name = "musa"
     device_type = "musa"
     dispatch_key = "PrivateUse1"
-    # Ray counts these GPUs only where it is told to (`ray start --num-gpus`), under its general name.
+    # Ray counts these GPUs only with `ray start --num-gpus`, under its general name.
     ray_device_key = "GPU"
-    # torchada keeps CUDA_VISIBLE_DEVICES and MUSA_VISIBLE_DEVICES alike, so Ray must leave both alone.
+    # torchada keeps CUDA_VISIBLE_DEVICES and MUSA_VISIBLE_DEVICES equal, so Ray must change neither.
     ray_noset_device_env_vars: ClassVar[list[str]] = [
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
         "RAY_EXPERIMENTAL_NOSET_MUSA_VISIBLE_DEVICES",
@@ -81,11 +80,9 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         for name, value in _ENVIRONMENT.items():
             if os.environ.setdefault(name, value) != value:
-                logger.warning("%s=%s is kept on MUSA, where %s is expected", name, os.environ[name], value)
+                logger.warning("%s=%s on MUSA, expected %s: vLLM may fail; unset it", name, os.environ[name], value)
         if checked := os.environ.pop(_SYNC_CHECK, ""):
-            logger.warning(
-                "%s=%s is taken back on MUSA: torch_musa cannot watch for synchronisation", _SYNC_CHECK, checked
-            )
+            logger.warning("%s=%s is unset on MUSA: torch_musa cannot check for synchronization", _SYNC_CHECK, checked)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
@@ -107,14 +104,14 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
             and scheduler.is_multimodal_model
             and not scheduler.disable_chunked_mm_input
         ):
-            logger.warning("chunked multimodal input is off: this model attends in both directions within an image")
+            logger.warning("chunked multimodal input is off: this model's attention within an image is bidirectional")
             scheduler.disable_chunked_mm_input = True
         fusions = _vllm_api.switch_off_fusions(vllm_config.compilation_config.pass_config)
         if fusions:
-            logger.info("off on MUSA, for they fuse kernels that vLLM has for other devices: %s", ", ".join(fusions))
+            logger.info("fusions are off on MUSA, their kernels are for other devices: %s", ", ".join(fusions))
         _warn_of_triton()
         if not _vllm_api.triton_has_knobs() and _vllm_api.switch_off_jit_warmup(vllm_config):
-            logger.warning("kernels are compiled when they are first used, not in advance: Triton has no triton.knobs")
+            logger.warning("kernels are compiled at first use, not during warm-up: this Triton has no triton.knobs")
         from .. import dflash
         from ..spec_decode import capture_sizes
         from . import graph_budget
@@ -127,7 +124,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
 
     @classmethod
     def device_count(cls) -> int:
-        """The GPUs that this process may use, counted without starting one."""
+        """Count the GPUs that this process may use, without starting one."""
         visible = os.environ.get(cls.device_control_env_var)
         return _count_visible(visible, _mtml.count()) if visible else _mtml.count()
 
@@ -149,35 +146,35 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
 
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability | None:
-        """None: a MUSA architecture, such as 3.1, is not on CUDA's scale.
+        """Return None: MUSA architectures are not on CUDA's scale.
 
-        vLLM would compare it with CUDA's, and refuse every quantized checkpoint (60 to 90 at least). Tests for a CUDA
-        architecture (``has_device_capability(80)``) are false.
+        vLLM would compare it with CUDA's, and refuse every quantized checkpoint (they need at least 60 to 90). With
+        None, tests for a CUDA architecture (``has_device_capability(80)``) are false.
         """
         return None
 
     @classmethod
     def supports_fp8(cls) -> bool:
-        """Yes: GPUs from MUSA 3.1 on do, and there is no kernel of the platform for others."""
+        """Return True: all supported GPUs (MUSA 3.1 and later) have FP8."""
         return True
 
     @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:
-        # vLLM asks by the index of a torch.device, which is torch.musa's own.
+        # The id is the index of a torch.device, as in torch.musa.
         return int(torch.musa.get_device_properties(device_id).multi_processor_count)
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        """Try the type on the device: no table says what each generation of GPUs can do.
+        """Try the type on the device: no table lists supported types.
 
         Raises:
-            ValueError: the device does not compute with it.
+            ValueError: The device does not support the type.
         """
         try:
             torch.ones(2, dtype=dtype, device=cls.device_type).mul(2)
         except (RuntimeError, TypeError) as error:
             raise ValueError(
-                f"{cls.get_device_name()} does not compute with {dtype} ({error}); choose another, such as --dtype=half"
+                f"{cls.get_device_name()} does not support {dtype} ({error}); use another type, such as --dtype=half"
             ) from error
 
     # -- the process's device
@@ -202,11 +199,14 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
             # Absent, or built for CUDA: vLLM then runs its native implementations.
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-        # Before vLLM's modules look which operations there are, and in every process that may capture a graph.
+        # Before vLLM's modules check which operations exist, and in every process that may capture a graph.
         define_missing(cls.dispatch_key)
 
     def is_cumem_allocator_available(self) -> bool:
-        """No: vLLM's allocator for sleep mode is CUDA's, whatever this build of vLLM has. Asked from 0.23 on."""
+        """Return False: vLLM's sleep-mode allocator is for CUDA.
+
+        vLLM asks from 0.23 on.
+        """
         return False
 
     # -- what runs on it
@@ -236,7 +236,10 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """Nothing to refuse: the model runner is vLLM's own for GPUs. Asked from 0.28 on."""
+        """Refuse nothing: the model runner is vLLM's for GPUs.
+
+        vLLM asks from 0.28 on.
+        """
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:
@@ -244,12 +247,12 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
 
     @classmethod
     def get_static_graph_wrapper_cls(cls) -> str:
-        """vLLM's wrapper for CUDA graphs: ``torch.cuda.CUDAGraph`` is torch_musa's graph."""
+        """Return vLLM's wrapper for CUDA graphs: ``torch.cuda.CUDAGraph`` is torch_musa's graph."""
         return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
-        """LoRA by vLLM's Triton kernels."""
+        """Return vLLM's Triton kernels for LoRA."""
         return "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU"
 
     # -- communication
@@ -269,38 +272,43 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
 
 @functools.cache
 def _check_collectives(gpus: int, backend: str) -> None:
-    """Told once in a process; an engine's configuration is made several times.
+    """Check for MCCL once per process.
+
+    An engine's configuration is made several times.
 
     Raises:
-        ValueError: several GPUs are asked for, and this build of torch_musa has no MCCL. One alone needs no
-            collectives: vLLM then takes gloo.
+        ValueError: Several GPUs are requested and torch_musa has no MCCL. A single GPU needs no collectives: vLLM falls
+            back to gloo.
     """
     if torch.distributed.is_backend_available(backend):
         return
-    found = (
-        f"torch.distributed has no backend {backend} (it has {', '.join(torch.distributed.Backend.backend_list)}): "
+    trouble = (
+        f"torch.distributed has no backend {backend} (found {', '.join(torch.distributed.Backend.backend_list)}): "
         "torch_musa is built without MCCL"
     )
     if gpus > 1:
-        raise ValueError(f"{gpus} GPUs are asked for, and {found}. Use one GPU, or a torch_musa with MCCL")
-    logger.warning("%s. One GPU runs without it; vLLM says that it falls back to gloo", found)
+        raise ValueError(f"{gpus} GPUs requested, but {trouble}. Use one GPU, or a torch_musa with MCCL")
+    logger.warning("%s. One GPU runs without it: vLLM falls back to gloo", trouble)
 
 
 @functools.cache
 def _warn_of_triton() -> None:
-    """Once in a process; an engine's configuration is made several times."""
+    """Warn once per process: an engine's configuration is made several times."""
     if trouble := versions.triton_trouble(versions.installed("triton")):
         logger.warning("%s", trouble)
 
 
 @functools.cache
 def _count_visible(text: str, installed: int) -> int:
-    """How many GPUs ``MUSA_VISIBLE_DEVICES`` leaves: the runtime ignores an id that is not there, and all after it."""
-    ids = [item.strip() for item in text.split(",")]
-    used = list(itertools.takewhile(lambda item: item.isdecimal() and int(item) < installed, ids))
+    """Count the GPUs of ``MUSA_VISIBLE_DEVICES``.
+
+    The runtime stops at the first id that does not exist.
+    """
+    ids = [part.strip() for part in text.split(",")]
+    used = list(itertools.takewhile(lambda id_: id_.isdecimal() and int(id_) < installed, ids))
     if len(used) < len(ids):
         logger.warning(
-            "MUSA_VISIBLE_DEVICES=%s: %r is no GPU of this host (expected a number below %d), so %d of %d are used",
+            "MUSA_VISIBLE_DEVICES=%s: %r is not a GPU of this host (expected a number below %d), so %d of %d are used",
             text,
             ids[len(used)],
             installed,

@@ -18,16 +18,16 @@ logger = logging.getLogger("vllm.hwplugin")
 
 
 class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the types are checked
-    """vLLM's own worker, except for what it asks of a device or of Triton.
+    """vLLM's GPU worker with the checks of device and Triton replaced.
 
-    Its test for the device's name is met (see :func:`._vllm_api.taken_for_cuda`), weights and KV cache come from
-    torch's allocator, and what a Triton is too old for is left out.
+    It accepts the device's name (see :func:`._vllm_api.taken_for_cuda`), allocates weights and KV cache with torch's
+    allocator, and skips what the installed Triton is too old for.
     """
 
     def init_device(self) -> None:
-        # Before the model runner is made, and the sampler with it.
+        # Before the model runner creates the sampler.
         if trouble := versions.triton_trouble(versions.installed("triton")):
-            logger.warning("top-k and top-p are done by torch's sort, not by vLLM's Triton kernel: %s", trouble)
+            logger.warning("top-k and top-p use torch's sort instead of vLLM's Triton kernel: %s", trouble)
             _vllm_api.sample_without_triton()
         with _vllm_api.taken_for_cuda(self.device_config, torch.cuda, torch.musa):
             super().init_device()
@@ -38,18 +38,18 @@ class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the t
 
     def load_model(self, *args: Any, **options: Any) -> None:
         _vllm_api.capture_by_thread(torch.musa)
-        # Not before: it imports most of vLLM.
+        # Imported late: it imports most of vLLM.
         importlib.import_module("vllm_hwplugin.musa.layers")
         super().load_model(*args, **options)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
-        # From 0.23 on vLLM takes its allocator for sleep mode on every device that it does not know. Nobody asks for
-        # it here: MusaPlatform has neither sleep mode nor that allocator, and vLLM refuses both by that.
+        # From 0.23 on vLLM uses its allocator for sleep mode on every device that it does not know. MusaPlatform
+        # supports neither, so vLLM refuses options that need them.
         return nullcontext()
 
     def compile_or_warm_up_model(self) -> Any:
         if not _vllm_api.triton_has_knobs():
             _vllm_api.switch_off_jit_monitor()
-        # Before vLLM's own, which captures graphs: nothing is to be compiled in a capture.
+        # Before vLLM's warm-up, which captures graphs: a capture must not compile.
         warm_up(self.model_runner)
         return super().compile_or_warm_up_model()
