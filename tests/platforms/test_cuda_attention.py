@@ -19,7 +19,7 @@ from vllm_hwplugin import journal
 from vllm_hwplugin.attention.backends import Faster
 from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.platforms import _cuda_attention as attention
-from vllm_hwplugin.platforms._cuda_attention import Asked, Stock, decide
+from vllm_hwplugin.platforms._cuda_attention import Asked, Baseline, decide
 
 from ..conftest import versions
 from .realvllm import REAL, Load, own
@@ -37,33 +37,40 @@ FITS: tuple[str, ...] = ()
 @pytest.mark.parametrize(
     ("gate", "asked", "stock", "refused", "own", "reason"),
     [
-        ("on", Asked(9, foreign=True), Stock("FLASH_ATTN"), FITS, False, "another plugin"),
-        ("on", Asked(9, "TRITON_ATTN"), Stock("TRITON_ATTN"), FITS, False, "TRITON_ATTN is named"),
-        ("on", Asked(12), Stock("FLASHINFER"), FITS, True, "VLLM_HWPLUGIN_ATTENTION=on"),
-        ("on", Asked(9, obstacle="no nvcc"), Stock("TRITON_ATTN"), FITS, True, "=on; on Triton kernels: no nvcc"),
-        ("auto", Asked(9), Stock("TRITON_ATTN"), FITS, True, "faster than vLLM's TRITON_ATTN .* 9.x: a table"),
-        ("auto", Asked(9, obstacle="no nvcc"), Stock("TRITON_ATTN"), FITS, False, "cannot be had: no nvcc"),
-        ("auto", Asked(9, obstacle="no nvcc"), Stock(None), FITS, True, "none that fits; on Triton .*: no nvcc"),
+        ("on", Asked(9, foreign=True), Baseline("FLASH_ATTN"), FITS, False, "another plugin"),
+        ("on", Asked(9, "TRITON_ATTN"), Baseline("TRITON_ATTN"), FITS, False, "TRITON_ATTN is named"),
+        ("on", Asked(12), Baseline("FLASHINFER"), FITS, True, "VLLM_HWPLUGIN_ATTENTION=on"),
+        ("on", Asked(9, obstacle="no nvcc"), Baseline("TRITON_ATTN"), FITS, True, "=on; on Triton kernels: no nvcc"),
+        ("auto", Asked(9), Baseline("TRITON_ATTN"), FITS, True, "faster than vLLM's TRITON_ATTN .* 9.x: a table"),
+        ("auto", Asked(9, obstacle="no nvcc"), Baseline("TRITON_ATTN"), FITS, False, "not available: no nvcc"),
         (
             "auto",
             Asked(9, obstacle="no nvcc"),
-            Stock("FLASH_ATTN", "no cutlass"),
+            Baseline(None),
+            FITS,
+            True,
+            "no backend that fits; on Triton .*: no nvcc",
+        ),
+        (
+            "auto",
+            Asked(9, obstacle="no nvcc"),
+            Baseline("FLASH_ATTN", "no cutlass"),
             FITS,
             True,
             "cutlass; on Triton",
         ),
-        ("auto", Asked(9), Stock("FLASH_ATTN"), FITS, False, "not known to be faster than FLASH_ATTN"),
-        ("auto", Asked(9, "FLASH_ATTN"), Stock("FLASH_ATTN"), FITS, False, "not known to be faster than FLASH"),
-        ("auto", Asked(9, "FLASH_ATTN"), Stock("FLASH_ATTN", "no cutlass"), FITS, True, "cannot run here"),
-        ("auto", Asked(9), Stock("FLASHINFER"), FITS, False, "not known to be faster than FLASHINFER"),
-        ("auto", Asked(10), Stock("FLASH_ATTN"), FITS, False, "not known .* compute capability 10.x"),
-        ("auto", Asked(10), Stock("FLASH_ATTN", "no cutlass"), FITS, True, "cannot run here: no cutlass"),
-        ("auto", Asked(8, "FLASH_ATTN"), Stock(None), FITS, True, "vLLM has none that fits"),
-        ("auto", Asked(8), Stock(None), FITS, True, "vLLM has none that fits"),
-        ("auto", Asked(9), Stock("FLASH_ATTN"), ("no fp8",), False, "does not fit: no fp8"),
+        ("auto", Asked(9), Baseline("FLASH_ATTN"), FITS, False, "not known to be faster than FLASH_ATTN"),
+        ("auto", Asked(9, "FLASH_ATTN"), Baseline("FLASH_ATTN"), FITS, False, "not known to be faster than FLASH"),
+        ("auto", Asked(9, "FLASH_ATTN"), Baseline("FLASH_ATTN", "no cutlass"), FITS, True, "cannot run here"),
+        ("auto", Asked(9), Baseline("FLASHINFER"), FITS, False, "not known to be faster than FLASHINFER"),
+        ("auto", Asked(10), Baseline("FLASH_ATTN"), FITS, False, "not known .* compute capability 10.x"),
+        ("auto", Asked(10), Baseline("FLASH_ATTN", "no cutlass"), FITS, True, "cannot run here: no cutlass"),
+        ("auto", Asked(8, "FLASH_ATTN"), Baseline(None), FITS, True, "vLLM has no backend that fits"),
+        ("auto", Asked(8), Baseline(None), FITS, True, "vLLM has no backend that fits"),
+        ("auto", Asked(9), Baseline("FLASH_ATTN"), ("no fp8",), False, "does not fit: no fp8"),
     ],
 )
-def test_decide(gate: str, asked: Asked, stock: Stock, refused: tuple[str, ...], own: bool, reason: str) -> None:
+def test_decide(gate: str, asked: Asked, stock: Baseline, refused: tuple[str, ...], own: bool, reason: str) -> None:
     found = decide(gate, asked, stock, refused, MEASURED)
     assert found.own is own
     assert re.search(reason, found.reason)
@@ -73,11 +80,11 @@ def test_decide(gate: str, asked: Asked, stock: Stock, refused: tuple[str, ...],
 @pytest.mark.parametrize(
     ("gate", "stock", "words"),
     [
-        ("auto", Stock(None), "the plugin's FLASH_ATTN does not fit: no fp8; no sink"),
-        ("on", Stock("TRITON_ATTN"), "VLLM_HWPLUGIN_ATTENTION=on, but the plugin's FLASH_ATTN does not fit: no fp8"),
+        ("auto", Baseline(None), "the plugin's FLASH_ATTN does not fit: no fp8; no sink"),
+        ("on", Baseline("TRITON_ATTN"), "VLLM_HWPLUGIN_ATTENTION=on, but the plugin's FLASH_ATTN does not fit: no fp8"),
     ],
 )
-def test_a_start_without_a_backend_ends_with_the_reasons(gate: str, stock: Stock, words: str) -> None:
+def test_a_start_without_a_backend_ends_with_the_reasons(gate: str, stock: Baseline, words: str) -> None:
     found = decide(gate, Asked(9), stock, ("no fp8", "no sink"), MEASURED)
     assert words in found.error
 

@@ -24,8 +24,8 @@ NONE = Musa(missing=("torch_musa",))
 @pytest.mark.parametrize(
     ("choice", "builtins", "musa", "kind", "words"),
     [
-        ("auto", ("cuda",), NONE, "cuda", "vLLM's own detection chooses CUDA"),
-        ("auto", ("cuda",), TWO, "cuda", "vLLM's own detection chooses CUDA"),
+        ("auto", ("cuda",), NONE, "cuda", "vLLM's detection chooses CUDA"),
+        ("auto", ("cuda",), TWO, "cuda", "vLLM's detection chooses CUDA"),
         ("auto", ("cpu",), TWO, None, "finds cpu"),
         ("auto", ("cuda", "tpu"), TWO, None, "finds cuda and tpu"),
         ("auto", ("rocm",), NONE, None, "finds rocm"),
@@ -52,9 +52,9 @@ def test_decisions(choice: str, builtins: tuple[str, ...] | None, musa: Musa, ki
 @pytest.mark.parametrize(
     ("choice", "builtins", "words"),
     [
-        ("cuda", ("cpu",), "it finds cpu"),
-        ("cuda", (), "it finds none"),
-        ("cuda", ("cuda", "tpu"), "it finds cuda and tpu"),
+        ("cuda", ("cpu",), "finds cpu on"),
+        ("cuda", (), "finds no platform"),
+        ("cuda", ("cuda", "tpu"), "finds cuda and tpu on"),
         ("musa", (), "not installed for Moore Threads: torch_musa"),
         ("musa", ("cuda",), "not installed for Moore Threads: torch_musa"),
     ],

@@ -80,12 +80,12 @@ def test_a_version_that_cannot_run_is_taken_back_with_one_warning(
     assert update(config()) is None
     assert update(config()) is None
     (warning,) = [item.getMessage() for item in caplog.records if item.levelno >= logging.WARNING]
-    assert warning.startswith("attention: flash_attn_version=4 is taken back: no cutlass. Heads of up to 256 run on")
-    for way_out in ("Install the packages", "--attention-config.flash_attn_version 3", "VLLM_HWPLUGIN_ATTENTION=off"):
+    assert warning.startswith("attention: flash_attn_version=4 is reset: no cutlass. Heads up to 256 run on")
+    for way_out in ("install these packages", "--attention-config.flash_attn_version 3", "VLLM_HWPLUGIN_ATTENTION=off"):
         assert way_out in warning
     (noted,) = told.items()
     assert noted[0] == "attention, FlashAttention version"
-    assert noted[1].startswith("flash_attn_version=4 is taken back: no cutlass")
+    assert noted[1].startswith("flash_attn_version=4 is reset: no cutlass")
 
 
 @pytest.mark.parametrize("version", [None, 2, 3])

@@ -42,7 +42,7 @@ def test_an_nvidia_host_is_offered_the_cuda_class_and_says_so_once(host: Any, ca
     caplog.set_level(logging.INFO, "vllm.hwplugin")
     assert [plugin.platform(), plugin.platform()] == [CLASSES["cuda"]] * 2
     (line,) = caplog.messages
-    assert line == f"platform: {CLASSES['cuda']}: vLLM's own detection chooses CUDA"
+    assert line == f"platform: {CLASSES['cuda']}: vLLM's detection chooses CUDA"
 
 
 def test_a_child_does_not_repeat_it(
@@ -105,7 +105,7 @@ def test_whatever_fails_is_logged_and_not_raised(
     host("cuda")
     monkeypatch.setattr(_offer, "others", lambda environ: 1 / 0)
     assert plugin.platform() is None
-    assert "its choice failed" in caplog.text
+    assert "the choice failed" in caplog.text
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -115,7 +115,7 @@ def test_auto_steps_aside_with_one_warning(host: Any, caplog: pytest.LogCaptureF
     assert [plugin.platform(), plugin.platform()] == [None, None]
     (entry,) = caplog.records
     assert entry.levelno == logging.WARNING
-    for words in ("platform plugin vendor offers", "VLLM_PLUGINS=hwplugin", "PLATFORM=off", "patches stay in force"):
+    for words in ("platform plugin vendor offers", "VLLM_PLUGINS=hwplugin", "PLATFORM=off", "patches stay active"):
         assert words in entry.getMessage()
 
 
@@ -157,7 +157,7 @@ def test_the_record_says_what_was_offered_and_what_vllm_runs_on(host: Any) -> No
     journal.begin(journal.new("0.1.0"), None)
     entry = journal.current()
     assert entry is not None
-    assert entry.decisions["platform"] == f"{CLASSES['cuda']}: vLLM's own detection chooses CUDA"
+    assert entry.decisions["platform"] == f"{CLASSES['cuda']}: vLLM's detection chooses CUDA"
     _offer.note_used()
     assert "runs on" not in entry.decisions["platform"]
     platforms._current_platform = ModuleType("standing in for a platform")

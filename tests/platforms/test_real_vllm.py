@@ -27,7 +27,7 @@ WITHOUT_KERNELS = """
     for name in ("_C", "_C_stable_libtorch"):
         sys.modules[f"vllm.{name}"] = types.ModuleType(f"vllm.{name}")
 """
-# A GPU host for vLLM's own detection; the CUDA class needs no more to be made.
+# A GPU host for vLLM's detection; the CUDA class needs no more to be made.
 CUDA_HOST = """
     import vllm.platforms as platforms
     platforms.builtin_platform_plugins.update(
@@ -104,7 +104,7 @@ def test_a_cpu_build_stays_on_vllms_cpu_platform(run: Run) -> None:
     used, noted = run(WHAT_RUNS).stdout.splitlines()
     assert used.startswith("vllm.platforms.")
     assert used.endswith("CpuPlatform")
-    assert noted.startswith("no platform class: vLLM's own detection finds cpu")
+    assert noted.startswith("no platform class: vLLM's detection finds cpu")
     assert noted.endswith(f"vLLM runs on {used}")
 
 
@@ -113,7 +113,7 @@ def test_a_class_that_cannot_be_offered_is_logged_and_vllm_runs(run: Run) -> Non
     show = "from vllm.platforms import current_platform as p; print(type(p).__qualname__)"
     done = run(show, VLLM_HWPLUGIN_PLATFORM="cuda")
     assert done.stdout.strip().endswith("CpuPlatform")
-    assert "does not choose CUDA on this host: it finds cpu" in done.stdout + done.stderr
+    assert "finds cpu on this host, expected CUDA only" in done.stdout + done.stderr
 
 
 def test_the_cuda_class_is_made_on_the_real_vllm(run: Run) -> None:
@@ -126,7 +126,7 @@ def test_the_cuda_class_is_made_on_the_real_vllm(run: Run) -> None:
     """
     used, noted = run(WITHOUT_KERNELS, CUDA_HOST, WHAT_RUNS, more).stdout.splitlines()
     assert used == "vllm_hwplugin.platforms.cuda.CudaPlatform"
-    assert noted == f"{used}: vLLM's own detection chooses CUDA; vLLM runs on {used}"
+    assert noted == f"{used}: vLLM's detection chooses CUDA; vLLM runs on {used}"
 
 
 def test_the_musa_class_makes_a_configuration_on_the_real_vllm(run: Run) -> None:
@@ -225,7 +225,7 @@ def test_platform_errors_of_vllm_itself_are_not_hidden(run: Run) -> None:
             print(error)
     """
     said = run(WITHOUT_KERNELS, MUSA_HOST, more).stdout
-    assert "torchada 0.1.103 takes this host for cpu, expected musa" in said
+    assert "torchada 0.1.103 detects cpu, expected musa" in said
 
 
 TWO_RANKS = """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers run on the plugin's FLASH_ATTN on CUDA: those with heads above 256, where it is faster or alone.
+"""The choice of the plugin's FLASH_ATTN on CUDA: layers with heads above 256, where it is faster or the only backend.
 
-vLLM answers first, layer by layer. Its choice or refusal is one of the facts that :func:`decide` goes by. Heads of up
-to 256 are vLLM's own business.
+vLLM chooses first, layer by layer; its choice or refusal is an input of :func:`decide`. Heads up to 256 always run on
+vLLM's choice.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ GATE: Final = "VLLM_HWPLUGIN_ATTENTION"
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What is wanted for a layer with heads above 256.
+    """The request for a layer with heads above 256.
 
     Args:
-        major: of the device's compute capability.
-        named: vLLM's name of the backend that the user, or vLLM for the model, has named; None where nothing is.
-        foreign: another plugin has registered a FLASH_ATTN of its own.
-        obstacle: why the plugin's CUDA kernel cannot be had, so that its Triton kernels would serve; empty where it
-            probably can.
-        strict: end the start if the plugin should serve and cannot, through a fault of its own or of its kernel.
+        major: Major version of the device's compute capability.
+        named: The backend that the user, or vLLM for the model, has named; None: no name.
+        foreign: Whether another plugin has registered its own FLASH_ATTN.
+        obstacle: Why the plugin's CUDA kernel is not available, so that its Triton kernels would run; or empty.
+        strict: Whether to end the start if the plugin should serve the layer and fails.
     """
 
     major: int
@@ -46,12 +45,12 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stock:
-    """What vLLM says to it.
+class Baseline:
+    """vLLM's choice for the layer.
 
     Args:
-        backend: the name of its choice; None where it refuses.
-        broken: why that cannot run, though it is declared; empty where nothing is known against it.
+        backend: The backend's name; None: vLLM refuses the layer.
+        broken: Why the backend cannot run although it declares support; or empty.
     """
 
     backend: str | None
@@ -60,12 +59,11 @@ class Stock:
 
 @dataclasses.dataclass(frozen=True)
 class LayerChoice:
-    """What a layer runs on.
+    """The backend of a layer.
 
     Args:
-        own: the plugin's class, else vLLM's word (its choice, or its error).
-        reason: why.
-        error: what the start must end with; empty where it need not.
+        own: True: the plugin's class; False: vLLM's choice, or its error.
+        error: The error that must end the start; or empty.
     """
 
     own: bool
@@ -76,17 +74,17 @@ class LayerChoice:
 def decide(
     gate: str,
     asked: Asked,
-    stock: Stock,
+    baseline: Baseline,
     refused: Sequence[str],
     measured: Sequence[Faster] = CUDA.large.faster,
     broken: str = "",
 ) -> LayerChoice:
-    """Choose between the plugin's class and vLLM's word for a layer with heads above 256.
+    """Choose the plugin's class or vLLM's choice for large heads.
 
     Args:
         gate: ``auto`` or ``on``.
-        refused: why the plugin's class does not fit the layer; empty where it does.
-        broken: why the class cannot be imported or asked, whatever the layer; empty where it can.
+        refused: Why the plugin's class does not fit the layer; or empty.
+        broken: Why the class cannot be imported or asked for any layer; or empty.
     """
     if asked.foreign:
         return LayerChoice(False, "another plugin has registered its own FLASH_ATTN")
@@ -95,33 +93,37 @@ def decide(
     if refused or broken:
         why = broken or f"the plugin's FLASH_ATTN does not fit: {'; '.join(refused)}"
         demand = f"{GATE}=on, but " if gate == "on" else f"{gates.STRICT}=1, but " if asked.strict and broken else ""
-        return LayerChoice(False, why, demand + why if demand or stock.backend is None else "")
+        return LayerChoice(False, why, demand + why if demand or baseline.backend is None else "")
     kernels = f"; on Triton kernels: {asked.obstacle}" if asked.obstacle else ""
     if gate == "on":
         return LayerChoice(True, f"{GATE}=on{kernels}")
-    if stock.backend is None:
-        return LayerChoice(True, f"vLLM has none that fits{kernels}")
-    if stock.broken:
-        return LayerChoice(True, f"vLLM's {stock.backend} cannot run here: {stock.broken}{kernels}")
-    for item in measured:
-        if (item.major, item.than) != (asked.major, stock.backend):
+    if baseline.backend is None:
+        return LayerChoice(True, f"vLLM has no backend that fits{kernels}")
+    if baseline.broken:
+        return LayerChoice(True, f"vLLM's {baseline.backend} cannot run here: {baseline.broken}{kernels}")
+    for measurement in measured:
+        if (measurement.major, measurement.than) != (asked.major, baseline.backend):
             continue
         if asked.obstacle:
-            why = f"the plugin's CUDA kernel would be faster and cannot be had: {asked.obstacle}"
+            why = f"the plugin's CUDA kernel would be faster but is not available: {asked.obstacle}"
             return LayerChoice(
-                False, why, f"{gates.STRICT}=1, but {why}; set {GATE}=off to go on" if asked.strict else ""
+                False, why, f"{gates.STRICT}=1, but {why}; set {GATE}=off to use vLLM's" if asked.strict else ""
             )
         return LayerChoice(
-            True, f"faster than vLLM's {stock.backend} on compute capability {item.major}.x: {item.reason}"
+            True,
+            f"faster than vLLM's {baseline.backend} on compute capability {asked.major}.x: {measurement.reason}",
         )
-    return LayerChoice(False, f"not known to be faster than {stock.backend} on compute capability {asked.major}.x")
+    return LayerChoice(False, f"not known to be faster than {baseline.backend} on compute capability {asked.major}.x")
 
 
 Ask = Callable[..., str]
 
 
 def setting() -> str:
-    """What the gate says; ``off`` where it says nothing that is known, which a process reports when it starts."""
+    """Return the switch's value; ``off`` if it is invalid.
+
+    A process reports an invalid value at its start.
+    """
     try:
         return gates.read(GATE).text
     except gates.GateError:
@@ -129,25 +131,25 @@ def setting() -> str:
 
 
 def choose(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None, capability: Any) -> str:
-    """The qualified name of a layer's backend class; for ``get_attn_backend_cls`` of the CUDA platform.
+    """Return the qualified name of a layer's backend class, for ``get_attn_backend_cls``.
 
     Args:
-        vllm: that method of vLLM's platform.
-        selected: the named member of ``AttentionBackendEnum``, or None.
+        vllm: ``get_attn_backend_cls`` of vLLM's platform.
+        selected: The named member of ``AttentionBackendEnum``, or None.
         config: vLLM's ``AttentionSelectorConfig`` for the layer.
-        num_heads: query heads of the layer.
-        capability: the device's ``DeviceCapability``.
+        num_heads: Query heads of the layer.
+        capability: The device's ``DeviceCapability``.
 
     Raises:
-        ValueError: no backend fits, or not the named one; with vLLM's reasons and the plugin's.
+        ValueError: No backend fits, or the named one does not; with the reasons of vLLM and the plugin.
     """
     gate = setting()
-    # MLA and sparse layers have backends of their own.
+    # MLA and sparse layers have other backends.
     if gate == "off" or config.use_mla or config.use_sparse:
         return vllm(selected, config, num_heads)
     text = _without_images(config)
-    # Of vLLM's fast backends FlashAttention 4 alone has the mask; where it cannot run, it is not chosen for a mask that
-    # is not needed.
+    # Of vLLM's fast backends only FlashAttention 4 has the mask for images. If it cannot run, vLLM must not choose it
+    # for a mask that no batch needs.
     wanted = text if missing_for_fa4() else config
     if config.head_size <= CUDA.large.above:
         if text is config or largest_head(_model_config()) <= CUDA.large.above:
@@ -164,10 +166,10 @@ def choose(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None, 
         strict=gates.read(gates.STRICT).flag,
     )
     path, error = _ask(vllm, selected, wanted, num_heads)
-    stock = _stock(path)
+    baseline = _baseline(path)
     refused, broken = _refused(text, capability)
-    choice = decide(gate, asked, stock, refused, broken=broken)
-    _tell(config, choice, stock)
+    choice = decide(gate, asked, baseline, refused, broken=broken)
+    _report(config, choice, baseline)
     if choice.error:
         raise ValueError(f"no attention backend for heads of {config.head_size}: {choice.error}") from error
     return CUDA.path if choice.own else _answer(path, error)
@@ -186,21 +188,21 @@ def _answer(path: str, error: ValueError | None) -> str:
     return path
 
 
-def _stock(path: str) -> Stock:
+def _baseline(path: str) -> Baseline:
     if not path:
-        return Stock(None)
+        return Baseline(None)
     module, _, name = path.rpartition(".")
     backend = getattr(importlib.import_module(module), name).get_name()
-    return Stock(backend, missing_for_fa4() if backend == CUDA.name else "")
+    return Baseline(backend, missing_for_fa4() if backend == CUDA.name else "")
 
 
 def _refused(config: Any, capability: Any) -> tuple[list[str], str]:
-    """Why the plugin's class does not fit the layer, and why it is not there to be asked."""
+    """Return why the plugin's class does not fit, or is broken."""
     try:
         backend = getattr(importlib.import_module(CUDA.module), CUDA.cls)
         reasons: list[str] = backend.validate_configuration(device_capability=capability, **config._asdict())
     except Exception as error:
-        # vLLM's classes below it may be missing, or be others than those that it was written for.
+        # vLLM's base classes may be missing or different.
         logger.debug("the plugin's FLASH_ATTN cannot be asked", exc_info=True)
         return [], f"the plugin's FLASH_ATTN cannot be imported or asked: {type(error).__name__}: {error}"
     return reasons, ""
@@ -211,8 +213,8 @@ def _obstacle(major: int, minor: int) -> str:
     try:
         return jit.obstacle(KERNELS[CUDA.large.kernel], (major, minor))
     except Exception as error:
-        # Looking for a compiler must not end a start that can do without.
-        logger.debug("whether the plugin's CUDA kernel can be had cannot be told", exc_info=True)
+        # A failed search for a compiler must not end a start that needs none.
+        logger.debug("the search for the plugin's CUDA kernel failed", exc_info=True)
         return f"{type(error).__name__}: {error}"
 
 
@@ -226,10 +228,10 @@ def _foreign(selected: Any | None) -> bool:
 
 @functools.cache
 def missing_for_fa4() -> str:
-    """What FlashAttention 4 needs and this host lacks; empty where all is there.
+    """Return why FlashAttention 4 cannot compile here; empty: it can.
 
-    vLLM counts it as installed if one of its files is. It is compiled at its first call, by packages that vLLM does not
-    look for. This function only looks for them: it does not notice one that cannot be imported.
+    Packages that vLLM does not check for compile it at its first call. This function checks only whether they are
+    installed, not whether they can be imported.
     """
     missing = [name for name in ("cutlass", "quack") if importlib.util.find_spec(name) is None]
     if not missing:
@@ -237,11 +239,11 @@ def missing_for_fa4() -> str:
     return f"FlashAttention 4 needs {' and '.join(missing)} (nvidia-cutlass-dsl, quack-kernels), not installed"
 
 
-# -- models whose images are seen in both directions -------------------------------------------------------------------
+# -- models with bidirectional attention within images -----------------------------------------------------------------
 
 
 def _without_images(config: Any) -> Any:
-    """The same without the demand for a mask for images, if the engine takes none and so no batch will need it."""
+    """Return the configuration, without image masks if no images are accepted."""
     if not config.use_mm_prefix:
         return config
     settings = getattr(_model_config(), "multimodal_config", None)
@@ -252,11 +254,11 @@ def _without_images(config: Any) -> Any:
 
 
 def largest_head(model_config: Any | None) -> int:
-    """Of the model's layers; 0 where there is no model."""
+    """Return the model's largest head size; 0 without a model."""
     architecture = getattr(model_config, "model_arch_config", None)
     if architecture is None:
         return 0
-    # Up to 0.27 the head size of a model is its largest; from 0.28 on, layers that differ are listed.
+    # Up to 0.27 a model's head size is its largest; from 0.28 on, layers with another size are listed.
     layers = getattr(architecture, "per_layer_overrides", None) or []
     return max(int(architecture.head_size), *(int(layer.get("head_size", 0)) for layer in layers), 0)
 
@@ -268,12 +270,12 @@ def _model_config() -> Any | None:
     return None if config is None else config.model_config
 
 
-# -- what is told ------------------------------------------------------------------------------------------------------
+# -- log and run record ------------------------------------------------------------------------------------------------
 
 
-def _tell(config: Any, choice: LayerChoice, stock: Stock) -> None:
+def _report(config: Any, choice: LayerChoice, baseline: Baseline) -> None:
     layers = f"heads of {config.head_size}{', non-causal' if config.use_non_causal else ''}"
-    backend = "the plugin's FLASH_ATTN" if choice.own else f"vLLM's {stock.backend or 'error'}"
+    backend = "the plugin's FLASH_ATTN" if choice.own else f"vLLM's {baseline.backend or 'error'}"
     _once(f"attention with {layers}: {backend} ({choice.reason})")
     journal.note(f"attention, {layers}", f"{backend}: {choice.reason}")
 

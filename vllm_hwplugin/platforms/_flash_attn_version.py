@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take FlashAttention 4 back from models with heads above 256 where it cannot run.
+"""Revert vLLM's choice of FlashAttention 4 for models with heads above 256 on hosts that cannot run it.
 
-From 0.24.0 on vLLM sets ``flash_attn_version`` to 4 for models of the gemma-4 kind, whose layers have heads of 256 and
-512, so that all run on one version. It looks for the file of FlashAttention 4, not for the packages that compile it,
-and without them each layer fails at its first call. With the plugin's kernel for the larger heads nothing needs it.
+From 0.24.0 on vLLM sets ``flash_attn_version`` to 4 for gemma-4 models, whose layers have heads of 256 and 512, so that
+all layers run on one version. It checks for FlashAttention 4's file, not for the packages that compile it; without them
+each layer fails at its first call. The plugin's kernel runs the larger heads, so no layer needs version 4.
 
-vLLM sets it while it verifies the model's configuration, which in all versions comes before the platform's turn.
+In all versions vLLM sets the version before it calls the platform's hook.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ KEY: Final = "attention, FlashAttention version"
 
 
 def check_and_update_config(vllm_config: Any, device_capability: Callable[[], Any | None]) -> None:
-    """Leave the version to vLLM's default for the device where 4 is set and cannot run.
+    """Reset version 4 to vLLM's default (None) if it cannot run.
 
-    That is None rather than 3: vLLM then takes 3 on Hopper if its wheel has it, else 2. A configuration that is
-    verified again comes here again.
+    With None vLLM takes 3 on Hopper if its wheel has it, else 2. vLLM may verify a configuration several times.
 
     Args:
-        device_capability: gives the device's ``DeviceCapability``, if there is one.
+        device_capability: Returns the device's ``DeviceCapability``, or None.
     """
     attention, model = vllm_config.attention_config, vllm_config.model_config
     if attention.flash_attn_version != 4 or setting() == "off":
         return
-    # On Blackwell vLLM's default is 4 as well. Before Hopper there is no 4.
+    # On Blackwell vLLM's default is 4. GPUs before Hopper have no version 4.
     capability = device_capability()
     if capability is None or capability.major != 9:
         return
-    # A diffusion model's masks differ from request to request, which FlashAttention 4 alone can do.
+    # A diffusion model's masks differ per request, which only FlashAttention 4 supports.
     if largest_head(model) <= LARGEST_OF_VLLM or getattr(model, "is_diffusion", False):
         return
     missing = missing_for_fa4()
@@ -49,12 +48,12 @@ def check_and_update_config(vllm_config: Any, device_capability: Callable[[], An
         return
     attention.flash_attn_version = None
     text = (
-        f"flash_attn_version=4 is taken back: {missing}. Heads of up to {LARGEST_OF_VLLM} run on vLLM's default for "
-        "this device, larger ones on the plugin's kernel where it fits"
+        f"flash_attn_version=4 is reset: {missing}. Heads up to {LARGEST_OF_VLLM} run on vLLM's default for this "
+        "device, larger heads on the plugin's kernel if it fits"
     )
     _warn(
-        f"attention: {text}. Install the packages to have FlashAttention 4, name a version "
-        f"(--attention-config.flash_attn_version 3) to be rid of this warning, or set {GATE}=off to leave it to vLLM."
+        f"attention: {text}. To use FlashAttention 4, install these packages; to silence this warning, set a version "
+        f"(--attention-config.flash_attn_version 3); {GATE}=off leaves the version to vLLM."
     )
     journal.note(KEY, text)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which platform class vLLM is offered: decided once a process, logged once, and kept for ``doctor``.
+"""The choice of the platform class to offer to vLLM, made and logged once per process.
 
-Small probes gather evidence, and pure rules decide. For NVIDIA vLLM's own detection decides. A plugin's class wins over
-vLLM's own. So offering the CUDA class where vLLM would have chosen another platform (a CPU build on a GPU host, for
-one) would break a working set-up.
+Small probes gather evidence, and pure functions decide. vLLM prefers a plugin's class to its own, so the plugin offers
+the CUDA class only if vLLM's detection chooses CUDA: offering it to, say, a CPU build on a GPU host would break a
+working setup.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.hwplugin")
 
-#: Under this key the decision stands among a process's decisions (:func:`vllm_hwplugin.journal.note`).
+#: Key of the decision in the run record (:func:`vllm_hwplugin.journal.note`).
 KEY = "platform"
 
 GATE: Final = "VLLM_HWPLUGIN_PLATFORM"
@@ -42,7 +42,7 @@ CLASSES: Final[Mapping[Kind, str]] = {
 
 
 class Decision(NamedTuple):
-    """``kind`` is None where no class is offered; ``level`` is the level of :mod:`logging` to say it at."""
+    """The class to offer (``kind`` None: no class), and the logging level of the reason."""
 
     kind: Kind | None
     reason: str
@@ -60,33 +60,36 @@ _asking = threading.local()
 
 
 class PlatformError(HwpluginError, RuntimeError):
-    """Strict mode is on, and no class can be offered through a fault, or the named one cannot."""
+    """In strict mode: the choice failed, or the class that the user named cannot be offered."""
 
 
 def offer() -> str | None:
-    """The qualified name of the class to offer, or None. vLLM asks twice in each process."""
+    """Return the qualified name of the class to offer, or None.
+
+    vLLM calls this twice per process.
+    """
     if getattr(_asking, "rivals", False):
-        # Another plugin asks, while it is being asked, whether this one offers a class. It comes first then.
+        # A plugin that is being asked asks back whether this plugin offers a class. The other plugin takes precedence.
         return None
     return decision().qualname
 
 
 @functools.cache
 def decision() -> Decision:
-    """What is offered in this process, and why. Faults and bad values are answers, because vLLM swallows errors."""
-    fault: Exception | None = None
+    """Return this process's decision. It raises nothing, because vLLM swallows errors here."""
+    failure: Exception | None = None
     try:
-        found = _decide()
+        choice = _decide()
     except gates.GateError as error:
-        found = Decision(None, str(error), logging.ERROR)
+        choice = Decision(None, str(error), logging.ERROR)
     except Exception as error:
-        fault = error
-        found = Decision(None, f"its choice failed: {type(error).__name__}: {error}", logging.ERROR)
-    if found is not _SWITCHED_OFF:
-        level = logging.DEBUG if journal.repeats_another() else found.level
-        logger.log(level, "platform: %s", found, exc_info=fault)
-        journal.note(KEY, str(found))
-    return found
+        failure = error
+        choice = Decision(None, f"the choice failed: {type(error).__name__}: {error}", logging.ERROR)
+    if choice is not _SWITCHED_OFF:
+        level = logging.DEBUG if journal.repeats_another() else choice.level
+        logger.log(level, "platform: %s", choice, exc_info=failure)
+        journal.note(KEY, str(choice))
+    return choice
 
 
 _SWITCHED_OFF = Decision(None, "VLLM_HWPLUGIN=0")
@@ -96,12 +99,12 @@ def _decide() -> Decision:
     if not gates.read("VLLM_HWPLUGIN").flag:
         return _SWITCHED_OFF
     choice = gates.read(GATE).text
-    found, rivals = foresee(choice, ask_vllm(sys.modules.get("vllm.platforms")), os.environ)
-    if found.kind is None:
-        return found
+    foreseen, rivals = foresee(choice, ask_vllm(sys.modules.get("vllm.platforms")), os.environ)
+    if foreseen.kind is None:
+        return foreseen
     _asking.rivals = True
     try:
-        return settle(choice, found, active(rivals))
+        return settle(choice, foreseen, active(rivals))
     finally:
         _asking.rivals = False
 
@@ -109,40 +112,42 @@ def _decide() -> Decision:
 def foresee(
     choice: str, builtins: tuple[str, ...] | None, environ: Mapping[str, str]
 ) -> tuple[Decision, tuple[EntryPoint, ...]]:
-    """The choice as far as it can be told without asking other plugins, which would import vLLM.
+    """Decide without asking other plugins, which would import vLLM.
 
     Args:
-        choice: what the gate `GATE` says.
-        builtins: the platforms that vLLM's own detection finds; None where it cannot be asked.
-        environ: where the plugins that are to be loaded are named.
+        choice: The value of `GATE`.
+        builtins: The platforms that vLLM's detection finds; None: vLLM cannot be asked.
+        environ: Environment variables, for ``VLLM_PLUGINS``.
 
     Returns:
-        The decision, and the other plugins that a process would ask; none where no class is offered anyway.
+        The decision, and the other plugins that a process would ask (empty if no class is offered).
     """
-    found = decide(choice, builtins, probe_musa)
-    return found, tuple(others(environ)) if found.kind is not None else ()
+    foreseen = decide(choice, builtins, probe_musa)
+    return foreseen, tuple(others(environ)) if foreseen.kind is not None else ()
 
 
 def must_hold(settings: gates.Settings) -> None:
-    """Say in strict mode what vLLM would swallow if :func:`offer` raised it.
+    """Raise the error of :func:`offer` in strict mode.
+
+    vLLM would swallow it there.
 
     Raises:
-        PlatformError: this process was asked for a class and could offer none, through a fault or against its gate.
+        PlatformError: vLLM asked for a class, and the choice failed or the named class cannot be offered.
     """
     if not decision.cache_info().currsize or not settings.strict:
         return
-    found = decision()
-    if found.kind is None and found.level >= logging.ERROR:
+    choice = decision()
+    if choice.kind is None and choice.level >= logging.ERROR:
         raise PlatformError(
-            f"{gates.STRICT}=1, but vllm-hwplugin offers {found}; set {GATE}=off to run without a class"
+            f"{gates.STRICT}=1, but vllm-hwplugin offers {choice}; set {GATE}=off to run without a class"
         )
 
 
 def note_used() -> None:
-    """Add to the process's journal which class vLLM runs on, if it has chosen one by now.
+    """Record the platform class that vLLM has chosen, if it has.
 
-    vLLM keeps the chosen platform under ``vllm.platforms._current_platform`` in all supported versions; the public name
-    would make it choose.
+    All supported versions store it in ``vllm.platforms._current_platform``; reading the public name would make vLLM
+    choose.
     """
     if journal.current() is None:
         return
@@ -154,21 +159,24 @@ def note_used() -> None:
 
 
 def others(environ: Mapping[str, str]) -> tuple[EntryPoint, ...]:
-    """The entry points of the group that vLLM would load beside this plugin's: ``VLLM_PLUGINS`` filters by name."""
+    """Return the entry points of other platform plugins to be loaded.
+
+    ``VLLM_PLUGINS`` filters by name.
+    """
     allowed = environ.get("VLLM_PLUGINS")
     names = None if allowed is None else allowed.split(",")
     return tuple(
         point
         for point in importlib.metadata.entry_points(group=GROUP)
-        # By value: an editable and an ordinary installation list the same entry point twice.
+        # Compared by value: an editable and a regular installation list the same entry point twice.
         if point.value != OWN and (names is None or point.name in names)
     )
 
 
 def active(points: Iterable[EntryPoint]) -> tuple[str, ...]:
-    """The names of those whose function offers a platform class on this host.
+    """Return the names of plugins that offer a class on this host.
 
-    This calls the function, as vLLM does as well. One that fails offers nothing: vLLM ignores it.
+    This calls their functions, as vLLM does. vLLM ignores a function that fails, and so does this one.
     """
 
     def offers(point: EntryPoint) -> bool:
@@ -177,59 +185,59 @@ def active(points: Iterable[EntryPoint]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(point.name for point in points if offers(point)))
 
 
-# -- the rules, and what they are asked with --------------------------------------------------------------------------
+# -- rules and probes --------------------------------------------------------------------------------------------------
 
 
 def decide(choice: str, builtins: tuple[str, ...] | None, musa: Callable[[], Musa]) -> Decision:
     """Choose a platform class.
 
     Args:
-        choice: the value of ``VLLM_HWPLUGIN_PLATFORM``.
-        builtins: names of vLLM's own platforms that are present on this host, as vLLM's detection answers; None where
-            vLLM was not there to be asked.
-        musa: probes for Moore Threads GPUs; called only where the answer matters.
+        choice: The value of ``VLLM_HWPLUGIN_PLATFORM``.
+        builtins: The platforms that vLLM's detection finds on this host; None: vLLM cannot be asked.
+        musa: Probes for Moore Threads GPUs; called only if the answer matters.
     """
     if choice == "off":
         return Decision(None, f"{GATE}=off")
     if builtins is None:
-        return Decision(None, "vLLM's own platform detection is not loaded, so there is nothing to agree with")
+        return Decision(None, "vLLM's platform detection is not loaded")
     own = " and ".join(builtins)
     if choice == "cuda":
         if builtins == ("cuda",):
-            return Decision("cuda", f"{GATE}=cuda, and vLLM's own detection chooses CUDA", logging.INFO)
-        found = f"it finds {own}" if builtins else "it finds none of its platforms"
+            return Decision("cuda", f"{GATE}=cuda, and vLLM's detection chooses CUDA", logging.INFO)
         return Decision(
             None,
-            f"{GATE}=cuda, but vLLM's own detection does not choose CUDA on this host: {found}; vLLM runs as if the "
-            "plugin offered none. Use auto, or a CUDA build of vLLM on a host whose NVIDIA driver answers",
+            f"{GATE}=cuda, but vLLM's detection finds {own or 'no platform'} on this host, expected CUDA only; the "
+            "plugin offers no class. Use auto, or a CUDA build of vLLM on a host whose NVIDIA driver answers",
             logging.ERROR,
         )
     if choice == "musa":
         return _musa(musa(), asked=True)
     if builtins == ("cuda",):
-        return Decision("cuda", "vLLM's own detection chooses CUDA", logging.INFO)
+        return Decision("cuda", "vLLM's detection chooses CUDA", logging.INFO)
     if builtins:
-        return Decision(None, f"vLLM's own detection finds {own}, not CUDA alone")
+        return Decision(None, f"vLLM's detection finds {own}, expected CUDA only")
     return _musa(musa(), asked=False)
 
 
-def _musa(found: Musa, *, asked: bool) -> Decision:
+def _musa(host: Musa, *, asked: bool) -> Decision:
     level = logging.ERROR if asked else logging.DEBUG
-    head = f"{GATE}=musa, but" if asked else "vLLM's own detection finds nothing, and"
-    if found.missing:
-        return Decision(None, f"{head} not installed for Moore Threads: {', '.join(found.missing)}", level)
-    if not found.devices:
-        trouble = found.trouble or "the driver counts none"
+    head = f"{GATE}=musa, but" if asked else "vLLM's detection finds no platform, and"
+    if host.missing:
+        return Decision(None, f"{head} not installed for Moore Threads: {', '.join(host.missing)}", level)
+    if not host.devices:
+        trouble = host.trouble or "the driver counts none"
         return Decision(None, f"{head} no Moore Threads GPU answers: {trouble}", level)
-    gpus = "1 Moore Threads GPU" if found.devices == 1 else f"{found.devices} Moore Threads GPUs"
+    gpus = "1 Moore Threads GPU" if host.devices == 1 else f"{host.devices} Moore Threads GPUs"
     return Decision("musa", f"{gpus}, torch_musa and torchada", logging.INFO)
 
 
 def settle(choice: str, decision: Decision, rivals: tuple[str, ...]) -> Decision:
-    """Take other platform plugins into account: vLLM refuses to start when two of them offer a class.
+    """Adjust the decision to other platform plugins.
+
+    vLLM refuses to start if two plugins offer a class.
 
     Args:
-        rivals: names of the other entry points of the group whose function offers a class on this host.
+        rivals: Names of the other platform plugins that offer a class on this host.
     """
     if decision.kind is None or not rivals:
         return decision
@@ -237,27 +245,29 @@ def settle(choice: str, decision: Decision, rivals: tuple[str, ...]) -> Decision
     if choice == "auto":
         return Decision(
             None,
-            f"the platform plugin {names} offers a class here, and vLLM takes one plugin's only; the patches stay in "
-            f"force without it. To use vllm-hwplugin's class instead, uninstall that plugin or leave it out of "
-            f"VLLM_PLUGINS (VLLM_PLUGINS=hwplugin loads this one alone); {GATE}=off silences this",
+            f"the platform plugin {names} offers a class here, and vLLM accepts only one plugin's; the patches stay "
+            f"active. To use vllm-hwplugin's class instead, uninstall that plugin or remove it from VLLM_PLUGINS "
+            f"(VLLM_PLUGINS=hwplugin loads only this plugin); {GATE}=off silences this warning",
             logging.WARNING,
         )
     return decision._replace(
-        reason=f"{decision.reason}; but the platform plugin {names} offers a class, too, and vLLM will stop with 'Only "
-        f"one platform plugin can be activated': leave {names} out of VLLM_PLUGINS (VLLM_PLUGINS=hwplugin loads this "
-        f"one alone), or set {GATE}=off",
+        reason=f"{decision.reason}; but the platform plugin {names} also offers a class, and vLLM will stop with 'Only "
+        f"one platform plugin can be activated': remove {names} from VLLM_PLUGINS (VLLM_PLUGINS=hwplugin loads only "
+        f"this plugin), or set {GATE}=off",
         level=logging.ERROR,
     )
 
 
 def ask_vllm(platforms: Any) -> tuple[str, ...] | None:
-    """The names of vLLM's own platforms that are present on this host.
+    """Return the names of vLLM's platforms present on this host.
 
-    It calls vLLM's probes once more; vLLM has called them just before it asks a plugin. They use NVML and the installed
+    None: vLLM cannot be asked.
+
+    This calls vLLM's probes again, which vLLM has called just before it asks a plugin. They use NVML and the installed
     version, and start no device.
 
     Args:
-        platforms: the module ``vllm.platforms``, or None where it is not imported.
+        platforms: The module ``vllm.platforms``, or None if it is not imported.
     """
     probes: Mapping[str, Callable[[], str | None]] | None = getattr(platforms, "builtin_platform_plugins", None)
     if probes is None:
@@ -269,13 +279,13 @@ def _answers(name: str, ask: Callable[[], Any]) -> bool:
     try:
         return ask() is not None
     except Exception:
-        # vLLM's resolver, too, takes an error for "not here".
+        # vLLM's resolver also takes an error for "not here".
         logger.debug("%s could not be asked for a platform class", name, exc_info=True)
         return False
 
 
 def probe_musa() -> Musa:
-    """Look for Moore Threads GPUs; what that imports is imported where it is asked."""
+    """Look for Moore Threads GPUs."""
     from ..musa import host
 
     return host.probe()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CUDA platform with two more steps in the making of a configuration, and one in the choice of attention.
+"""vLLM's CUDA platform with hooks in the configuration and the choice of attention.
 
-It stays CUDA for every test that vLLM makes: ``_enum`` is inherited, so ``is_cuda()`` holds and ``is_out_of_tree()``
-does not. A subclass also serves where vLLM reads the class itself: the global graph pool is kept on the class of the
-current platform, and two messages name it.
+vLLM treats it as CUDA: ``_enum`` is inherited, so ``is_cuda()`` holds and ``is_out_of_tree()`` does not. A subclass
+also works where vLLM uses the class: the global graph pool is an attribute of the current platform's class.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CudaPlatform(_CudaPlatform):  # type: ignore[misc]  # vLLM is not there where the types are checked
-    """vLLM's CUDA platform (with NVML, or without it on Jetson) that also looks after drafters and large heads."""
+    """vLLM's CUDA platform (NVML or Jetson) with support for drafters and large heads."""
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
