@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For who maintains patches: making them of diffs, and checking them on versions of vLLM that are not installed.
+"""Tools for maintainers of patches: make them from diffs, check them on vLLM versions that are not installed.
 
-No process of vLLM imports it. The commands `drift` and `patches` do, when they run.
+Only the commands `drift` and `patches` import this package, never a vLLM process.
 """

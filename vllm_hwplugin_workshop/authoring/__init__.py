@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features of catalogues made from somebody's change, for many versions at once.
+"""Make features of catalogues from a change, for many versions.
 
-Text in, text out, besides the folders that are named: `_change` reads a diff, `_carry` makes it to the texts of
-versions, `_hunks` finds which hunks serve which versions, `_folder` writes a feature, and `_worktree` lets people make
-the change where the diff does not fit. `_release` carries a whole catalogue to a new release.
-docs/your-own-patches.md shows the commands.
+`_change` reads a diff, `_carry` applies it to the texts of versions, `_hunks` finds the hunks for each version,
+`_folder` writes a feature, and `_worktree` lets a person make the change if the diff does not fit. `_release` carries a
+catalogue to a new release. docs/your-own-patches.md shows the commands.
 """
 
 from ._carry import Carried, Edited, Outcome, Rejected, carry, carry_all

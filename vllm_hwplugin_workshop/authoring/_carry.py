@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A change, made to the text of one version: exactly, or not at all."""
+"""Apply a change to the text of a version: exactly, or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._change import Change, blob_name
 
 
 class Outcome(Enum):
-    """What became of a change on one version."""
+    """The result of a change on a version."""
 
     APPLIES = "applies"
     UPSTREAM = "upstream"
@@ -23,7 +23,7 @@ class Outcome(Enum):
 
 
 class Edited(NamedTuple):
-    """A file of one version, and the edits of its text that could be made."""
+    """A file of a version, and the edits that fit it."""
 
     pristine: Text
     edits: tuple[Edit, ...]
@@ -34,20 +34,20 @@ class Edited(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """A hunk that was not made, and why."""
+    """A hunk that does not fit, and why."""
 
     hunk: Hunk
     verdict: HunkVerdict
 
 
 class Carried(NamedTuple):
-    """A change on one version.
+    """A change on a version.
 
     Attributes:
-        files: by path, with the hunks that could be made: all of them where the change applies.
-        offset: of its hunks the furthest from its stated line, in lines.
-        reason: one line where it does not simply apply.
-        is_base: whether the diff was made from this very text, as git's names of its files say.
+        files: Path -> the file with the edits that fit: all edits if the change applies.
+        offset: The largest distance of a hunk from its stated line, in lines.
+        reason: One line unless the change applies.
+        is_base: Whether the diff was made from exactly this text, according to git's blob ids.
     """
 
     version: str
@@ -61,16 +61,16 @@ class Carried(NamedTuple):
 
 
 def carry(change: Change, source: Source, *, hints: bool = True) -> Carried:
-    """Make the change to a version's text.
+    """Apply the change to a version's text.
 
-    A hunk is made where its context and removed lines stand: at one place of the file alone, or at its stated line
-    where git's name says that this is the very text that the diff was made from. Nothing else is tried.
+    A hunk fits if its context and removed lines occur at exactly one place of the file, or at the stated line if git's
+    blob id shows that the diff was made from exactly this text. There is no fuzz.
 
     Args:
-        hints: look for the nearest place of each hunk that is not found.
+        hints: Also look for the nearest place of each hunk that does not fit.
 
     Raises:
-        HwpluginError: the source cannot be read.
+        HwpluginError: The source cannot be read.
     """
     files: dict[str, Edited] = {}
     rejected: list[Rejected] = []
@@ -82,7 +82,8 @@ def carry(change: Change, source: Source, *, hints: bool = True) -> Carried:
         text = source.read(path)
         if text is None:
             absent.append(path)
-            rejected += [Rejected(hunk, item) for hunk, (item, _) in zip(hunks, locate(step.diff, None), strict=True)]
+            verdicts = (verdict for verdict, _ in locate(step.diff, None))
+            rejected += map(Rejected, hunks, verdicts)
             continue
         pristine, name = Text(text), blob_name(text)
         is_base = is_base and _is(name, step.before)
@@ -106,7 +107,7 @@ def carry(change: Change, source: Source, *, hints: bool = True) -> Carried:
         files[path] = Edited(pristine, tuple(edits))
     outcome, reason = _judge(made, present, rejected, absent)
     if outcome is Outcome.APPLIES:
-        reason = next(filter(None, (trouble_in(path, item.result) for path, item in files.items())), "")
+        reason = next(filter(None, (trouble_in(path, edited.result) for path, edited in files.items())), "")
         outcome = Outcome.CONFLICT if reason else outcome
     return Carried(source.version, source.label, outcome, files, tuple(rejected), offset, reason, is_base)
 
@@ -120,35 +121,35 @@ def _judge(made: int, present: int, rejected: list[Rejected], absent: list[str])
     if not made:
         return Outcome.UPSTREAM, "this vLLM has the change already"
     if present:
-        return Outcome.CONFLICT, f"{present} of {total} hunks are in this vLLM already, and the others are not"
+        return Outcome.CONFLICT, f"{present} of {total} hunks are in this vLLM already, and the rest are not"
     return Outcome.APPLIES, ""
 
 
 def _is(name: str, beginning: str) -> bool:
-    """Whether git's name begins so; a diff states at least seven digits of it."""
+    """Whether a blob id has this prefix of at least seven digits."""
     return len(beginning) >= 7 and name.startswith(beginning)
 
 
 def carry_all(change: Change, sources: Iterable[Source], *, hints: bool = True) -> list[Carried]:
-    """The change on each version, in the order of `sources`.
+    """Apply the change to each version, in the order of `sources`.
 
-    A version that comes after one that has the change has most likely got it in another form, or was rid of it: where
-    it would fit there, it is refused for a person to look, unless the diff was made from that very text.
+    A version after one that has the change most likely has it in another form, or reverted it. If the change would fit
+    there, it is refused for a person to check, unless the diff was made from exactly that text.
 
     Args:
-        hints: as for `carry`.
+        hints: As for `carry`.
 
     Raises:
-        HwpluginError: a source cannot be read.
+        HwpluginError: A source cannot be read.
     """
-    found = [carry(change, source, hints=hints) for source in sources]
-    since = min((Version(item.version) for item in found if item.outcome is Outcome.UPSTREAM), default=None)
-    for number, item in enumerate(found):
-        is_after = since is not None and Version(item.version) > since
-        if is_after and item.outcome is Outcome.APPLIES and not item.is_base:
+    results = [carry(change, source, hints=hints) for source in sources]
+    since = min((Version(result.version) for result in results if result.outcome is Outcome.UPSTREAM), default=None)
+    for number, result in enumerate(results):
+        is_after = since is not None and Version(result.version) > since
+        if is_after and result.outcome is Outcome.APPLIES and not result.is_base:
             reason = (
-                f"it would fit, but vLLM {since} has the change already: look what became of it since; if it is still "
-                "needed, `patches edit` and `save` make it"
+                f"it would fit, but vLLM {since} has the change already: check what later versions made of it; if they "
+                "still need it, use `patches edit` and `save`"
             )
-            found[number] = item._replace(outcome=Outcome.CONFLICT, reason=reason)
-    return found
+            results[number] = result._replace(outcome=Outcome.CONFLICT, reason=reason)
+    return results

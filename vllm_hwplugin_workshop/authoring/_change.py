@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Somebody's change to vLLM, as git writes it: a diff or a commit."""
+"""A change to vLLM as git writes it: a diff or a commit."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from vllm_hwplugin.patching import DiffError, FileDiff, Hunk, file_diff, read_se
 _MAILED: Final = re.compile(r"(From [0-9a-f]{40} |From: |Subject: |Date: |Message-I[dD]: |MIME-Version: )")
 _COMMIT: Final = re.compile(r"^(?:From|commit) ([0-9a-f]{7,40})(?: Mon Sep 17 00:00:00 2001| \(.*\))?$", re.MULTILINE)
 _SECTION: Final = re.compile(r"^(?:diff --git |--- [^\n]*\n\+\+\+ )", re.MULTILINE)
-# What git writes below a mail's diff: a dash line with its version, or that of who made the page.
+# git's signature below a mail's diff: a dash line with a version.
 _SIGNATURE: Final = re.compile(r"^-- \n[^\n]*\n*\Z", re.MULTILINE)
 _INDEX: Final = re.compile(r"^diff --git [^\n]*\n(?:(?!@@|diff --git )[^\n]*\n)*?index (\w+)\.\.(\w+)", re.MULTILINE)
 # "[PATCH] [Bugfix][V1] Say it (#12345)"
 _TAGS: Final = re.compile(r"^(?:\s*\[[^\]]*\])+\s*")
 _PULL_REQUEST: Final = re.compile(r"\s*\(#(\d+)\)\s*$")
-# Letters of a subject that are read.
+# The rest of a longer subject is ignored.
 _LONGEST_SUBJECT: Final = 1000
-# What `git format-patch` writes below its list of files.
+# The last line of `git format-patch`'s list of files.
 _COUNTED: Final = re.compile(r"^ (\d{1,6}) files? changed\b", re.MULTILINE)
 _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\(?:[abtnvfr"\\]|[0-7]{3}))*"', re.ASCII)
 _TRAILER: Final = re.compile(r"^[A-Z][A-Za-z-]*-[Bb]y: .*$", re.MULTILINE)
@@ -34,11 +34,11 @@ EDIT_ONLY: Final = "a patch can only edit Python files that vLLM has"
 
 
 class ChangeError(HwpluginError):
-    """A change cannot be read, or not be written into a feature's folder or a work tree."""
+    """A change cannot be read, or cannot be written to a feature's folder or a work tree."""
 
 
 class LeftOut(NamedTuple):
-    """A file of the change that no patch can carry. `way_out` is empty where vLLM runs the same without it."""
+    """A file of the change that no patch can carry; `way_out` is empty if vLLM runs the same without it."""
 
     path: str
     what: str
@@ -46,11 +46,11 @@ class LeftOut(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a change does to one file.
+    """The change to one file.
 
     Attributes:
-        before: the beginning of git's name for the file's whole text before it; empty where it is not stated.
-        after: the same behind it.
+        before: Prefix of git's blob id of the file before the change; empty if the diff does not state it.
+        after: The same after the change.
     """
 
     diff: FileDiff
@@ -62,10 +62,10 @@ class Change(NamedTuple):
     """A change to files of vLLM.
 
     Attributes:
-        title: the commit's subject without tags and number; empty where there is none.
-        origin: the pull request, the commit or the file that it came from.
-        message: what the commit says besides.
-        steps: one for each file.
+        title: The commit's subject without tags and number; or empty.
+        origin: The pull request, the commit or the file of the change.
+        message: The rest of the commit message.
+        steps: The change to each file.
     """
 
     title: str
@@ -80,19 +80,21 @@ class Change(NamedTuple):
 
 
 def blob_name(text: str) -> str:
-    """Git's name for a file with this text."""
+    """Return git's blob id of a text."""
     data = text.encode("utf-8")
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
 def read_change(data: bytes, name: str) -> Change:
-    """Read a `git diff`, or one commit as `git show` or `git format-patch` writes it.
+    """Read a `git diff`, or a commit in git's formats.
+
+    The formats are `git show`'s and `git format-patch`'s.
 
     Args:
-        name: of the file, in messages.
+        name: The file's name for messages.
 
     Raises:
-        ChangeError: it is none of these, or changes no Python file of vLLM.
+        ChangeError: The data has another form, or changes no Python file of vLLM.
     """
     text = _decoded(data, name)
     if len(_COMMIT.findall(text)) > 1:
@@ -103,7 +105,7 @@ def read_change(data: bytes, name: str) -> Change:
     commit = _COMMIT.match(text)
     if _MAILED.match(text):
         message = email.message_from_bytes(data.partition(b"\n")[2] if commit else data, policy=email.policy.default)
-        # As it stands there: `email` takes the square of a subject's length to decode it.
+        # The raw text: `email` decodes a subject in time quadratic in its length.
         raw = next((value for name, value in message.raw_items() if name.lower() == "subject"), "")
         subject = str(message.policy.header_fetch_parse("Subject", str(raw)[:_LONGEST_SUBJECT]))
         body = message.get_payload(decode=True)
@@ -111,42 +113,42 @@ def read_change(data: bytes, name: str) -> Change:
             raise ChangeError(
                 f"{name}: a mail with attachments; save the attached patch, or write it with `git format-patch`"
             )
-        said, diff = _halves(_SIGNATURE.sub("", _decoded(body, name)))
-        counted = _COUNTED.search(said)
-        # Behind the dashes stands what is not for the commit: a list of the files.
-        said = f"\n{said}".partition("\n---\n")[0]
+        heading, diff = _split(_SIGNATURE.sub("", _decoded(body, name)))
+        counted = _COUNTED.search(heading)
+        # After the dashes comes a list of the files, which is not part of the commit message.
+        heading = f"\n{heading}".partition("\n---\n")[0]
     else:
-        said, diff = _halves(text)
-        # `git show` sets the message four columns in.
-        subject, *lines = [line[4:] for line in said.splitlines() if line.startswith("    ")] if commit else [""]
+        heading, diff = _split(text)
+        # `git show` indents the message by four columns.
+        subject, *lines = [line[4:] for line in heading.splitlines() if line.startswith("    ")] if commit else [""]
         counted = None
-        said = "\n".join(lines)
+        heading = "\n".join(lines)
     steps, left_out = _files(diff, name)
     if counted is not None and int(counted[1]) != len(steps) + len(left_out):
         raise ChangeError(
             f"{name}: its list has {counted[1]} files and its diff {len(steps) + len(left_out)}, so the mail is cut or "
-            "was edited; write it anew with `git format-patch`"
+            "edited; write it again with `git format-patch`"
         )
     if not steps:
-        listed = ", ".join(f"{item.path} ({item.what})" for item in left_out)
-        found = f"nothing to carry in {listed}; {EDIT_ONLY}, new code goes into a package of your own"
+        listed = ", ".join(f"{file.path} ({file.what})" for file in left_out)
+        unusable = f"nothing to carry in {listed}; {EDIT_ONLY}, new code belongs in your own package"
         none = "no '--- a/... +++ b/...' header found; write it with `git diff` or `git format-patch`"
-        raise ChangeError(f"{name}: {found if listed else none}")
+        raise ChangeError(f"{name}: {unusable if listed else none}")
     subject = " ".join(subject[:_LONGEST_SUBJECT].split())
     number = _PULL_REQUEST.search(subject)
     return Change(
         title=_PULL_REQUEST.sub("", _TAGS.sub("", subject)).strip(),
         origin=f"vLLM PR {number[1]}" if number else f"commit {commit[1][:12]}" if commit else name,
-        message=re.sub(r"\n{3,}", "\n\n", _TRAILER.sub("", said)).strip(),
+        message=re.sub(r"\n{3,}", "\n\n", _TRAILER.sub("", heading)).strip(),
         steps=tuple(steps),
         left_out=tuple(sorted(left_out)),
     )
 
 
-def _halves(text: str) -> tuple[str, str]:
-    """What stands above the first file's diff, and the rest."""
-    found = _SECTION.search(text)
-    at = len(text) if found is None else found.start()
+def _split(text: str) -> tuple[str, str]:
+    """Split a text before the first file's diff."""
+    section = _SECTION.search(text)
+    at = len(text) if section is None else section.start()
     return text[:at], text[at:]
 
 
@@ -155,17 +157,17 @@ def _decoded(data: bytes, name: str) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ChangeError(
-            f"{name}: not UTF-8 ({error}); write it anew with `git diff` or `git format-patch`"
+            f"{name}: not UTF-8 ({error}); write it again with `git diff` or `git format-patch`"
         ) from error
 
 
 def _files(diff: str, origin: str) -> tuple[list[Step], list[LeftOut]]:
-    """What is done to each file that can be carried, and the others.
+    """Return the changes that can be carried, and the other files.
 
     Raises:
-        ChangeError: malformed, or a file occurs twice.
+        ChangeError: The diff is malformed, or a file occurs twice.
     """
-    # Only git's own sections state them, and of those each text file's.
+    # Only the text files of git's diffs have blob ids.
     names = _names(diff)
     steps: dict[str, Step | None] = {}
     left_out = []
@@ -186,37 +188,40 @@ def _files(diff: str, origin: str) -> tuple[list[Step], list[LeftOut]]:
 
 
 def _names(diff: str) -> dict[str, tuple[str, str]]:
-    """Path -> git's names of the text before and after."""
-    found = {}
+    """Return path -> git's blob ids before and after the change."""
+    names = {}
     for match in _INDEX.finditer(diff):
         path = _plain(match[0].partition("\n")[0].rpartition(" ")[2])
-        found[path] = (match[1], match[2])
-    return found
+        names[path] = (match[1], match[2])
+    return names
 
 
 def _plain(path: str) -> str:
-    """Without the letter that git puts before it: a and b, or i, w, c and o, as it is set up."""
+    """Remove git's prefix (a/, b/, i/, w/, c/, o/) from a path."""
     if _QUOTED.fullmatch(path):
-        # Git writes each byte of a letter beyond ASCII as an octal number.
+        # git writes non-ASCII bytes in octal.
         path = path[1:-1].encode().decode("unicode_escape").encode("latin-1").decode(errors="replace")
     return re.sub(r"^[abciwo]/", "", path)
 
 
 def _not_carried(path: str, source: str, target: str, hunks: list[Hunk]) -> tuple[str, ...] | None:
-    """Why a file is left out, with the way out where vLLM would need it; None where its hunks can be made."""
+    """Return why a file cannot be carried, and a way out.
+
+    None: it can be carried. The way out is missing if vLLM runs the same without the file.
+    """
     old = _plain(source)
     if not old.startswith(PACKAGE) and not path.startswith(PACKAGE):
         return (f"outside {PACKAGE}",)
     if ".." in path.split("/"):
         return "leads out of the package", EDIT_ONLY
     if source == "/dev/null":
-        return "a new file", f"{EDIT_ONLY}: put it into an installed package of your own, and import it from there"
+        return "a new file", f"{EDIT_ONLY}: put it into your own installed package, and import it from there"
     if target == "/dev/null":
-        return "deleted", f"{EDIT_ONLY}: it stays, and whatever still imports it works as before"
+        return "deleted", f"{EDIT_ONLY}: the file stays, and modules that import it still work"
     if old != path:
         return f"renamed from {old}", f"{EDIT_ONLY}: make the change in {old} with `patches edit`"
     if not path.endswith(".py"):
-        return "no Python file", EDIT_ONLY
+        return "not a Python file", EDIT_ONLY
     if not hunks:
-        return "no line of it changes", "there is nothing to carry, or it is not text"
+        return "no line changes", "there is nothing to carry, or it is not text"
     return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a feature: written whole, or given hunks that it did not have."""
+"""The folder of a feature: create it, or add hunks to it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ else:
 
 FEATURE: Final = "patch.toml"
 _LINE: Final = re.compile(r"^versions\b.*$", re.MULTILINE)
-# A feature that is being written.
+# The folder of an unfinished write.
 _UNFINISHED: Final = re.compile(r"\.[a-z0-9-]+\.[0-9]+\.new")
 _HAS_IT: Final = "this vLLM has the change already"
 
 
 class About(NamedTuple):
-    """The texts of a feature's `patch.toml`. `gate` is None where the catalogue's name and the feature's make it."""
+    """The texts of a feature's `patch.toml`; `gate` None: derived from the names of catalogue and feature."""
 
     title: str
     what: str
@@ -48,15 +48,17 @@ class About(NamedTuple):
 
 
 def slug(text: str) -> str:
-    """A name for a folder: small letters, digits and hyphens."""
+    """Convert a text to lower-case letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def read_catalogue(folder: Path) -> Catalogue:
-    """The features of a folder of patches: the project's own, or one with a `catalogue.toml`.
+    """Read the features of a folder of patches.
+
+    The folder is the project's, or has a `catalogue.toml`.
 
     Raises:
-        CatalogueError, DiffError: it is not as it has to be.
+        CatalogueError, DiffError: The folder is not a valid catalogue.
     """
     if (folder / outside.MANIFEST).is_file() or not any(folder.glob(f"*/{FEATURE}")):
         return Catalogue(outside.load_outside(folder).features)
@@ -64,73 +66,75 @@ def read_catalogue(folder: Path) -> Catalogue:
 
 
 def read_feature(folder: Path) -> Feature:
-    """The feature of a folder.
+    """Read the feature of a folder.
 
     Raises:
-        ChangeError: it is none.
-        CatalogueError, DiffError: the catalogue around it is not as it has to be.
+        ChangeError: The folder has no feature.
+        CatalogueError, DiffError: The catalogue around it is invalid.
     """
     if not (folder / FEATURE).is_file():
-        raise ChangeError(f"{folder}: no feature (there is no {FEATURE} in it); name the folder of one")
+        raise ChangeError(f"{folder}: not a feature (no {FEATURE} in it); name a feature's folder")
     folder = folder.resolve()
     above = folder.parent.parent if folder.parent.name in GROUPS else folder.parent
-    found = next(item for item in read_catalogue(above).features if item.id.split("/")[-1] == folder.name)
-    refuse_others(found.distribution, folder)
-    return found
+    feature = next(feature for feature in read_catalogue(above).features if feature.id.split("/")[-1] == folder.name)
+    refuse_others(feature.distribution, folder)
+    return feature
 
 
 def refuse_others(distribution: str, folder: Path) -> None:
-    """Raise ChangeError for what changes another distribution, whose versions are not at hand."""
+    """Raise ChangeError for a feature of another distribution than vLLM."""
     if distribution != VLLM:
         raise ChangeError(
-            f"{folder}: changes {distribution}, and only vLLM's versions are read here; make its diffs by hand "
+            f"{folder}: changes {distribution}, and this command reads only vLLM's versions; make its diffs by hand "
             "(docs/your-own-patches.md)"
         )
 
 
 def check_catalogue(folder: Path, *, gate: str | None) -> None:
-    """Whether a new feature can go there. A folder that is not there, or empty, becomes a catalogue with its first one.
+    """Check that a feature can be added to this catalogue.
+
+    A missing or empty folder becomes a catalogue.
 
     Raises:
-        ChangeError: a folder is there that is no catalogue, or one whose features need a gate that is not given.
-        CatalogueError: its `catalogue.toml` is not as it has to be.
+        ChangeError: The folder is not a catalogue, or its features need a switch that is not given.
+        CatalogueError: Its `catalogue.toml` is invalid.
     """
     if (folder / outside.MANIFEST).is_file():
         refuse_others(outside.read_manifest(folder).distribution, folder)
     elif any(folder.glob(f"*/{FEATURE}")):
         if gate is None:
             raise ChangeError(
-                f"{folder}: without {outside.MANIFEST} each feature names its gate, VLLM_HWPLUGIN_...: give it with "
-                "--gate"
+                f"{folder}: without {outside.MANIFEST} each feature names its switch, VLLM_HWPLUGIN_...; add --gate "
+                "NAME"
             )
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ChangeError(f"{folder}: no catalogue (there is no {outside.MANIFEST} in it); name one, or a new folder")
+        raise ChangeError(f"{folder}: not a catalogue (no {outside.MANIFEST} in it); name a catalogue, or a new folder")
 
 
 def new_folder(catalogue: Path, name: str) -> Path:
-    """Where a new feature goes.
+    """Return the folder for a new feature.
 
     Raises:
-        ChangeError: the name is no good, or taken.
+        ChangeError: The name is invalid or taken.
     """
     if not name or slug(name) != name:
         better = slug(name) or "NAME"
-        raise ChangeError(f"{name!r}: a feature's name has small letters, digits and hyphens; use --id {better}")
+        raise ChangeError(f"{name!r}: expected a name of lower-case letters, digits and hyphens; use --id {better}")
     folder = catalogue / name
     if folder.exists():
-        raise ChangeError(f"{folder}: is there already; remove it, or use another name (--id)")
+        raise ChangeError(f"{folder} exists already; remove it, or use another name (--id)")
     return folder
 
 
 def create(folder: Path, about: About, made: Written, upstream: Iterable[str] = ()) -> None:
-    """Write a new feature, with its catalogue where there is none.
+    """Write a new feature, and a new catalogue around it if needed.
 
     Args:
-        upstream: the versions that have the change already.
+        upstream: The versions that have the change already.
 
     Raises:
-        ChangeError: it cannot be written; nothing is left of it.
-        CatalogueError: it would not be read as it was written (a gate that is none); nothing is left of it.
+        ChangeError: The feature cannot be written; nothing of it remains.
+        CatalogueError: The written feature cannot be read (an invalid switch); nothing of it remains.
     """
     lines = [f"id = {_basic(folder.name)}", f"title = {_basic(about.title)}"]
     if about.gate is not None:
@@ -144,19 +148,19 @@ def create(folder: Path, about: About, made: Written, upstream: Iterable[str] = 
     if not catalogue.exists() or not any(catalogue.iterdir()):
         write(catalogue / outside.MANIFEST, f"name = {json.dumps(slug(catalogue.resolve().name))}\n")
     with _locked(catalogue):
-        # Another process may have made it, or left it aside.
+        # Another process may have created it, or been killed while it did.
         new_folder(catalogue, folder.name)
         _put(folder, made, "\n".join(lines) + "\n")
 
 
 def extend(folder: Path, carried: Sequence[Carried]) -> Written:
-    """Give versions of a feature what was made on them; all the others keep what they have.
+    """Replace a feature's hunks for the carried versions; other versions keep theirs.
 
-    `patch.toml` stays as it is, besides `versions`.
+    Of `patch.toml` only `versions` changes.
 
     Raises:
-        ChangeError: `patch.toml` is not as it has to be, or something cannot be written; all is as before then.
-        CatalogueError: it would not be read as it was written; all is as before then.
+        ChangeError: `patch.toml` is invalid, or the feature cannot be written; it is unchanged then.
+        CatalogueError: The written feature cannot be read; it is unchanged then.
     """
     with _locked(folder.resolve().parent):
         feature = read_feature(folder)
@@ -166,10 +170,10 @@ def extend(folder: Path, carried: Sequence[Carried]) -> Written:
 
 
 def list_version(folder: Path, version: str) -> None:
-    """Let a feature be for one more version, with the hunks that it has.
+    """Add a version to a feature's `versions`, with its existing hunks.
 
     Raises:
-        ChangeError: `patch.toml` is not as it has to be, or cannot be written.
+        ChangeError: `patch.toml` is invalid, or cannot be written.
     """
     with _locked(folder.resolve().parent):
         had = read_feature(folder).versions
@@ -180,25 +184,25 @@ def list_version(folder: Path, version: str) -> None:
 
 
 def _with_versions(folder: Path, had: Versions, versions: str) -> str:
-    """The text of a `patch.toml` with these versions, and otherwise as it is."""
+    """Return the text of a `patch.toml` with only `versions` changed."""
     file = folder / FEATURE
     text = file.read_text(encoding="utf-8")
     if Versions(versions) == had:
         return text
     wanted = tomllib.loads(text) | {"versions": versions}
-    # Several lines of a text may begin so, too.
+    # Lines of a multi-line string may begin in the same way.
     tried = (text[: at.start()] + f"versions = {_basic(versions)}" + text[at.end() :] for at in _LINE.finditer(text))
-    text = next((one for one in tried if _is(one, wanted)), "")
+    text = next((candidate for candidate in tried if _is(candidate, wanted)), "")
     if not text:
-        raise ChangeError(f"{file}: has no line 'versions = ...' that could be changed; write it so")
+        raise ChangeError(f"{file}: no line 'versions = ...' to change; write `versions` on one line")
     return text
 
 
 def put_back(catalogue: Path) -> list[str]:
-    """Put features back that a command had put aside when it was killed, and return their names.
+    """Restore features that a killed command had moved aside; return their names.
 
     Raises:
-        ChangeError: the catalogue cannot be written.
+        ChangeError: The catalogue cannot be written.
     """
     if not (catalogue / outside.MANIFEST).is_file() and not any(catalogue.glob(f"*/{FEATURE}")):
         return []
@@ -208,7 +212,10 @@ def put_back(catalogue: Path) -> list[str]:
 
 @contextmanager
 def _locked(catalogue: Path) -> Iterator[list[str]]:
-    """Keep other commands out of a catalogue, and put back what a killed one had put aside."""
+    """Lock a catalogue, and restore features that were moved aside.
+
+    A killed command leaves such features.
+    """
     try:
         descriptor = os.open(catalogue, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -227,12 +234,12 @@ def _locked(catalogue: Path) -> Iterator[list[str]]:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise ChangeError(f"{catalogue}: can't be written ({error}); see that it is a folder of yours") from error
+        raise ChangeError(f"{catalogue}: cannot be written ({error}); check that this user owns the folder") from error
 
 
 def _put(folder: Path, made: Written, text: str) -> None:
-    """Write a feature's diffs and its `patch.toml`; where it could not be read then, all is as before."""
-    # A folder without its `patch.toml` would put the whole catalogue out of force; with a dot before it, it is none.
+    """Write a feature's folder, or restore it if it cannot be read."""
+    # A folder without a `patch.toml` would invalidate the whole catalogue; folders with a leading dot are ignored.
     folder = folder.resolve()
     new = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     old = folder.with_name(f".{folder.name}{outside.ASIDE}")
@@ -253,7 +260,7 @@ def _put(folder: Path, made: Written, text: str) -> None:
         if old.exists():
             old.rename(folder)
         if isinstance(error, OSError):
-            raise ChangeError(f"{folder}: can't be written ({error}); see that there is room") from error
+            raise ChangeError(f"{folder}: cannot be written ({error}); check the free disk space") from error
         raise
     finally:
         shutil.rmtree(new, ignore_errors=True)
@@ -268,9 +275,8 @@ def _is(text: str, wanted: Mapping[str, Any]) -> bool:
 
 
 def _basic(text: str) -> str:
-    """A TOML string of one line."""
-    # What a terminal or a mail had that is no text becomes a question mark; the rest JSON escapes as TOML does, but for
-    # one character that it leaves.
+    """Return a one-line TOML string."""
+    # Undecodable bytes of a terminal or a mail become question marks. JSON escapes as TOML does, except for DEL.
     clean = " ".join(text.encode(errors="replace").decode().split())
     return json.dumps(clean, ensure_ascii=False).replace("\x7f", "\\u007F")
 
@@ -282,9 +288,9 @@ def _long(text: str) -> str:
 
 
 def write(file: Path, text: str) -> None:
-    """Write a text with the folders that lead to it; raises ChangeError where that fails."""
+    """Write a text, with the folders that lead to it; raises ChangeError."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(text.encode("utf-8"))
     except OSError as error:
-        raise ChangeError(f"{file}: can't be written ({error.strerror}); name another folder") from error
+        raise ChangeError(f"{file}: cannot be written ({error.strerror}); name another folder") from error

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hunks of a feature, each with the versions that it is for.
+"""The hunks of a feature, with their versions.
 
-A version takes a hunk that the feature has already where that makes a part of what was made on the version, and else
-gets one of its own. Its context is three lines, and more where that is needed to stand at one place alone.
+A version shares an existing hunk if the hunk makes a part of the version's edits; otherwise it gets a new hunk. A new
+hunk has three lines of context, or as many as it needs to fit at only one place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CONTEXT: Final = 3
 
 
 class Written(NamedTuple):
-    """What is to be written of a feature: which versions it is for, and its diffs by their file names."""
+    """A feature to write: its versions, and its diffs by file name."""
 
     versions: str
     diffs: Mapping[str, tuple[FileDiff, ...]]
@@ -37,22 +37,22 @@ class _Held:
 
 
 def written(carried: Sequence[Carried], feature: Feature | None = None) -> Written:
-    """The hunks for versions that a change was made on.
+    """Return a feature's hunks for the carried versions.
 
     Args:
-        carried: of each version that the change applies to, in any order.
-        feature: what these versions leave, with the versions behind each of which nobody knows. The others keep what
-            they have.
+        carried: The change on each version, in any order.
+        feature: The existing feature; the carried versions, with the unknown versions after each, are replaced in it.
+            None: a new feature.
     """
-    in_order = sorted(carried, key=lambda item: Version(item.version))
+    in_order = sorted(carried, key=lambda result: Version(result.version))
     files = feature.files if feature is not None else ()
     stated = [hunk.versions for file in files for hunk in file.hunks if hunk.versions is not None]
     if feature is not None:
         stated.append(feature.versions)
-    line = Line(stated, [item.version for item in in_order])
+    line = Line(stated, [result.version for result in in_order])
     had = line.of(feature.versions) if feature is not None else frozenset[int]()
-    taken = {item.version: line.about(item.version) for item in in_order}
-    # What was no version of the feature's before does not become one because that before it was saved anew.
+    taken = {result.version: line.about(result.version) for result in in_order}
+    # Saving a version must not add unlisted versions after it to the feature.
     taken = {version: numbers & had if min(numbers) in had else numbers for version, numbers in taken.items()}
     given = frozenset(number for numbers in taken.values() for number in numbers)
     held: dict[tuple[str, str], list[_Held]] = {}
@@ -61,83 +61,84 @@ def written(carried: Sequence[Carried], feature: Feature | None = None) -> Writt
         hunks = held.setdefault((file.origin.rpartition("/")[2], file.path), [])
         hunks += [_Held(hunk, line.of(hunk.versions) & had - given) for hunk in file.hunks]
     at = {path: name for name, path in reversed(held)}
-    for item in in_order:
-        for path, edited in item.files.items():
+    for result in in_order:
+        for path, edited in result.files.items():
             if edited.edits:
-                _add(held.setdefault((at.get(path, _name(path)), path), []), path, edited, taken[item.version])
+                _add(held.setdefault((at.get(path, _name(path)), path), []), path, edited, taken[result.version])
     among = had | given
     diffs: dict[str, tuple[FileDiff, ...]] = {}
     for (name, path), hunks in held.items():
-        # A range that says what it has to stays as somebody has written it.
-        kept = [
-            one.hunk
-            if one.intervals == line.of(one.hunk.versions) & among
-            else one.hunk._replace(versions=Versions(text) if (text := line.text(one.intervals, among)) else None)
-            for one in hunks
-            if one.intervals
+        # A range that is still right stays as it was written.
+        ranged = [
+            part.hunk
+            if part.intervals == line.of(part.hunk.versions) & among
+            else part.hunk._replace(versions=Versions(text) if (text := line.text(part.intervals, among)) else None)
+            for part in hunks
+            if part.intervals
         ]
-        if kept:
-            diffs[name] = (*diffs.get(name, ()), FileDiff(path, tuple(kept), name))
+        if ranged:
+            diffs[name] = (*diffs.get(name, ()), FileDiff(path, tuple(ranged), name))
     versions = str(feature.versions) if feature is not None and given <= had else line.text(among)
     return Written(versions, diffs)
 
 
 def _add(held: list[_Held], path: str, edited: Edited, version: frozenset[int]) -> None:
-    """Give a version what makes its edits, in the order in which that stands in its text."""
+    """Give a version its hunks, in the order of its text."""
     used: list[tuple[int, _Held]] = []
     left = list(edited.edits)
-    for one in held:
-        ((_, place),) = locate(FileDiff(path, (one.hunk,), path), edited.pristine, hints=False)
-        made = edits_of(one.hunk, place, "") if place is not None else []
+    for part in held:
+        ((_, place),) = locate(FileDiff(path, (part.hunk,), path), edited.pristine, hints=False)
+        made = edits_of(part.hunk, place, "") if place is not None else []
         if place is not None and made and all(edit in left for edit in made):
-            used.append((place, one))
+            used.append((place, part))
             left = [edit for edit in left if edit not in made]
-    found = _with_new(used, path, Edited(edited.pristine, tuple(left)))
-    both = [one for one in held if any(one is other for _, other in used)]
-    if [one for one in found if one in both] != both or not _makes(FileDiff(path, _hunks_of(found), path), edited):
-        found = _with_new([], path, edited)
+    parts = _with_new(used, path, Edited(edited.pristine, tuple(left)))
+    shared = [part for part in held if any(part is other for _, other in used)]
+    in_place = [part for part in parts if part in shared] == shared
+    if not in_place or not _makes(FileDiff(path, _hunks_of(parts), path), edited):
+        parts = _with_new([], path, edited)
     behind = len(held)
-    for one in reversed(found):
-        one.intervals |= version
-        known = next((at for at, other in enumerate(held) if other is one), None)
+    for part in reversed(parts):
+        part.intervals |= version
+        known = next((at for at, other in enumerate(held) if other is part), None)
         if known is None:
-            held.insert(behind, one)
+            held.insert(behind, part)
         else:
             behind = known
 
 
 def _with_new(used: Sequence[tuple[int, _Held]], path: str, edited: Edited) -> list[_Held]:
-    """Those hunks and new ones for these edits, in the order of their places."""
+    """Return used hunks and new hunks in order of their places."""
     new = make_diff(path, edited).hunks if edited.edits else ()
     places = [*used, *((max(hunk.source_start - 1, 0), _Held(hunk, frozenset())) for hunk in new)]
-    return [one for _, one in sorted(places, key=lambda item: item[0])]
+    return [part for _, part in sorted(places, key=lambda placed: placed[0])]
 
 
 def _hunks_of(held: Iterable[_Held]) -> tuple[Hunk, ...]:
-    return tuple(one.hunk for one in held)
+    return tuple(part.hunk for part in held)
 
 
-def _makes(diff: FileDiff, item: Edited) -> bool:
+def _makes(diff: FileDiff, edited: Edited) -> bool:
     edits: list[Edit] = []
-    for hunk, (_, place) in zip(diff.hunks, locate(diff, item.pristine, hints=False), strict=True):
+    for hunk, (_, place) in zip(diff.hunks, locate(diff, edited.pristine, hints=False), strict=True):
         if place is None:
             return False
         edits += edits_of(hunk, place, "")
-    return apply_edits(item.pristine, edits) == item.result
+    return apply_edits(edited.pristine, edits) == edited.result
 
 
 def carry_again(made: Carried, sources: Iterable[Source]) -> list[Carried]:
-    """What was made on one version, on each of others.
+    """Apply one version's edits to other versions.
 
     Raises:
-        HwpluginError: a source cannot be read.
+        HwpluginError: A source cannot be read.
     """
     steps = tuple(Step(make_diff(path, edited)) for path, edited in made.files.items() if edited.edits)
     return carry_all(Change("", made.label, "", steps), sources)
 
 
 def make_diff(path: str, edited: Edited) -> FileDiff:
-    """The diff that makes a version's edits, and could mean no other place of its text."""
+    """Return a version's diff, whose hunks fit at only one place."""
     lines = edited.pristine.lines
     around = [_CONTEXT] * len(edited.edits)
     while True:
@@ -156,7 +157,7 @@ def make_diff(path: str, edited: Edited) -> FileDiff:
 
 
 class _Span(NamedTuple):
-    """The lines (from 0, end excluded) of a hunk, and which edits it makes."""
+    """The lines of a hunk (0-based, end excluded), and the indexes of its edits."""
 
     start: int
     end: int
@@ -164,7 +165,10 @@ class _Span(NamedTuple):
 
 
 def _together(edits: Sequence[Edit], around: Sequence[int], length: int) -> list[_Span]:
-    """Edits with so many lines around each; those that share or touch such lines make one hunk."""
+    """Group edits into hunks; edits with overlapping context share a hunk.
+
+    `around` has the lines of context of each edit.
+    """
     spans: list[_Span] = []
     for index, (edit, lines) in enumerate(zip(edits, around, strict=True)):
         new = _Span(max(edit.start - lines, 0), min(edit.end + lines, length), (index,))
@@ -189,7 +193,7 @@ def _hunks(base: Edited, spans: Sequence[_Span]) -> tuple[Hunk, ...]:
             at = edit.end
         body += ((" ", line) for line in lines[at : span.end])
         before, after = (sum(sign != other for sign, _ in body) for other in ("+", "-"))
-        # An empty side is stated as the line before it.
+        # An empty side is stated by the line before it.
         start, target = span.start + (before > 0), span.start + shift + (after > 0)
         hunks.append(Hunk(number, start, before, target, after, tuple(body)))
         shift += after - before
@@ -197,7 +201,7 @@ def _hunks(base: Edited, spans: Sequence[_Span]) -> tuple[Hunk, ...]:
 
 
 def render(diffs: Iterable[FileDiff]) -> str:
-    """The text of a diff file, as `diff -u` would write it but for the ranges of versions."""
+    """Return the text of a diff file with ranges of versions."""
     parts: list[str] = []
     for diff in diffs:
         parts.append(f"--- a/{diff.path}\n+++ b/{diff.path}\n")
@@ -210,7 +214,10 @@ def render(diffs: Iterable[FileDiff]) -> str:
 
 
 def _name(path: str) -> str:
-    """The file name of a diff: `worker-utils.diff`; a package is not called `init`."""
+    """Return a diff's file name, such as `worker-utils.diff`.
+
+    A package has its folder's name.
+    """
     parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
     return "-".join(parts[-2:]).replace("_", "-") + ".diff"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges of versions as sets of intervals, so that a version can be taken out of one or added to it."""
+"""Ranges of versions as sets of intervals, to add or remove a version."""
 
 from __future__ import annotations
 
@@ -12,36 +12,41 @@ from vllm_hwplugin.versions import UNKNOWN_FROM, Versions
 
 
 class Line:
-    """All versions, cut where one of these ranges begins or ends, and at each version that is known.
+    """All versions, cut where a range begins or ends and at each known version.
 
-    An interval is the number of its first version. It holds all versions up to the next interval's first one.
+    An interval is the number of its first version, and holds all versions before the next interval's first version.
     """
 
     def __init__(self, ranges: Iterable[Versions] = (), named: Iterable[str] = ()) -> None:
-        supported = {Version(item) for item in SUPPORTED}
+        supported = {Version(version) for version in SUPPORTED}
         known = {*supported, Version(UNKNOWN_FROM)}
-        self._alone = {Version(Version(item).public) for item in named} - supported
-        texts = [edge for item in ranges for edge in item.edges()] + [f"{item}.0.0.1" for item in self._alone]
-        self._points = sorted({Version("0"), *known, *self._alone, *filter(None, map(_version, texts))})
+        self._single = {Version(Version(version).public) for version in named} - supported
+        texts = [edge for range_ in ranges for edge in range_.edges()] + [f"{point}.0.0.1" for point in self._single]
+        self._points = sorted({Version("0"), *known, *self._single, *filter(None, map(_version, texts))})
         self._known = {number for number, point in enumerate(self._points) if point in known}
 
     def of(self, versions: Versions | None) -> frozenset[int]:
-        """The intervals that a range holds; None is every one."""
-        every = range(len(self._points))
-        return frozenset(n for n in every if versions is None or versions.covers(str(self._points[n])))
+        """Return the intervals of a range; None: all intervals."""
+        numbers = range(len(self._points))
+        return frozenset(n for n in numbers if versions is None or versions.covers(str(self._points[n])))
 
     def about(self, version: str) -> frozenset[int]:
-        """A version with those behind it that nobody knows; one that is not supported is alone."""
+        """Return a version's intervals.
+
+        A supported version holds all up to the next known version, another one only its own interval.
+        """
         point = Version(Version(version).public)
         first = self._points.index(point)
-        if point in self._alone:
+        if point in self._single:
             return frozenset([first])
         return frozenset(range(first, min(number for number in self._known if number > first)))
 
     def text(self, held: Collection[int], among: Collection[int] | None = None) -> str:
-        """These intervals as a range, which may hold any version besides those `among` which they are.
+        """Return a range with these intervals and no other of `among`.
 
-        Empty where all of those are held.
+        None: all intervals.
+
+        The range may hold versions outside `among`. It is empty if all of `among` are held.
         """
         order = sorted(range(len(self._points)) if among is None else among)
         parts: list[str] = []
@@ -53,7 +58,7 @@ class Line:
                 lower = [] if begin == 0 else [f">={_short(self._points[order[begin]])}"]
                 upper = [] if number < 0 else [f"<{_short(self._points[number])}"]
                 first = self._points[order[begin]]
-                if place == begin + 1 and first in self._alone:
+                if place == begin + 1 and first in self._single:
                     lower, upper = [f"=={first}"], []
                 parts.append(",".join([*lower, *upper]))
                 begin = None
@@ -61,9 +66,9 @@ class Line:
 
 
 def ranges(versions: Iterable[str]) -> str:
-    """The range that holds these versions and no other supported one; empty for none.
+    """Return the range that holds exactly these of the supported versions.
 
-    A version that is not supported is spelled out, because a range says nothing of it.
+    An unsupported version is spelled out (`==`), because the range's ends would not tell whether it is held.
     """
     named = list(versions)
     line = Line(named=named)
@@ -78,6 +83,6 @@ def _version(text: str) -> Version | None:
 
 
 def _short(version: Version) -> str:
-    """`0.24` for 0.24.0, as people write ranges."""
+    """Return `0.24` for 0.24.0, as people write ranges."""
     text = str(version)
     return text.removesuffix(".0") if text.count(".") == 2 else text

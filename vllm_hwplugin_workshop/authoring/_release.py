@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A catalogue carried to the release behind the last one that it was read for: what needs no judgement is written."""
+"""Carry a catalogue to the next release, as far as that needs no judgement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Table = dict[str, dict[str, str | None]]
 
 
 class ForAPerson(NamedTuple):
-    """What was not written for a feature, and why."""
+    """A feature that a person must carry, and why."""
 
     feature: str
     reason: str
@@ -34,19 +34,19 @@ class ForAPerson(NamedTuple):
 def carry_catalogue(
     catalogue: Catalogue, folder: Path, source: Source, version: str
 ) -> tuple[list[str], list[ForAPerson]]:
-    """Give a release the hunks of the release before it, wherever these fit exactly.
+    """Give a release the previous release's hunks if they fit exactly.
 
     Args:
-        folder: of the catalogue.
-        source: the text of the release.
-        version: one of `SUPPORTED`, not the first.
+        folder: The catalogue's folder.
+        source: The text of the release.
+        version: A version of `SUPPORTED`, not the first.
 
     Returns:
-        The features that were written, and what is left.
+        The features that were written, and those that are left to a person.
 
     Raises:
-        ChangeError: a feature cannot be written.
-        SourceError: the release cannot be read.
+        ChangeError: A feature cannot be written.
+        SourceError: The release cannot be read.
     """
     last = SUPPORTED[SUPPORTED.index(version) - 1]
     done: list[str] = []
@@ -70,28 +70,28 @@ def carry_catalogue(
                 extend(home, [carry(Change(feature.title, feature.origin, feature.what, steps), source)])
             done.append(feature.id)
         elif verdict.status is Status.UPSTREAM:
-            left.append(ForAPerson(feature.id, "in this vLLM already: look, and write [[not_needed]] with the reason"))
+            left.append(ForAPerson(feature.id, "in this vLLM already: check, and write [[not_needed]] with the reason"))
         else:
             left.append(ForAPerson(feature.id, verdict.reason))
     return done, left
 
 
 def _widen_not_needed(folder: Path, feature: Feature, last: str, version: str) -> None:
-    """Let the range of a `[[not_needed]]` that ends behind `last` end behind `version`."""
+    """Extend the `[[not_needed]]` range that ends after `last` to `version`."""
     file = folder / FEATURE
     text = file.read_text(encoding="utf-8")
-    for found in _NOT_NEEDED.finditer(text):
-        had = Versions(found[1])
+    for match in _NOT_NEEDED.finditer(text):
+        had = Versions(match[1])
         if had.covers(last) and had != feature.versions:
             line = Line([had], [version])
             wide = line.text(line.of(had) | line.about(version))
-            write(file, f"{text[: found.start(1)]}{wide}{text[found.end(1) :]}")
+            write(file, f"{text[: match.start(1)]}{wide}{text[match.end(1) :]}")
             return
-    raise ChangeError(f"{file}: has no line 'versions = ...' of [[not_needed]] that could be changed; write it so")
+    raise ChangeError(f"{file}: no line 'versions = ...' of [[not_needed]] to change; write `versions` on one line")
 
 
 def relied_texts(paths: Iterable[str], source: Callable[[str], Source], versions: Iterable[str] = SUPPORTED) -> Table:
-    """Each file's text by the versions in which it is another than in the one before, as git names it."""
+    """Return each file's blob ids, by versions that changed it."""
     table: Table = {path: {} for path in sorted(set(paths))}
     for version in versions:
         add_texts(table, source(version), version)
@@ -99,29 +99,29 @@ def relied_texts(paths: Iterable[str], source: Callable[[str], Source], versions
 
 
 def add_texts(table: Table, source: Source, version: str) -> list[str]:
-    """Add a version's texts to those of the versions before it; return the files whose text is another."""
-    others = []
+    """Add a version's texts to the table; return the changed files."""
+    changed = []
     for path, texts in table.items():
         text = source.read(path)
         name = None if text is None else blob_of(text)
         if name != next(reversed(texts.values()), None):
             texts[version] = name
-            others.append(path)
-    return others
+            changed.append(path)
+    return changed
 
 
 def read_texts(folder: Path) -> Table:
-    """The table of a catalogue; empty where it has none."""
+    """Read a catalogue's table of texts; empty if it has none."""
     file = folder / TEXTS
     table: Table = json.loads(file.read_bytes()) if file.exists() else {}
     return table
 
 
 def write_texts(folder: Path, table: Mapping[str, Mapping[str, str | None]]) -> None:
-    """Write the table of a catalogue.
+    """Write a catalogue's table of texts.
 
     Raises:
-        ChangeError: it cannot be written.
+        ChangeError: The file cannot be written.
     """
     lines = [textwrap.fill(f"{json.dumps(path)}: {json.dumps(texts)}", 120) for path, texts in table.items()]
     write(folder / TEXTS, "{\n" + ",\n".join(lines) + "\n}\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the drift check found, as data, and what is made of it: lines, JSON, a page, and the exit status."""
+"""The result of the drift check as data, lines, JSON, a page and an exit status."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ _MADE_BY = "Made by `vllm-hwplugin drift --all --markdown docs/compatibility.md`
 
 
 class Changed(NamedTuple):
-    """A file that features rely on, whose text is not that of the last version that was read.
+    """A file that features rely on, with another text than in the last listed version.
 
     Attributes:
-        diff: from the last version's text, without its heading; None where that text could not be read.
+        diff: The diff from the last version's text, without heading; None: that text could not be read.
     """
 
     path: str
@@ -64,7 +64,7 @@ class Changed(NamedTuple):
 
     @property
     def lines(self) -> str:
-        """How many lines came and went."""
+        """Numbers of added and removed lines, such as "+3 -1"."""
         if self.diff is None:
             return "changed"
         added, removed = (sum(line.startswith(sign) for line in self.diff) for sign in "+-")
@@ -73,13 +73,13 @@ class Changed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TargetReport:
-    """One vLLM, or another distribution: the verdict on each feature, or why it could not be checked.
+    """The verdict on each feature for a version, or why it could not be checked.
 
     Attributes:
-        ahead: the version was asked for because it is new. That a patch does not list it is expected then, if it fits.
-        fitting: features that do not list it, and that would fit.
-        last: the newest version that was read, where this one is ahead of it.
-        changed: what somebody has to read, because no hunk looks there.
+        ahead: Whether the version is checked because it is new: patches that fit need not list it.
+        fitting: Features that do not list the version but would fit.
+        last: The newest listed version, if this version is newer.
+        changed: Files for review, because no hunk covers their changes.
     """
 
     target: str
@@ -94,7 +94,10 @@ class TargetReport:
     changed: tuple[Changed, ...] = ()
 
     def expects(self, verdict: FeatureVerdict) -> bool:
-        """Whether there is nothing to mend: a user gets the feature or does not need it; see also `ahead`."""
+        """Whether users get the feature or do not need it.
+
+        See also `ahead`.
+        """
         return verdict.status in EXPECTED or (self.ahead and verdict.feature in self.fitting)
 
 
@@ -107,15 +110,15 @@ def check(
     ahead: bool = False,
     released: Callable[[str], Source] | None = None,
 ) -> TargetReport:
-    """Judge every feature of the catalogue on one vLLM.
+    """Evaluate the features of a catalogue on one version.
 
-    Features that fit alone but change the same lines are in conflict: neither verdict would hold in a process.
+    Features that fit individually but change the same lines are in conflict: a process could not apply both.
 
     Args:
-        catalogue: features of one distribution, which is the source's.
-        chosen: those of them to judge; the others only count where they are in conflict with one of these.
-        ahead: see :class:`TargetReport`.
-        released: the text of one of `SUPPORTED`. None: only the source is looked at.
+        catalogue: Features of the source's distribution.
+        chosen: Features to report; the rest of `catalogue` only counts for conflicts. None: all.
+        ahead: See :class:`TargetReport`.
+        released: Returns the text of a version of `SUPPORTED`. None: do not read other versions.
     """
     chosen = catalogue if chosen is None else chosen
     version = _known(source.version)
@@ -125,8 +128,8 @@ def check(
     judged, conflicts = evaluate_together(catalogue, source, last=last)
     clashes: dict[str, list[str]] = {}
     for conflict in conflicts:
-        for one, other in (conflict.features, conflict.features[::-1]):
-            clashes.setdefault(one, []).append(f"changes the same lines of {conflict.path} as {other}")
+        for feature_id, other in (conflict.features, conflict.features[::-1]):
+            clashes.setdefault(feature_id, []).append(f"changes the same lines of {conflict.path} as {other}")
     verdicts = []
     fitting = set()
     by_feature = {verdict.feature: verdict for verdict in judged}
@@ -164,14 +167,14 @@ def _known(version: str) -> Version | None:
 def _tried(
     feature: Feature, source: Source, unlisted: FeatureVerdict, *, is_ahead: bool
 ) -> tuple[FeatureVerdict, bool]:
-    """What the hunks that fit best would do to a version that is not listed: the work that a new vLLM makes.
+    """Try the best hunks on an unlisted version; return whether they fit.
 
     Args:
-        is_ahead: only the newest hunks count: that others fit says nothing of what vLLM has become.
+        is_ahead: Try only the newest hunks: whether older hunks fit tells nothing about a newer vLLM.
     """
     candidates = told_apart(feature)[: 1 if is_ahead else None]
     trials = [(version, evaluate_as(feature, source, version)) for version in candidates]
-    # By share: one hunk that does not fit at all is less trouble than two of ten.
+    # By share of hunks that do not fit, because versions have different numbers of hunks.
     version, best = min(trials, key=lambda trial: len(troubled_hunks(trial[1])) / max(1, len(trial[1].hunks)))
     if best.status is Status.UPSTREAM:
         outcome = f"is in this {feature.target} already"
@@ -183,23 +186,25 @@ def _tried(
 
 
 def _in_another_form(feature: Feature, source: Source, released: Callable[[str], Source]) -> str:
-    """Why a build between two releases does not need a feature that the first one takes; empty where it may.
+    """Return why a build between two releases does not need a feature.
 
-    The second one does not need it, and wherever a hunk does not fit the build has the second one's lines.
+    Empty if it may need the feature, which the earlier release needs.
+
+    The later release does not need the feature, and where a hunk does not fit, the build has the later release's lines.
     """
     version = _known(source.version)
     if version is None or feature.distribution != VLLM:
         return ""
-    before = next((item for item in reversed(SUPPORTED) if Version(item) < version), None)
-    after = next((item for item in SUPPORTED if Version(item) > version), None)
+    before = next((release for release in reversed(SUPPORTED) if Version(release) < version), None)
+    after = next((release for release in SUPPORTED if Version(release) > version), None)
     not_needed = feature.not_needed_for(after) if after is not None else None
     if before is None or after is None or not_needed is None or not feature.versions.covers(before):
         return ""
     try:
         old, new = released(before), released(after)
-        found = False
+        has_lines = False
         for diff in feature.files_for(before):
-            texts = [Text(each.read(diff.path) or "") for each in (old, new, source)]
+            texts = [Text(version_source.read(diff.path) or "") for version_source in (old, new, source)]
             for (_, place), (verdict, _), hunk in zip(
                 locate(diff, texts[0], hints=False), locate(diff, texts[2], hints=False), diff.hunks, strict=True
             ):
@@ -208,17 +213,17 @@ def _in_another_form(feature: Feature, source: Source, released: Callable[[str],
                 lines = [] if place is None else _became(texts[0], texts[1], place, place + hunk.source_length)
                 if not lines or len(texts[2].places(lines)) != 1:
                     return ""
-                found = True
+                has_lines = True
     except SourceError as error:
-        note(f"note: {feature.id}: it could not be seen whether {source.label} has what {after} has: {error}")
+        note(f"note: {feature.id}: could not compare {source.label} with {after}: {error}")
         return ""
-    return f"it has the lines of {after}, on which {not_needed.reason}" if found else ""
+    return f"it has the lines of {after}, on which {not_needed.reason}" if has_lines else ""
 
 
 def _became(old: Text, new: Text, start: int, end: int) -> list[str]:
-    """What took the place of lines `start` to `end` (from 0, end excluded)."""
+    """Return the lines that replaced lines `start` to `end` (0-based, end excluded)."""
     blocks = difflib.SequenceMatcher(None, old.lines, new.lines, autojunk=False).get_matching_blocks()
-    # The last line before them and the first behind them that both texts have.
+    # The nearest lines before and after them that both texts have.
     first = max(((block.b + min(block.size, start - block.a)) for block in blocks if block.a <= start), default=0)
     last = min(block.b + max(0, end - block.a) for block in blocks if block.a + block.size >= end)
     return new.lines[first:last]
@@ -230,9 +235,9 @@ def _changed(
     users: dict[str, list[str]] = {}
     known: dict[str, str | None] = {}
     for feature in catalogue.features:
-        for item in feature.texts if feature.versions.covers(last) else ():
-            users.setdefault(item.path, []).append(feature.id)
-            known[item.path] = item.text_of(last)
+        for relied in feature.texts if feature.versions.covers(last) else ():
+            users.setdefault(relied.path, []).append(feature.id)
+            known[relied.path] = relied.text_of(last)
     for path, features in sorted(users.items()):
         text = source.read(path)
         if (None if text is None else blob_of(text)) == known[path]:
@@ -240,7 +245,7 @@ def _changed(
         try:
             old = None if released is None else released(last).read(path) or ""
         except SourceError as error:
-            note(f"note: {path}: its lines could not be counted: {error}")
+            note(f"note: {path}: could not count the changed lines: {error}")
             old = None
         diff = None
         if old is not None:
@@ -250,7 +255,7 @@ def _changed(
 
 
 def exit_status(reports: Iterable[TargetReport]) -> int:
-    """0 as expected, 1 drift, 2 could not check. Drift that was found outweighs a target that could not be read."""
+    """Return 0 (no drift), 1 (drift) or 2 (could not tell)."""
     seen = list(reports)
     unexpected = {verdict.status for report in seen for verdict in report.verdicts if not report.expects(verdict)}
     if unexpected - {Status.UNREADABLE}:
@@ -263,7 +268,7 @@ def troubled_hunks(verdict: FeatureVerdict) -> list[HunkVerdict]:
 
 
 def summary(verdict: FeatureVerdict) -> str:
-    """A verdict in a few words."""
+    """Return a verdict in a few words."""
     if verdict.status is Status.APPLIES:
         offset = _furthest(verdict)
         return f"moved by {offset} line{'' if offset == 1 else 's'}" if offset else "exact"
@@ -274,11 +279,11 @@ def summary(verdict: FeatureVerdict) -> str:
 
 
 def verdict_lines(reports: Sequence[TargetReport], *, quiet: bool = False, show: bool = False) -> Iterator[str]:
-    """A line a verdict, and under it what does not fit and the nearest place; then what has to be read.
+    """Yield a line per verdict with its hunks, then files to review.
 
     Args:
-        quiet: only what is not as expected.
-        show: also the diffs of the files that have to be read.
+        quiet: Yield only drift.
+        show: Also yield the diffs of the files to review.
     """
     checked = [report for report in reports if report.error is None]
     for name, report in zip(_names(checked), checked, strict=True):
@@ -288,31 +293,34 @@ def verdict_lines(reports: Sequence[TargetReport], *, quiet: bool = False, show:
             yield f"{report.distribution} {name}: {verdict.feature}: {summary(verdict)}{_because(verdict)}"
             for hunk in troubled_hunks(verdict):
                 yield from (f"  {line}" for line in where_it_stands(hunk))
-        for item in report.changed:
-            yield f"{report.distribution} {name}: read {_to_read(item, report)}"
+        for changed in report.changed:
+            yield f"{report.distribution} {name}: read {_to_read(changed, report)}"
             if show:
-                yield from (f"  {line}" for line in item.diff or ())
+                yield from (f"  {line}" for line in changed.diff or ())
 
 
-def _to_read(item: Changed, report: TargetReport) -> str:
-    return f"{item.path}: {item.lines} since {report.last}, relied on by {', '.join(item.features)}"
+def _to_read(changed: Changed, report: TargetReport) -> str:
+    return f"{changed.path}: {changed.lines} since {report.last}, relied on by {', '.join(changed.features)}"
 
 
 def say_failures(reports: Sequence[TargetReport]) -> None:
-    """Why targets could not be checked: each cause once."""
+    """Print why targets could not be checked, each cause once."""
     failures = Counter(report.error for report in reports if report.error is not None)
     for failure, count in failures.items():
         note(f"error: {failure}" + (f" ({count} targets)" if count > 1 else ""))
 
 
 def _because(verdict: FeatureVerdict) -> str:
-    # Where hunks are shown one by one below, their list would only say it twice.
-    told_below = verdict.status is Status.DRIFTED and troubled_hunks(verdict)
-    return f" ({verdict.reason})" if verdict.reason and not told_below else ""
+    # The lines below show the hunks that the reason lists.
+    shown_below = verdict.status is Status.DRIFTED and troubled_hunks(verdict)
+    return f" ({verdict.reason})" if verdict.reason and not shown_below else ""
 
 
 def as_json(reports: Iterable[TargetReport], plugin_version: str) -> dict[str, Any]:
-    """The report for other programs. `format` changes when a field changes its meaning or goes away."""
+    """Return the JSON report.
+
+    `format` rises when a field changes its meaning or disappears.
+    """
     seen = list(reports)
     named = ("target", "label", "version", "error", "distribution", "ahead", "last")
     return {
@@ -324,8 +332,8 @@ def as_json(reports: Iterable[TargetReport], plugin_version: str) -> dict[str, A
             | {"features": [_verdict_json(verdict, report.expects(verdict)) for verdict in report.verdicts]}
             | {
                 "relied_on": [
-                    {"path": item.path, "features": list(item.features), "changed": item.lines}
-                    for item in report.changed
+                    {"path": changed.path, "features": list(changed.features), "changed": changed.lines}
+                    for changed in report.changed
                 ]
             }
             for report in seen
@@ -358,16 +366,16 @@ def _verdict_json(verdict: FeatureVerdict, expected: bool) -> dict[str, Any]:
 
 
 def as_markdown(catalogue: Catalogue, reports: Iterable[TargetReport]) -> str:
-    """The report as a page: a table of versions and features, then what lies behind each cell.
+    """Return the report as a page: a table, and the reasons.
 
-    The text depends on the patches and the vLLM sources alone, so that a test can compare it with the stored page.
+    The text depends only on the patches and the vLLM sources, so a test can compare it with the stored page.
     """
     seen = list(reports)
     target = catalogue.features[0].target if catalogue.features else target_name(VLLM)
     lines = [
         f"# Which patches fit which {target} versions",
         "",
-        # A catalogue from outside has its own name before each of its features.
+        # Only the project's own features have ids without the name of a catalogue.
         *(() if any("/" in feature.id for feature in catalogue.features) else (_MADE_BY, "")),
         *_table(catalogue, seen, target),
     ]
@@ -377,7 +385,7 @@ def as_markdown(catalogue: Catalogue, reports: Iterable[TargetReport]) -> str:
             "",
             f"## {_code(feature.id)}",
             "",
-            f"{_text(feature.title)}. Gate: {_code(feature.gate)}.{frozen}",
+            f"{_text(feature.title)}. Switch: {_code(feature.gate)}.{frozen}",
             "",
         ]
         lines += _reasons(feature.id, seen)
@@ -389,7 +397,7 @@ def as_markdown(catalogue: Catalogue, reports: Iterable[TargetReport]) -> str:
                 "",
                 "Features rely on these files, and no hunk looks there:",
             ]
-            lines += ["", *(f"- {_text(_to_read(item, report))}" for item in report.changed)]
+            lines += ["", *(f"- {_text(_to_read(changed, report))}" for changed in report.changed)]
     failures = [f"- {_text(report.target)}: {_text(report.error)}" for report in seen if report.error is not None]
     if failures:
         lines += ["", "## Could not be checked", "", *failures]
@@ -399,7 +407,7 @@ def as_markdown(catalogue: Catalogue, reports: Iterable[TargetReport]) -> str:
 def _table(catalogue: Catalogue, reports: list[TargetReport], target: str) -> list[str]:
     lines = [
         "*exact*: every hunk matches at its stated line. A number N: every hunk matches at exactly one place, up to N "
-        f"lines from the stated one. *upstream*: {target} has the change. A dash: {target} does not have the fault, so "
+        f"lines from the stated one. *upstream*: {target} has the change. A dash: {target} does not have the bug, so "
         "the feature is not needed. *would fit*: the patch does not list the version, and fits it. Anything else: the "
         "feature is off on that version. Each feature's section says what is applied where, and why not elsewhere.",
         "",
@@ -413,17 +421,17 @@ def _table(catalogue: Catalogue, reports: list[TargetReport], target: str) -> li
 
 
 def _text(text: str) -> str:
-    """A text of others in a page: no tag, no cell and no second line comes of it."""
+    """Escape foreign text: no tags, table cells or line breaks."""
     return inert(text).replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;")
 
 
 def _code(text: str) -> str:
-    """A name of others as a code span."""
+    """Return a foreign name as a code span."""
     return f"`{inert(text).replace('`', chr(39)).replace('|', chr(39))}`"
 
 
 def _in_short(report: TargetReport, feature: str) -> str:
-    verdict = next((one for one in report.verdicts if one.feature == feature), None)
+    verdict = next((verdict for verdict in report.verdicts if verdict.feature == feature), None)
     if verdict is None:
         return "could not check"
     if verdict.status is Status.NOT_NEEDED:
@@ -434,12 +442,12 @@ def _in_short(report: TargetReport, feature: str) -> str:
 
 
 def _furthest(verdict: FeatureVerdict) -> int:
-    """How many lines from where it says the furthest hunk stands."""
+    """Return the largest distance of a hunk from its stated line."""
     return max((abs(hunk.offset) for hunk in verdict.hunks), default=0)
 
 
 def _names(reports: Sequence[TargetReport]) -> list[str]:
-    """A name for each row: the version, or the label where that alone would not tell two rows apart."""
+    """Return each report's version, or its label if versions are equal."""
     versions = [report.version for report in reports]
     return [
         report.version if report.version is not None and versions.count(report.version) == 1 else report.label
@@ -448,16 +456,16 @@ def _names(reports: Sequence[TargetReport]) -> list[str]:
 
 
 def _reasons(feature: str, reports: list[TargetReport]) -> list[str]:
-    # Rows of one outcome and reason are told once, in the order in which they first occur.
-    told: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    # Versions with the same outcome and reason share a row, in the order of their first occurrence.
+    rows: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for name, report in zip(_names(reports), reports, strict=True):
         for verdict in report.verdicts:
             if verdict.feature == feature:
                 outcome = "applies" if verdict.status is Status.APPLIES else summary(verdict)
                 hunks = tuple(line for hunk in troubled_hunks(verdict) for line in where_it_stands(hunk))
-                told.setdefault((outcome, verdict.reason, hunks), []).append(name)
+                rows.setdefault((outcome, verdict.reason, hunks), []).append(name)
     lines = []
-    for (outcome, reason, hunks), names in told.items():
+    for (outcome, reason, hunks), names in rows.items():
         names = [*map(_text, names)]
         span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} versions)"
         lines.append(f"- {span}: {outcome}" + (f" ({_text(reason)})" if reason else ""))
@@ -468,7 +476,7 @@ def _reasons(feature: str, reports: list[TargetReport]) -> list[str]:
 
 
 def in_order(reports: Iterable[TargetReport]) -> list[TargetReport]:
-    """By version, oldest first; what could not be read comes last, in the order in which it was named."""
+    """Sort reports by version, oldest first; unreadable targets come last."""
     seen = list(reports)
     known = [report for report in seen if report.version is not None]
     return sorted(known, key=lambda report: Version(str(report.version))) + [r for r in seen if r.version is None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines that the workshop prints: they quote catalogues, diffs, file names and the examined vLLM."""
+"""Output lines of the workshop, escaped: they quote catalogues, diffs, file names and vLLM's text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from vllm_hwplugin.cli.text import printable
 
 
 def inert(text: str) -> str:
-    """Return the text as one line that is only read."""
+    """Return the text as one line that is safe to print.
+
+    It has no control characters, and no commands for a CI runner.
+    """
     return printable(text, keep="\t")
 
 

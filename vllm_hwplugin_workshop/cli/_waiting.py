@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several versions read at once, and what a terminal is told meanwhile."""
+"""Concurrent reading of several versions, with a counter on a terminal."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from ._lines import note
 
 Out = TypeVar("Out")
 
-# Few enough that name servers and package indexes of small offices do not mind.
+# Few enough for name servers and package indexes of small offices.
 _CONNECTIONS = 4
 
 
 def read_all(read: Callable[[str], Out], names: Sequence[str]) -> list[Out]:
-    """`[read(name) for name in names]`, a few at a time, with a counter on a terminal.
+    """Read several names concurrently, with a counter on a terminal.
+
+    Returns `[read(name) for name in names]`.
 
     Raises:
-        Exception: what `read` raises; the rest is then left.
+        Exception: The first error of `read`; the remaining names are skipped.
     """
     results: list[Out] = []
     counts = len(names) > 1 and sys.stderr.isatty()
-    # The threads of concurrent.futures are waited for when Python ends, also after Ctrl-C in a silent server's hands.
+    # Python would wait for threads of concurrent.futures at exit, even after Ctrl-C with a server that does not answer.
     with ThreadPool(_CONNECTIONS) as pool:
         try:
             for result in pool.imap(read, names):
@@ -38,6 +40,6 @@ def read_all(read: Callable[[str], Out], names: Sequence[str]) -> list[Out]:
 
 
 def say_notes(notes: Iterable[str]) -> None:
-    """What a user should know about how the answers came about."""
+    """Print notes on how the answers came about."""
     for text in notes:
         note(f"note: {text}")

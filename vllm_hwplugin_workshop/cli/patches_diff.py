@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hwplugin patches diff`: the exact text change that a feature makes."""
+"""`vllm-hwplugin patches diff`: print the diff of a feature."""
 
 from __future__ import annotations
 
@@ -19,40 +19,39 @@ from ._waiting import read_all, say_notes
 
 
 def diff(arguments: Sequence[str]) -> int:
-    """Print the exact text change that a feature makes."""
+    """Print a feature's exact change to a version as a unified diff."""
     parser = Parser(
         "patches diff",
-        "Print the exact text change that a feature makes to a vLLM, or to what else it changes, as a unified diff.\n\n"
-        "Exit status 1 where the feature does not fit, 2 where that cannot be told; the "
-        "diff of what is not needed is empty.",
+        "Print a feature's exact change to a vLLM, or to another distribution, as a unified diff.\n\n"
+        "Exit status: 0 printed (empty if the feature is not needed), 1 the feature does not fit, 2 could not tell.",
         ["patches diff draft-full-graph", "patches diff draft-full-graph --vllm 0.33.0"],
     )
-    parser.add_argument("feature", metavar="FEATURE", help="The id of a feature, as `patches` lists them.")
+    parser.add_argument("feature", metavar="FEATURE", help="The feature's id, as `patches` lists it.")
     versions = parser.add_argument_group("versions")
     versions.add_argument(
         "--vllm",
         "--target",
         metavar="TARGET",
-        help="A wheel file, a folder or a version, as `drift` takes them. Default: what is installed.",
+        help="A wheel file, a folder or a version, as for `drift`. Default: the installed version.",
     )
     options = parser.read(arguments)
-    found = find_feature(all_features(), options.feature)
+    feature = find_feature(all_features(), options.feature)
     vllm = options.vllm
     index = Index()
 
     def read(target: str) -> tuple[Source, FeatureVerdict]:
         if vllm is None:
-            source = open_installed(found.distribution, [found])
+            source = open_installed(feature.distribution, [feature])
         else:
-            source = open_target(target, index, found.distribution)
-        return source, evaluate(found, source)
+            source = open_target(target, index, feature.distribution)
+        return source, evaluate(feature, source)
 
-    ((source, verdict),) = read_all(read, [vllm or f"the installed {found.target}"])
+    ((source, verdict),) = read_all(read, [vllm or f"the installed {feature.target}"])
     if verdict.status is not Status.APPLIES:
         reason = f" ({verdict.reason})" if verdict.reason else ""
-        note(f"{source.label}: {found.id}: {summary(verdict)}{reason}")
+        note(f"{source.label}: {feature.id}: {summary(verdict)}{reason}")
         return exit_status([TargetReport(source.label, source.label, source.version, (verdict,))])
-    text = render_diff(found, source)
+    text = render_diff(feature, source)
     say_notes(index.notes)
     if sys.stdout.isatty():
         text = "".join(coloured(inert(line), _colour(line)) + "\n" for line in text.splitlines())

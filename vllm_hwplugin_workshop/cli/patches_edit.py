@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hwplugin patches edit` and `save`: a feature made by hand, for a version that its hunks do not fit."""
+"""`vllm-hwplugin patches edit` and `save`: edit a feature by hand, for a version that its hunks do not fit."""
 
 from __future__ import annotations
 
@@ -42,40 +42,40 @@ from .patches_import import (
 
 
 def edit(arguments: Sequence[str]) -> int:
-    """Open a work tree: the files of one vLLM with the feature applied, as far as it fits, to be edited and saved."""
+    """Open a work tree of one vLLM with the hunks that fit."""
     parser = Parser(
         "patches edit",
-        "Open a work tree: the files of one vLLM with the feature applied, as far as it fits, to be edited and saved."
-        "\n\nExit status: 0 all of it fits, 1 a part was rejected and is shown, 2 could not tell.",
+        "Open a work tree: the files of one vLLM with the feature's hunks that fit, to edit and save."
+        "\n\nExit status: 0 all hunks fit, 1 some were rejected and are shown, 2 could not tell.",
         ["patches edit draft-full-graph --vllm 0.33.0", "patches edit patches/new --change fix.diff"],
     )
     parser.add_argument(
         "feature",
         metavar="FEATURE",
-        help="A feature's folder, or its id as `patches` lists it; a new folder with --change.",
+        help="A feature's folder, or its id as `patches` lists it; with --change also a new folder.",
     )
     tree = parser.add_argument_group("the work tree")
     tree.add_argument(
         "--vllm",
         metavar="TARGET",
-        help="A wheel file, a folder or a version, as `drift` takes them. Default: the installed vLLM.",
+        help="A wheel file, a folder or a version, as for `drift`. Default: the installed vLLM.",
     )
     tree.add_argument(
-        "--into", metavar="FOLDER", type=Path, help="Where. Default: the feature's name and the version, here."
+        "--into", metavar="FOLDER", type=Path, help="The work tree's folder. Default: FEATURE-VERSION, here."
     )
     tree.add_argument(
         "--file",
         metavar="PATH",
         action="append",
         default=[],
-        help="Also this file of vLLM (vllm/...); repeat for several.",
+        help="Also this file of vLLM (vllm/...); can be repeated.",
     )
     change_of_another = parser.add_argument_group("another change")
     change_of_another.add_argument(
-        "--change", metavar="FILE", type=Path, help="Begin with this diff instead of the feature's own."
+        "--change", metavar="FILE", type=Path, help="Begin with this diff instead of the feature's hunks."
     )
     change_of_another.add_argument(
-        "--gate", metavar="NAME", help="A new feature's variable. Default: made of its names."
+        "--gate", metavar="NAME", help="A new feature's environment variable. Default: from its name."
     )
     options = parser.read(arguments)
     home = _folder_of(options.feature)
@@ -94,17 +94,17 @@ def edit(arguments: Sequence[str]) -> int:
     report_outcomes([carried])
     say_notes(index.notes)
     if carried.rejected:
-        line(f"the rejected hunks are in {folder / REJECTED}; remove it when each of them is made")
+        line(f"the rejected hunks are in {folder / REJECTED}; remove it when they are made")
     line(f"edit the files below {folder / 'vllm'}, then: vllm-hwplugin patches save {folder}")
     return 1 if carried.outcome is Outcome.CONFLICT else 0
 
 
 def save(arguments: Sequence[str]) -> int:
-    """Give the feature what was edited in a work tree."""
+    """Save the edits of a work tree in the feature."""
     parser = Parser(
         "patches save",
-        "Give the feature what was edited in a work tree."
-        "\n\nExit status: 0 saved, 1 saved, but not for all the versions that were asked for, 2 not saved.",
+        "Save the edits of a work tree in the feature."
+        "\n\nExit status: 0 saved, 1 saved, but not for all requested versions, 2 not saved.",
         ["patches save draft-full-graph-0.33.0", "patches save work --versions '>=0.32,<0.34'"],
     )
     parser.add_argument(
@@ -114,31 +114,31 @@ def save(arguments: Sequence[str]) -> int:
     versions.add_argument(
         "--versions",
         metavar="RANGE",
-        help="Also for these supported versions, where it fits exactly. Default: the work tree's alone.",
+        help="Also for these supported versions if it fits exactly. Default: only the work tree's version.",
     )
     options = parser.read(arguments)
     tree, first = read_tree(options.folder)
     say_put_back(tree.feature.parent)
     if tree.about is None and not tree.feature.is_dir():
-        raise ChangeError(f"{tree.feature}: the feature is gone; open the tree anew, with --change")
+        raise ChangeError(f"{tree.feature}: the feature is gone; open the tree again, with --change")
     carried = [first]
     if options.versions is not None:
         own = Version(first.version).public
         wanted = [version for version in targets_of(options.versions) if Version(version).public != own]
         carried += carry_again(first, read_versions(wanted, sorted(first.files), Index()))
     report_outcomes(carried[1:])
-    good = [item for item in carried if item.outcome is Outcome.APPLIES]
+    good = [result for result in carried if result.outcome is Outcome.APPLIES]
     if tree.about is not None and not tree.feature.exists():
         made = written(good)
         create(tree.feature, tree.about, made)
     else:
         made = extend(tree.feature, good)
     report_written(tree.feature, made)
-    return 1 if any(item.outcome is Outcome.CONFLICT for item in carried) else 0
+    return 1 if any(result.outcome is Outcome.CONFLICT for result in carried) else 0
 
 
 def _folder_of(feature: str) -> Path:
-    """The folder of a feature that is named by its path, or by its id in a catalogue that is in use."""
+    """Return a feature's folder, named by its path or its id."""
     path = Path(feature)
     if not path.exists():
         say_put_back(path.parent)
@@ -147,7 +147,7 @@ def _folder_of(feature: str) -> Path:
     own = load_catalogue()
     if own.feature(feature) is not None:
         return default_folder() / feature
-    for each in outside.find_outside(gates.read(outside.FOLDERS).names, own).catalogues:
-        if any(item.id == feature for item in each.features):
-            return each.manifest.folder / feature.rpartition("/")[2]
+    for catalogue in outside.find_outside(gates.read(outside.FOLDERS).names, own).catalogues:
+        if any(known.id == feature for known in catalogue.features):
+            return catalogue.manifest.folder / feature.rpartition("/")[2]
     return path

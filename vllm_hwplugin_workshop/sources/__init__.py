@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the text of a vLLM version comes from, without importing vLLM.
+"""Sources of the text of vLLM versions, without importing vLLM.
 
-Every source has a `label`, a `version` and `read(path)`, which is what the patch engine asks of one. The package index
-is reached with optional libraries (extra ``workshop``); files and folders need none.
+Each source has `label`, `version` and `read(path)`, which the patch engine uses. Reading a package index needs optional
+libraries (extra ``workshop``); files and folders need none.
 """
 
 from ._index import Index, IndexSource

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of vLLM, and of other distributions, read out of the wheels on the user's package index, not downloaded.
+"""Texts of vLLM and other distributions from wheels on the user's package index, without downloading whole wheels.
 
-A wheel is a zip archive: its directory at the end and the few members that patches touch are read by range requests,
-so that all versions together cost megabytes. What was read is kept in the user's cache, one folder a wheel file name:
-`members.json` (what the wheel's directory says of each Python file: size and CRC-32) and the members that were read,
-under their own paths. A kept member counts only while it agrees with its CRC, so a torn or altered file is fetched
-again. These texts are compared with patches and never run.
+A wheel is a zip archive. Range requests read its directory, at the end, and the few members that patches touch, so all
+versions together cost megabytes. The user's cache has a folder per wheel: `members.json` (size and CRC-32 of each
+Python file, from the wheel's directory) and the members that were read. A cached member is used only if its CRC
+matches, so a damaged file is fetched again. These texts are compared with patches and never run.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Out = TypeVar("Out")
 
 
 class Release(NamedTuple):
-    """One wheel on an index, or one that was read before: `url` is None then."""
+    """A wheel on an index, or in the cache (`url` None)."""
 
     filename: str
     project: str
@@ -49,8 +48,8 @@ class Release(NamedTuple):
 
 
 def parse_release(filename: str, **more: Any) -> Release | None:
-    """What a file name states; None for anything but a wheel, as of an index that gives a path for a name."""
-    # It becomes the name of a folder in the cache, and `packaging` takes any text for a build tag.
+    """Parse a wheel's file name; None: not the name of a wheel."""
+    # The name becomes a folder in the cache, an index may send a path, and `packaging` takes any text for a build tag.
     if re.fullmatch(r"[\w.!+-]+", filename) is None:
         return None
     try:
@@ -62,26 +61,29 @@ def parse_release(filename: str, **more: Any) -> Release | None:
 
 
 def choose(project: str, version: str, releases: Iterable[Release]) -> Release:
-    """The wheel that stands for a version.
+    """Choose the wheel of a version.
 
-    As pip would: a version without local label also finds `+label` builds, and of several builds of one version
-    (`0.20.1-1`) the newest counts, because a newer build may hold other Python text. What pip decides by the host is
-    fixed here (x86_64, then the file name), so that the answer is the same everywhere: vLLM's Python files do not
-    differ between platforms.
+    As pip does: a version without local label also matches `+label` builds, and the newest of several builds of one
+    version (`0.20.1-1`) wins, because it may hold other Python text. The platform is fixed (x86_64, then the file
+    name), so that the result is the same on every host: vLLM's Python files do not differ between platforms.
 
     Raises:
-        SourceError: no wheel has this version.
+        SourceError: No wheel has this version.
     """
     known, wanted = list(releases), Version(version)
     matching = [
-        one for one in known if wanted in (one.version, *([] if wanted.local else [Version(one.version.public)]))
+        wheel
+        for wheel in known
+        if wanted in (wheel.version, *([] if wanted.local else [Version(wheel.version.public)]))
     ]
     if matching:
-        return max(matching, key=lambda one: (not one.yanked, one.version, one.build, one.is_x86, one.filename))
-    versions = sorted({one.version for one in known})
+        return max(
+            matching, key=lambda wheel: (not wheel.yanked, wheel.version, wheel.build, wheel.is_x86, wheel.filename)
+        )
+    versions = sorted({wheel.version for wheel in known})
     if not versions:
         raise _no_wheel(project)
-    near = [*[one for one in versions if one < wanted][-2:], *[one for one in versions if one > wanted][:2]]
+    near = [*[known for known in versions if known < wanted][-2:], *[known for known in versions if known > wanted][:2]]
     raise SourceError(
         f"{project} {wanted}: the package index has no wheel of this version; the nearest are "
         f"{', '.join(map(str, near))}"
@@ -90,24 +92,23 @@ def choose(project: str, version: str, releases: Iterable[Release]) -> Release:
 
 def _no_wheel(project: str) -> SourceError:
     return SourceError(
-        f"{project}: the package index lists no wheel of it; see whether it is the right one (pip config list), or "
-        "name a wheel file or a folder"
+        f"{project}: the package index lists no wheel; check pip's index setting (pip config list), or name a wheel "
+        "file or a folder"
     )
 
 
 class Index:
-    """The package indexes that pip is set up for.
+    """The package indexes that pip is configured for.
 
-    One project page is fetched once in the life of this object. Where no index answers, wheels that were read before
-    still serve; `notes` then says so.
+    An object fetches each project's page once. If no index answers, cached wheels are used, with a note.
 
     Args:
-        config: where to look; what pip says when None (asked on first use).
-        cache: the folder to keep members in; the user's cache folder when None.
-        retries: how often a request is tried again.
+        config: The indexes; None: pip's configuration, read at first use.
+        cache: The cache's folder; None: the user's cache folder.
+        retries: Retries of a request.
 
     Attributes:
-        notes: what a user should know about how the answers came about, each once.
+        notes: Notes for the user on how the answers came about (the keys; values are None).
     """
 
     def __init__(self, config: PipConfig | None = None, cache: Path | None = None, *, retries: int = 4) -> None:
@@ -125,52 +126,57 @@ class Index:
         return self._config
 
     def release(self, project: str, version: str, *, online: bool = False) -> Release:
-        """The wheel of a version.
+        """Return the wheel of a version.
 
         Args:
-            online: only what the index says now, not what was kept.
+            online: Ignore the cache.
 
         Raises:
-            SourceError: the index answers, and has no such wheel.
-            IndexUnreachable: no index answers, and no wheel of this version was read before.
+            SourceError: The index has no such wheel.
+            IndexUnreachable: No index answers, and the cache has no wheel of this version.
         """
         try:
             listed = self._releases(project)
             try:
                 return choose(project, version, listed)
             except SourceError:
-                # A page that was cut lists fewer files; another answer may list them all.
+                # A truncated page lists fewer files; a second answer may be complete.
                 self._pages.pop(project, None)
                 return choose(project, version, self._releases(project))
         except IndexUnreachable as error:
-            kept = [] if online else map(parse_release, [folder.name for folder in self.cache.glob("*.whl")])
-            own = [one for one in kept if one is not None and one.project == canonicalize_name(project)]
+            cached = [] if online else map(parse_release, [folder.name for folder in self.cache.glob("*.whl")])
+            own = [wheel for wheel in cached if wheel is not None and wheel.project == canonicalize_name(project)]
             try:
-                found = choose(project, version, own)
+                release = choose(project, version, own)
             except SourceError:
                 raise error from None
-            self.notes[f"{error}; answered from what was kept of wheels that were read before"] = None
-            return found
+            self.notes[f"{error}; answered from the cache of wheels that were read before"] = None
+            return release
 
     def versions(self, project: str) -> list[Version]:
-        """Of all its wheels, oldest first. Yanked wheels do not count, and neither do nightly builds.
+        """Return a project's versions, oldest first, without yanked and nightly builds.
 
         Raises:
-            SourceError: there is none.
-            IndexUnreachable: no index answers; what was kept says nothing of what is new.
+            SourceError: There is no version.
+            IndexUnreachable: No index answers; the cache does not know what is new.
         """
         listed = self._releases(project)
-        found = {Version(one.version.public) for one in listed if not one.yanked and not one.version.is_devrelease}
-        if not found:
+        versions = {
+            Version(wheel.version.public) for wheel in listed if not wheel.yanked and not wheel.version.is_devrelease
+        }
+        if not versions:
             raise _no_wheel(project)
-        return sorted(found)
+        return sorted(versions)
 
     def released(self, project: str) -> list[str]:
-        """All releases, oldest first, without pre-releases; raises as `versions`."""
+        """Return all releases without pre-releases, oldest first; raises as `versions`."""
         return [str(version) for version in self.versions(project) if not version.is_prerelease]
 
     def newest(self, project: str) -> list[str]:
-        """The newest release, and behind it the newest pre-release where that is newer; raises as `versions`."""
+        """Return the newest release, and a newer pre-release if any.
+
+        Raises as `versions`.
+        """
         last = str(self.versions(project)[-1])
         return list(dict.fromkeys([*self.released(project)[-1:], last]))
 
@@ -193,38 +199,38 @@ class Index:
         remote = [url for url in urls if url is None or host_of(url) is not None]
         if not remote:
             raise IndexUnreachable(
-                "pip's index setting names no http(s) address; see what it says (pip config list), "
+                "pip's index setting names no http(s) address; check it (pip config list), "
                 "or name a wheel file or a folder"
             )
-        found: list[Release | None] = []
+        wheels: list[Release | None] = []
         failures = []
         for url in remote:
             try:
                 for file in fetch_page(url, project, self.config, self.retries):
                     digest = file.digests.get("sha256")
-                    found.append(parse_release(file.filename, url=file.url, sha256=digest, yanked=file.is_yanked))
+                    wheels.append(parse_release(file.filename, url=file.url, sha256=digest, yanked=file.is_yanked))
             except IndexUnreachable as error:
                 failures.append(error)
-        # Like pip, answer from the indexes that do; but "no such version" is only sure when all of them did.
-        if failures and not found:
+        # As pip does, use the indexes that answer. Whether a version is missing is certain only if all answered.
+        if failures and not wheels:
             raise failures[0]
-        told = (f"{error}; answered from the other indexes, which may lack a release" for error in failures)
-        self.notes |= dict.fromkeys(told)
-        return [one for one in found if one is not None and one.project == canonicalize_name(project)]
+        notes = (f"{error}; answered from the other indexes, which may lack a release" for error in failures)
+        self.notes |= dict.fromkeys(notes)
+        return [wheel for wheel in wheels if wheel is not None and wheel.project == canonicalize_name(project)]
 
 
 class IndexSource:
-    """A vLLM version on the package index; nothing is fetched before it is asked for, and nothing twice.
+    """A version on the package index; each member is fetched once, when it is read.
 
-    Use one object from one thread at a time. Its connection is closed with it.
+    Not thread-safe. The connection closes with the object.
 
     Args:
-        version: a PEP 440 version.
-        index: where to look; the user's pip configuration when None.
+        version: A PEP 440 version.
+        index: The index; None: the indexes of the user's pip.
         project: `vllm`, or another distribution.
 
     Raises:
-        SourceError: see `Index.release`.
+        SourceError: See `Index.release`.
     """
 
     def __init__(self, version: str, index: Index | None = None, *, project: str = "vllm") -> None:
@@ -237,20 +243,20 @@ class IndexSource:
         self.version = str(self._release.version)
 
     def read(self, path: str) -> str | None:
-        """The text of a member, newlines untouched; None where the wheel has no such member.
+        """Return a member's text with its line ends, or None.
 
         Raises:
-            IndexUnreachable: it is not kept, and the network does not give it.
-            SourceError: the wheel is damaged.
+            IndexUnreachable: The member is not cached, and the index does not answer.
+            SourceError: The wheel is damaged.
         """
         if path not in self._members:
             return None
         if path not in self._texts:
-            kept = self._kept(path)
-            self._texts[path] = self._of_wheel(lambda wheel: self._fetched(wheel, path)) if kept is None else kept
+            cached = self._cached(path)
+            self._texts[path] = self._of_wheel(lambda wheel: self._fetched(wheel, path)) if cached is None else cached
         return self._texts[path]
 
-    def _kept(self, path: str) -> str | None:
+    def _cached(self, path: str) -> str | None:
         try:
             data = (self._folder / "files" / path).read_bytes()
         except OSError:
@@ -262,7 +268,7 @@ class IndexSource:
             return None
         text = member_text(wheel, path, self.label) if path in wheel.NameToInfo else ""
         if (len(data := text.encode()), zlib.crc32(data)) != self._members[path]:
-            # What was kept of the directory is not this wheel's, or came damaged.
+            # The cached directory is another wheel's, or was damaged in transfer.
             with contextlib.suppress(OSError):
                 (self._folder / _DIRECTORY).unlink()
             del self._members
@@ -271,17 +277,20 @@ class IndexSource:
         return text
 
     def checksums(self) -> dict[str, int]:
-        """Each Python file's CRC-32, as the wheel's directory states it: which files differ, without reading them."""
+        """Return each Python file's CRC-32 from the wheel's directory.
+
+        It compares versions without reading files.
+        """
         return {path: crc for path, (_, crc) in self._members.items()}
 
     @functools.cached_property
     def _members(self) -> dict[str, tuple[int, int]]:
-        """The size and CRC-32 of each Python file, from the wheel's directory."""
+        """Size and CRC-32 of each Python file, from the wheel's directory."""
         try:
-            kept = json.loads((self._folder / _DIRECTORY).read_text(encoding="utf-8"))
+            cached = json.loads((self._folder / _DIRECTORY).read_text(encoding="utf-8"))
             # A wheel of the same name with another digest is another wheel.
-            if kept["format"] == _FORMAT and self._release.sha256 in (None, kept["sha256"]):
-                return {name: (size, crc) for name, (size, crc) in kept["members"].items()}
+            if cached["format"] == _FORMAT and self._release.sha256 in (None, cached["sha256"]):
+                return {name: (size, crc) for name, (size, crc) in cached["members"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass
         from ._remote import listing
@@ -292,16 +301,19 @@ class IndexSource:
         return members
 
     def _keep(self, name: str, text: str) -> None:
-        """A cache that cannot be written costs a second download, not the answer."""
+        """Cache a text; on failure it is only downloaded again."""
         file = self._folder / name
         try:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_atomically(file, text.encode())
         except OSError as error:
-            self._index.notes[f"{self._folder}: downloads are not kept ({error.strerror or error})"] = None
+            self._index.notes[f"{self._folder}: downloads are not cached ({error.strerror or error})"] = None
 
     def _of_wheel(self, read: Callable[[zipfile.ZipFile], Out]) -> Out:
-        """What `read` finds in the wheel; one that came damaged is opened again, over another connection."""
+        """Return `read(wheel)`, and retry after a damaged answer.
+
+        A retry opens the wheel over a new connection.
+        """
         from ._remote import Damaged, network, new_session, open_remote, read_again
 
         def once() -> Out:

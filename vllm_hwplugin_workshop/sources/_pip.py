@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where this user's pip looks for packages.
+"""The package indexes that this user's pip is configured for.
 
-pip is asked (`pip config list`), rather than its files read here: which files count, and in which order, is pip's own
-affair and differs by platform. Where pip is missing, as in environments that uv made, its environment variables are
-all there is to know.
+`pip config list` answers, because pip's configuration files and their order differ by platform. Without pip, as in
+environments that uv made, pip's environment variables are read.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ from ._text import IndexUnreachable
 
 
 class PipConfig(NamedTuple):
-    """The part of pip's configuration that says where packages come from.
-
-    `index_url` is None where pip has no setting and so uses its built-in default.
-    """
+    """pip's settings of package indexes; `index_url` None: pip's built-in default."""
 
     index_url: str | None = None
     extra_index_urls: tuple[str, ...] = ()
@@ -31,7 +27,7 @@ class PipConfig(NamedTuple):
 
 
 def parse_config(listing: str) -> PipConfig:
-    """Read what `pip config list` prints: lines `section.key='value'`."""
+    """Parse the output of `pip config list`: lines `section.key='value'`."""
     values: dict[str, str] = {}
     # Later sections win, as in pip: [global], then the section of the command, then PIP_* variables.
     for section in ("global", "install", ":env:"):
@@ -41,7 +37,7 @@ def parse_config(listing: str) -> PipConfig:
                 try:
                     values[name.removeprefix(section + ".")] = str(ast.literal_eval(literal))
                 except (ValueError, SyntaxError):
-                    # pip prints warnings in between; a line that is no setting says nothing about one.
+                    # pip prints warnings between the settings.
                     continue
     return PipConfig(
         index_url=values.get("index-url") or None,
@@ -52,10 +48,10 @@ def parse_config(listing: str) -> PipConfig:
 
 
 def pip_config() -> PipConfig:
-    """The configuration of the pip that installs into this interpreter, else of the `pip` on the path.
+    """Read pip's configuration: this interpreter's, else the path's.
 
     Raises:
-        IndexUnreachable: pip is there but rejects its own configuration.
+        IndexUnreachable: pip rejects its own configuration.
     """
     for command in ([sys.executable, "-m", "pip"], ["pip"]):
         try:
@@ -72,7 +68,10 @@ def pip_config() -> PipConfig:
 
 
 def host_of(url: str) -> str | None:
-    """The host of an http(s) address; None of any other. No more of it is fit for a message: it may hold a password."""
+    """Return an http(s) address's host for messages, else None.
+
+    The address may hold a password.
+    """
     try:
         parts = urlsplit(url)
     except ValueError:

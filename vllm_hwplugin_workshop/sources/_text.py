@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of a version in a folder or in a wheel file, and what is told where it cannot be read."""
+"""Texts of a version in a folder or a wheel file, and their errors."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from vllm_hwplugin.cachedir import LARGEST, read_ordinary
 from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.versions import stated_version
 
-# What `zipfile` raises for damaged archives: a torn directory, a bad check sum, a stream cut short, methods or
-# encryption that it does not know, and names and offsets that are none.
+# What `zipfile` raises for damaged archives: a bad directory or checksum, a truncated stream, unknown compression or
+# encryption, invalid names and offsets.
 DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, struct.error, ValueError)
 
 
-#: What vLLM calls itself where its build did not learn a version.
+#: vLLM's version if its build did not find one.
 NO_VERSION = "dev"
 
 
 class SourceError(HwpluginError):
-    """The text of a version could not be read: one line says what was looked at, what was found and what to do."""
+    """The text of a version could not be read."""
 
 
 class IndexUnreachable(SourceError):
-    """The package index did not answer as an index does, or what asks it is not installed."""
+    """The package index did not answer as an index, or a library to read it is not installed."""
 
 
 def decode(data: bytes, where: str) -> str:
-    """The text of a file; Python sources are UTF-8 unless they say otherwise, and vLLM's do not."""
+    """Decode a file as UTF-8, the encoding of vLLM's sources."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise SourceError(f"{where}: cannot be read ({error}); check it, or download it again") from error
 
 
-def too_large(what: str) -> str:
-    """Why something is not read to its end."""
-    return f"{what} has {LARGEST >> 20} MiB or more, which no file of a vLLM has; it is not read"
+def too_large(name: str) -> str:
+    """Return why something is not read to its end."""
+    return f"{name} has {LARGEST >> 20} MiB or more, expected less: no file of vLLM is that large; it is not read"
 
 
 def one_line(error: BaseException) -> str:
@@ -52,9 +52,11 @@ def one_line(error: BaseException) -> str:
 
 
 def _version(metadata: Iterable[str], module: str | None) -> str | None:
-    """The version of a vLLM: from its core metadata, else from the text of `vllm/_version.py`.
+    """Return vLLM's version from its metadata, else from its `_version.py`.
 
-    Metadata comes first because it is what pip believes. Anything that is not a PEP 440 version counts as absent.
+    pip reads the metadata.
+
+    Anything that is not a PEP 440 version counts as absent.
     """
     stated = [HeaderParser().parsestr(text).get("Version") for text in metadata]
     for candidate in filter(None, [*stated, stated_version(module or "")]):
@@ -69,31 +71,31 @@ class TreeSource:
     """A vLLM in a folder: a git checkout, an unpacked wheel or a site-packages folder.
 
     Args:
-        folder: the folder that holds `vllm/`.
-        version: the version to take it for; read from the tree when None.
-        otherwise: its version where none is written down.
+        folder: The folder that holds `vllm/`.
+        version: Its version; None: read from the tree.
+        otherwise: Its version if the tree states none.
 
     Raises:
-        SourceError: there is no `vllm/` package, or its version is neither given nor written down.
+        SourceError: There is no `vllm/` package, or its version is neither given nor stated.
     """
 
     def __init__(self, folder: Path, version: str | None = None, *, otherwise: str | None = None) -> None:
         if not (folder / "vllm").is_dir():
-            raise SourceError(f"{folder}: no vllm/ package in this folder; name the folder that holds vllm/")
+            raise SourceError(f"{folder}: no vllm/ package in this folder; name the folder that contains vllm/")
         self._folder = folder
         metadata = [file.relative_to(folder).as_posix() for file in sorted(folder.glob("vllm*.dist-info/METADATA"))]
-        found = version or _version([self.read(path) or "" for path in metadata], self.read("vllm/_version.py"))
-        found = found or otherwise
-        if found is None:
+        version = version or _version([self.read(path) or "" for path in metadata], self.read("vllm/_version.py"))
+        version = version or otherwise
+        if version is None:
             raise SourceError(
-                f"{folder}: its version is not written down (no vllm*.dist-info/METADATA, no vllm/_version.py); "
+                f"{folder}: states no version (no vllm*.dist-info/METADATA, no vllm/_version.py); "
                 f"name it: {folder}@0.33.0, or use `drift --ahead {folder}` for vLLM's main branch"
             )
-        self.version = found
-        self.label = str(folder) if found == NO_VERSION else f"{folder} ({found})"
+        self.version = version
+        self.label = str(folder) if version == NO_VERSION else f"{folder} ({version})"
 
     def read(self, path: str) -> str | None:
-        """The text of a file, newlines untouched; None where there is no such file."""
+        """Return a file's text with its line ends, or None."""
         file = self._folder.joinpath(*PurePosixPath(path).parts)
         try:
             return None if file.is_dir() else decode(read_ordinary(file), str(file))
@@ -107,10 +109,10 @@ class WheelSource:
     """A wheel file of vLLM, or of another distribution.
 
     Args:
-        package: the package that it has to hold; None for a distribution of other packages.
+        package: The package that the wheel must contain; None: any.
 
     Raises:
-        SourceError: the file is not a sound zip archive, does not hold the package, or states no version.
+        SourceError: The file is not a valid zip archive, lacks the package, or states no version.
     """
 
     def __init__(self, path: Path, package: str | None = "vllm") -> None:
@@ -125,22 +127,22 @@ class WheelSource:
         if not any(name.endswith(".py") and name.startswith(f"{package}/" if package else "") for name in names):
             raise SourceError(f"{path}: no {package or 'Python'} package in this wheel; name another wheel")
         metadata = [name for name in names if name.count("/") == 1 and name.endswith(".dist-info/METADATA")]
-        found = _version([self.read(name) or "" for name in metadata], self.read("vllm/_version.py"))
-        if found is None:
+        version = _version([self.read(name) or "" for name in metadata], self.read("vllm/_version.py"))
+        if version is None:
             raise SourceError(
                 f"{path}: states no version (no usable METADATA, no vllm/_version.py); "
                 "unpack it and name the folder with its version: FOLDER@0.33.0"
             )
-        self.version = found
+        self.version = version
         self.label = path.name
 
     def read(self, path: str) -> str | None:
-        """The text of a member, newlines untouched; None where there is no such member."""
+        """Return a member's text with its line ends, or None."""
         return None if path not in self._zip.NameToInfo else text_of(self._zip, path, str(self._path))
 
 
 class _File(io.FileIO):
-    """A wheel file, of which no more is read in one piece than a text may have: the directory is one."""
+    """A wheel file with a size limit on each read, because the directory is read in one piece."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is not None and size >= LARGEST:
@@ -149,10 +151,10 @@ class _File(io.FileIO):
 
 
 def text_of(wheel: zipfile.ZipFile, name: str, where: str) -> str:
-    """The text of a member, its check sum verified.
+    """Return the text of a member after verifying its checksum.
 
     Raises:
-        SourceError: it is damaged, too large, or no text.
+        SourceError: The member is damaged, too large, or not text.
     """
     try:
         return member_text(wheel, name, where)
@@ -161,10 +163,10 @@ def text_of(wheel: zipfile.ZipFile, name: str, where: str) -> str:
 
 
 def member_text(wheel: zipfile.ZipFile, name: str, where: str) -> str:
-    """As `text_of`, with what `zipfile` raises of a damaged member."""
+    """Return a member's text, and let `zipfile`'s errors through."""
     stated = wheel.getinfo(name).file_size
     if stated >= LARGEST:
         raise SourceError(too_large(f"{where}: {name}"))
     with wheel.open(name) as file:
-        # One byte more than stated reaches the end, where the check sum is compared; what follows stays packed.
+        # One byte more than stated reaches the end, where `zipfile` verifies the checksum; excess data stays packed.
         return decode(file.read(stated + 1), f"{where}: {name}")

@@ -71,7 +71,7 @@ def test_writers_of_one_feature_wait_for_one_another(feature: Path) -> None:
 
 def test_of_two_makers_of_one_feature_the_second_is_refused(feature: Path) -> None:
     before = read_feature(feature)
-    with pytest.raises(ChangeError, match="is there already"):
+    with pytest.raises(ChangeError, match="exists already"):
         create(feature, ABOUT, written([carried("0.33.0")]))
     assert read_feature(feature) == before
 
@@ -113,6 +113,6 @@ def test_a_killed_writer_loses_nothing_and_hides_nothing(feature: Path, number: 
 def test_what_was_put_aside_is_not_lost_to_a_new_feature_of_its_name(feature: Path) -> None:
     before = read_feature(feature)
     feature.rename(feature.with_name(".it.old"))
-    with pytest.raises(ChangeError, match="is there already"):
+    with pytest.raises(ChangeError, match="exists already"):
         create(feature, ABOUT, written([carried("0.33.0")]))
     assert read_feature(feature) == before

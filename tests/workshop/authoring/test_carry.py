@@ -112,7 +112,7 @@ def test_only_what_each_file_needs_is_made_twice() -> None:
         "0.29.0": "conflict",
         "0.30.0": "applies",
     }
-    assert carried[1].reason == "1 of 2 hunks are in this vLLM already, and the others are not"
+    assert carried[1].reason == "1 of 2 hunks are in this vLLM already, and the rest are not"
     expected = {"core-alpha.diff": [None], "v1-alpha.diff": [None]}
     assert ranges(carried) == (">=0.27,<0.27.1 || >=0.30,<0.31", expected)
 

@@ -29,11 +29,11 @@ BEFORE = {
 LEFT_OUT = {
     "csrc/new.cu": "outside vllm/",
     "tests/test_alpha.py": "outside vllm/",
-    "vllm/data.json": "no Python file",
+    "vllm/data.json": "not a Python file",
     "vllm/gone.py": "deleted",
     "vllm/moved.py": "renamed from vllm/old.py",
     "vllm/new.py": "a new file",
-    "vllm/sign.bin": "no Python file",
+    "vllm/sign.bin": "not a Python file",
 }
 
 

@@ -172,8 +172,8 @@ def test_partly_upstream(small_tree: Callable[..., Path], catalogue: Path) -> No
         ("0.33.0", "no usable answer"),
         ("torn.whl", "torn.whl: not a readable wheel"),
         ("other", "no vllm/ package in this folder"),
-        ("~nobody-of-this-name/x", "cannot be looked at"),
-        ("x" * 5000, "(5000 characters): cannot be looked at (File name too long)"),
+        ("~nobody-of-this-name/x", "cannot be read"),
+        ("x" * 5000, "(5000 characters): cannot be read (File name too long)"),
     ],
 )
 def test_could_not_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, message: str) -> None:

@@ -74,7 +74,7 @@ def test_drift_of_one_file_outweighs_another_that_cannot_be_read(site: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [(NOT_UTF8, "_version.py cannot be read"), (b"__version__ = 'dev'\n", "the version 'dev'")]
+    ("text", "words"), [(NOT_UTF8, "_version.py cannot be read"), (b"__version__ = 'dev'\n", "has version 'dev'")]
 )
 @pytest.mark.parametrize("command", [("drift",), ("patches", "diff", "graphs")])
 def test_a_version_that_cannot_be_told_is_one_line_and_no_drift(

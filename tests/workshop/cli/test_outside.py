@@ -201,7 +201,7 @@ def test_patches_of_all_catalogues(acme: Path, publish: Callable[..., Path], mon
     result = run("patches", "show", "acme/answer")
     assert result.exit_code == 2
     assert f"{acme}" in result.stderr
-    assert "acme/answer: no such feature" in result.stderr
+    assert "unknown feature acme/answer" in result.stderr
 
 
 def test_gates_of_catalogues_are_listed(acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:

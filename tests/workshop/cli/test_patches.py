@@ -33,7 +33,7 @@ def test_list(arguments: tuple[str, ...]) -> None:
     result = run(*arguments)
     assert result.exit_code == 0
     assert result.output.splitlines() == [
-        "feature\tgate\tof\tversions\twhat",
+        "feature\tswitch\tpackage\tversions\twhat it does",
         "context\tVLLM_HWPLUGIN_DFLASH_CONTEXT_NORM\tvLLM\t>=0.26.0,<0.34.0\tChange context",
         "graphs\tVLLM_HWPLUGIN_DRAFT_FULL_GRAPH\tvLLM\t>=0.20.0,<0.34.0\tChange graphs",
     ]
@@ -48,7 +48,7 @@ def test_show() -> None:
     result = run("show", "context")
     assert result.exit_code == 0
     assert result.output.startswith("context: Change context\n\nWhy context changes.\n\n")
-    assert "gate:     VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM\n" in result.output
+    assert "switch:   VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM\n" in result.output
     assert "not needed on vLLM <0.26.0: the fault came with 0.26.0\n" in result.output
     assert "  vllm/v1/norm.py: 1 hunk (context/context.diff)\n" in result.output
 
@@ -84,7 +84,7 @@ def test_unknown_feature() -> None:
     for command in ("show", "diff"):
         result = run(command, "grpahs")
         assert result.exit_code == 2
-        assert result.stderr == "error: grpahs: no such feature; there are: context, graphs\n"
+        assert result.stderr == "error: unknown feature grpahs; expected one of context, graphs\n"
 
 
 def test_target_that_cannot_be_read() -> None:

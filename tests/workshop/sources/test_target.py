@@ -143,8 +143,8 @@ def test_text_is_not_touched(tmp_path: Path, write_wheel: WriteWheel) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"other/a.py": b""}, "no vllm/ package in this folder; name the folder that holds vllm/"),
-        ({"vllm/a.py": b""}, r"its version is not written down .* name it: .*@0\.33\.0, or use `drift --ahead"),
+        ({"other/a.py": b""}, "no vllm/ package in this folder; name the folder that contains vllm/"),
+        ({"vllm/a.py": b""}, r"states no version .* name it: .*@0\.33\.0, or use `drift --ahead"),
         ({"vllm/_version.py": b"\xff\xfe"}, r"_version\.py: cannot be read"),
         ({"vllm/a.py": b"", "vllm-0.33.0.dist-info/METADATA": b"A: \xe9\n"}, r"METADATA: cannot be read"),
     ],
