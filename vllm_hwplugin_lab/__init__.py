@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For who measures: engines with and without the plugin in turn, single kernels, and what attention backends declare.
+"""Measuring tools: engines with and without the plugin, single kernels, and probes of attention backends.
 
-No process that serves imports it: the commands `bench`, `demo` and `probe` do, and the processes that they start.
+Only the commands `bench`, `demo` and `probe` and their child processes import this package, never a serving process.
 """

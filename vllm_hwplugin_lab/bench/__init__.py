@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run vLLM engines in processes of their own and measure them: what ``demo``, ``bench`` and ``probe`` share.
+"""Run vLLM engines in child processes and measure them, for ``demo``, ``bench`` and ``probe``.
 
-A side (stock or patched) is a :class:`Job`; ``turns`` runs those of a case in fresh processes and gives an
-:class:`Outcome` each, also when an engine crashed. ``plan`` says which engines, ``results`` what their file holds, and
-``table`` what a reader sees. Nothing here imports torch or vLLM except the child processes (``_engine``, ``_serving``,
-``_server``).
+A side (unpatched or patched) is a :class:`Job`. ``turns`` runs the jobs of a case in fresh processes and returns an
+:class:`Outcome` for each, even if an engine crashed. ``plan`` makes the jobs, ``results`` the results file, and
+``table`` the tables. Only the child processes (``_engine``, ``_serving``, ``_server``) import torch and vLLM.
 
-``serve``, ``soak`` and ``micro`` below it are other kinds of runs: a live load, one that keeps changing, and single
-kernels.
+``serve``, ``soak`` and ``micro`` are other kinds of runs: a server's load, a changing load, and single kernels.
 """
 
 from ._checkpoints import DRAFT_TOKENS, Checkpoints, CheckpointsMissing, find_checkpoints, load_prompts

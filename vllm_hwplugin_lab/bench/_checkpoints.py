@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny trained checkpoints that real acceptance is measured on."""
+"""The tiny trained checkpoints for measuring real acceptance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vllm_hwplugin.errors import HwpluginError
 
-#: Tokens drafted a step, by method: what the drafters were trained for.
+#: Method -> drafted tokens per step, as the drafters were trained.
 DRAFT_TOKENS = {"eagle3": 3, "dflash": 7}
 
 
@@ -34,28 +34,30 @@ class Checkpoints:
 
 
 def find_checkpoints(folder: Path | None) -> Checkpoints:
-    """``folder``, or the source tree's ``tests/assets/small``: a wheel does not carry the 11 MB.
+    """Return the checkpoints in a folder.
+
+    None: the source tree's ``tests/assets/small``; a wheel does not carry the 11 MB.
 
     Raises:
-        CheckpointsMissing: what is missing and how to name another folder.
+        CheckpointsMissing: The folder is incomplete.
     """
     root = folder if folder is not None else Path(__file__).resolve().parents[2] / "tests" / "assets" / "small"
     missing = [n for n in ("target", "eagle3", "dflash", "prompts.json") if not (root / n).exists()]
     if missing:
         raise CheckpointsMissing(
-            f"no checkpoints in {root} (missing: {', '.join(missing)}); an installed wheel carries none: "
-            "give --model FOLDER, a folder as tests/assets/small of the source tree"
+            f"no checkpoints in {root} (missing: {', '.join(missing)}); an installed wheel has none: add --model "
+            "FOLDER, such as tests/assets/small of the source tree"
         )
     return Checkpoints(root)
 
 
 def load_prompts(checkpoints: Checkpoints, count: int) -> tuple[tuple[int, ...], ...]:
-    """The first ``count`` prompts as token ids.
+    """Return the first ``count`` prompts as token ids.
 
     Raises:
-        CheckpointsMissing: the file holds fewer.
+        CheckpointsMissing: The file holds fewer prompts.
     """
     prompts = json.loads(checkpoints.prompts.read_text(encoding="utf-8"))["prompt_ids"]
     if count > len(prompts):
-        raise CheckpointsMissing(f"{checkpoints.prompts} holds {len(prompts)} prompts, {count} were asked for")
+        raise CheckpointsMissing(f"{checkpoints.prompts} holds {len(prompts)} prompts, expected {count}; ask for fewer")
     return tuple(tuple(p) for p in prompts[:count])

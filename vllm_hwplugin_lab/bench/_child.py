@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The child's half of ``_launch``: what it says and is told, its engine, and how fast its host is.
+"""The child's side of ``_launch``: its events, its commands, its engine, and the speed of its host.
 
-It says one JSON line an event, there as soon as it was said. It is told one JSON line a command on its standard input,
-so that several such processes can take turns.
+It writes a JSON line per event, unbuffered. It reads a JSON line per command from its standard input, so that several
+processes can take turns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TRIES = 5
 
 
 class Answer:
-    """Of a child process, to whom started it."""
+    """A child process's events for its parent."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -35,21 +35,24 @@ class Answer:
 
 
 def read_job(arguments: Sequence[str]) -> tuple[Job, Answer]:
-    """The job in the file that the first argument names, and the answer that goes into that of the second."""
+    """Read the job's file, and open the answer's file.
+
+    ``arguments`` are the names of both.
+    """
     raw = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    raw["workloads"] = tuple(Workload(**one) for one in raw["workloads"])
+    raw["workloads"] = tuple(Workload(**fields) for fields in raw["workloads"])
     return Job(**raw), Answer(Path(arguments[1]))
 
 
 def commands() -> Iterator[dict[str, Any]]:
-    """What this process is told to ``do``, until that is ``end`` or nobody is there any more."""
+    """Yield this process's commands, until ``end`` or the end of input."""
     while (line := sys.stdin.readline()) and (command := json.loads(line))["do"] != "end":
         yield command
 
 
 @contextmanager
 def engine(options: Mapping[str, Any], answer: Answer) -> Iterator[Any]:
-    """An ``LLM`` with these options, which ``answer`` calls ready, and done where nothing was raised."""
+    """Start an ``LLM``; report ``ready``, and ``done`` unless the block raises."""
     started = time.perf_counter()
 
     from vllm import LLM
@@ -58,7 +61,7 @@ def engine(options: Mapping[str, Any], answer: Answer) -> Iterator[Any]:
     seconds = time.perf_counter() - started
     answer.say("ready", seconds=seconds, host_us=host_us(), pid=os.getpid(), **ready_facts(llm))
     yield llm
-    # With multiprocessing on, an engine core that is not told outlives this process.
+    # With multiprocessing an engine core would outlive this process.
     llm.llm_engine.engine_core.shutdown()
     answer.say("done")
 
@@ -72,23 +75,28 @@ class _Item:
 
 
 def host_us() -> float:
-    """Microseconds that a fixed piece of Python takes: objects, attributes, calls, a dictionary; the best of some.
+    """Return the microseconds of a fixed piece of Python.
 
-    A step of a small model costs what its Python costs, and on a shared machine that changes within minutes. So it is
-    timed beside each measurement.
+    It creates objects, gets attributes, calls functions and fills a dictionary; the best of some tries.
+
+    A step of a small model costs what its Python costs, and on a shared machine that changes within minutes. So this
+    is timed with each measurement.
     """
     return min(_once() for _ in range(_TRIES)) * 1e6
 
 
 def _once() -> float:
     started = time.perf_counter()
-    found: dict[str, int] = {}
-    for item in [_Item(number) for number in range(_ITEMS)]:
-        item.add(found)
-    sorted(found.items(), key=lambda pair: pair[1])
+    sums: dict[str, int] = {}
+    for number in [_Item(number) for number in range(_ITEMS)]:
+        number.add(sums)
+    sorted(sums.items(), key=lambda pair: pair[1])
     return time.perf_counter() - started
 
 
 def subtract(after: list[int], before: list[int]) -> list[int]:
-    """What was counted between two times, by position; ``before`` may be empty, when nothing had been drafted."""
+    """Return the difference by position; ``before`` may be empty.
+
+    It is empty if nothing had been drafted.
+    """
     return [a - b for a, b in zip(after, before or [0] * len(after), strict=True)]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BenchWorker` of an engine with a dummy shape, whose drafters have what vLLM would read from a checkpoint.
+"""`BenchWorker` for dummy shapes: provides what vLLM would read from a drafter's checkpoint.
 
-vLLM notes while it loads an Eagle3 drafter whether that has an ``lm_head``. Of a dummy shape nothing is loaded, so vLLM
-would give the drafter the target's, which in Qwen3's case has nearly five times as many rows for each draft step to
-read. Gemma 4's assistant looks tokens up in a buffer of indices, which dummy weights leave as the memory was. vLLM
-imports this module, the worker's extension, before it makes the models.
+While vLLM loads an Eagle3 drafter it notes whether the drafter has an ``lm_head``. For a dummy shape it loads nothing,
+and would use the target's ``lm_head``, which for Qwen3 has nearly five times as many rows to read per draft step.
+Gemma 4's assistant looks tokens up in a buffer of indices, which dummy weights leave uninitialized. vLLM imports this
+module, the worker's extension, before it makes the models.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry points for the engines that are measured, also where the package was never installed.
+"""Entry points for measured engines, even if the package is not installed.
 
-vLLM finds the plugin's function and its platform class by entry points, which are metadata of an installed
-distribution. A source tree that is only on PYTHONPATH has none, and an environment may hold those of an older copy. So
-the engine's process gets a folder with the metadata that an installation of this tree would write, made from the tree's
-own ``pyproject.toml``, in front of its path: vLLM then loads what it would load for a user, when it would load it.
+vLLM finds the plugin's function and platform class by entry points, which are metadata of an installed distribution. A
+source tree on PYTHONPATH has none, and the environment may have an older copy's. So the engine's process gets a folder
+with this tree's metadata, made from its ``pyproject.toml``, at the front of its path. vLLM then loads the plugin as for
+a user.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ else:
     import tomli as tomllib
 
 DISTRIBUTION = "vllm-hwplugin"
-#: The groups of vLLM that this package has entry points in.
+#: vLLM's groups in which this package has entry points.
 GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
 
 #: group -> name -> "module:function".
@@ -34,56 +34,59 @@ _HOME = Path(__file__).resolve().parents[2]
 
 
 class NoEntryPoints(HwpluginError):
-    """vLLM could not find the plugin: the package is neither installed nor a source tree."""
+    """vLLM cannot find the plugin: the package is neither installed nor a source tree."""
 
 
 def installed() -> EntryPoints:
-    """What this process's metadata say of this package, by vLLM's groups."""
+    """Return this process's entry points of this package, by group."""
     try:
         distribution = importlib.metadata.distribution(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         return {}
-    found: EntryPoints = {}
+    groups: EntryPoints = {}
     for point in distribution.entry_points:
         if point.group in GROUPS:
-            found.setdefault(point.group, {})[point.name] = point.value
-    return found
+            groups.setdefault(point.group, {})[point.name] = point.value
+    return groups
 
 
 def declared(home: Path = _HOME) -> EntryPoints | None:
-    """What ``pyproject.toml`` beside the package says, by vLLM's groups; None where the package lies elsewhere."""
+    """Return the entry points in ``pyproject.toml``, or None.
+
+    None: the package is not in a source tree.
+    """
     try:
         project = tomllib.loads((home / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     except (FileNotFoundError, KeyError):
         return None
     if project.get("name") != DISTRIBUTION:
-        return None  # an installed copy below somebody else's project
+        return None  # an installed copy inside another project
     groups: Mapping[str, Any] = project.get("entry-points", {})
     return {group: dict(groups[group]) for group in GROUPS if group in groups}
 
 
 def provide(folder: Path) -> Path | None:
-    """Write this tree's metadata into ``folder`` where the installed ones do not say the same.
+    """Write this tree's metadata unless the installed metadata are equal.
 
     Args:
-        folder: is made; belongs on the path of the processes that shall find the entry points, in front.
+        folder: Created; belongs at the front of the path of processes that need the entry points.
 
     Returns:
-        ``folder``, or None where nothing has to be added to the path.
+        ``folder``; None: the path needs no addition.
 
     Raises:
-        NoEntryPoints: there is nothing to find and nothing to make it from.
+        NoEntryPoints: There are no metadata, and no source tree to make them from.
     """
-    wanted, found = declared(), installed()
+    wanted, existing = declared(), installed()
     if wanted is None:
-        if not found:
+        if not existing:
             raise NoEntryPoints(
                 f"vLLM cannot find this plugin: {_HOME / 'vllm_hwplugin'} has no entry points in this Python "
-                f"({sys.executable}) and no pyproject.toml beside it; expected an installation or a source tree: pip "
+                f"({sys.executable}) and no pyproject.toml next to it; expected an installation or a source tree: pip "
                 "install the package, or run from a clone of its repository"
             )
         return None
-    if wanted == found:
+    if wanted == existing:
         return None
     metadata = folder / f"{DISTRIBUTION.replace('-', '_')}-{__version__}.dist-info"
     metadata.mkdir(parents=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long GPUs worked, as their driver says: NVML has a sample for every sixth of a second to every second."""
+"""GPU utilization from the driver: NVML has a sample every sixth of a second to every second."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from urllib.parse import urlsplit
 
 
 def samples(gpu: Any, since: float, until: float) -> list[float]:
-    """Shares of time in which a GPU ran a kernel, between two of ``time.time``.
+    """Return shares of time in which a GPU ran a kernel.
+
+    The samples are between two of ``time.time``.
 
     Args:
-        gpu: a handle of NVML.
-        since: seconds.
-        until: seconds.
+        gpu: A handle of NVML.
 
     Raises:
-        pynvml.NVMLError: the driver does not say.
+        pynvml.NVMLError: The driver does not answer.
     """
     from vllm.third_party import pynvml
 
-    _, found = pynvml.nvmlDeviceGetSamples(gpu, pynvml.NVML_GPU_UTILIZATION_SAMPLES, int(since * 1e6))
-    return [one.sampleValue.uiVal / 100 for one in found if one.timeStamp <= until * 1e6]
+    _, values = pynvml.nvmlDeviceGetSamples(gpu, pynvml.NVML_GPU_UTILIZATION_SAMPLES, int(since * 1e6))
+    return [sample.sampleValue.uiVal / 100 for sample in values if sample.timeStamp <= until * 1e6]
 
 
 def of_server(url: str, since: float, until: float) -> list[float]:
-    """As :func:`samples`, of the GPUs of a server; empty where it runs elsewhere or the driver does not answer.
+    """Return the :func:`samples` of a server's GPUs.
 
-    They are the GPUs with a process of the server, or the only GPU: a container may hide the processes of a GPU.
+    Empty if the server runs elsewhere, or the driver does not answer.
+
+    The server's GPUs are those with a process of the server, or the only GPU, because a container may hide processes.
     """
     from vllm.third_party import pynvml
 
@@ -41,7 +43,11 @@ def of_server(url: str, since: float, until: float) -> list[float]:
         pynvml.nvmlInit()
         gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         server = _processes(address.port or 80)
-        own = [gpu for gpu in gpus if server & {one.pid for one in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)}]
+        own = [
+            gpu
+            for gpu in gpus
+            if server & {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
+        ]
         measured = own or (gpus if len(gpus) == 1 else [])
         return [share for gpu in measured for share in samples(gpu, since, until)]
     except pynvml.NVMLError:
@@ -49,7 +55,7 @@ def of_server(url: str, since: float, until: float) -> list[float]:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a name or an address is this host's loopback."""
+    """Whether a name or an address is the loopback."""
     try:
         return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
     except OSError:
@@ -57,17 +63,22 @@ def _is_here(host: str) -> bool:
 
 
 def _processes(port: int) -> set[int]:
-    """The processes that listen on a port, as far as this user may see them, and those below them."""
+    """Return the processes that listen on a port, with their children.
+
+    Only processes that this user may see.
+    """
     import psutil
 
     listening: Iterable[int | None] = (
-        one.pid for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.laddr.port == port
+        socket_.pid
+        for socket_ in psutil.net_connections("tcp")
+        if socket_.status == psutil.CONN_LISTEN and socket_.laddr.port == port
     )
-    found: set[int] = set()
+    pids: set[int] = set()
     for pid in listening:
         if pid is not None:
             try:
-                found |= {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+                pids |= {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
             except psutil.NoSuchProcess:
                 continue
-    return found
+    return pids

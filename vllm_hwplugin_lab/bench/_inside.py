@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine in this process turned out to be. vLLM has no public way to most of it."""
+"""Facts about an engine in this process; vLLM has no public access to most of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_hwplugin.errors import HwpluginError
 
 from ._entry_points import installed
 
-#: Each model runner lives in a package of its own, in all supported versions.
+#: The package of Model Runner V2, in all supported versions.
 _V2_PACKAGE = "vllm.v1.worker.gpu."
 
 
@@ -25,34 +25,37 @@ _REPLAYING = (
 
 
 class WrongRunner(HwpluginError, RuntimeError):
-    """vLLM chose another model runner than the one that is to be measured."""
+    """vLLM chose another model runner than the one to measure."""
 
 
 def engine_core(llm: Any) -> Any | None:
-    """The engine core; None where it is another process, by the caller's own choice."""
+    """Return the engine core; None: it runs in another process."""
     return getattr(llm.llm_engine.engine_core, "engine_core", None)
 
 
 def model_runner(llm: Any) -> Any | None:
-    """The model runner; None where the engine core is another process, by the caller's own choice."""
+    """Return the model runner; None: it runs in another process."""
     core = engine_core(llm)
     return None if core is None else core.model_executor.driver_worker.worker.model_runner
 
 
 def drafter_of(runner: Any) -> Any | None:
-    """What has ``propose``: V1 calls it the drafter, V2 the speculator."""
+    """Return the object with ``propose``: V1's drafter, V2's speculator."""
     return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
 
 
 def drafting_of(runner: Any) -> Any | None:
-    """Whose ``propose`` a step calls: the drafter, or what the plugin puts before it, in V1 or in V2."""
+    """Return the object whose ``propose`` a step calls.
+
+    It is the drafter, or the plugin's wrapper of V1 or V2.
+    """
     return getattr(runner, "draft_phase", None) or getattr(runner, "tail_graphs", None) or drafter_of(runner)
 
 
 def replaying(runner: Any) -> Iterator[tuple[str, Any, str]]:
-    """Where else the plugin's features replay graphs: the part of a step, an object of the runner, and its method.
+    """Yield step part, owner and method of the plugin's other replays.
 
-    These are the methods that a patched runner calls in each step, whether or not a graph serves it.
+    A patched runner calls these methods in each step, with or without a graph.
     """
     for part, holder, method in _REPLAYING:
         owner = getattr(runner, holder, None)
@@ -61,27 +64,29 @@ def replaying(runner: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def runner_generation(runner: Any) -> str:
-    """``V1`` or ``V2``."""
+    """Return ``V1`` or ``V2``."""
     return "V2" if type(runner).__module__.startswith(_V2_PACKAGE) else "V1"
 
 
 def check_runner(runner: Any) -> None:
-    """Compare with ``VLLM_USE_V2_MODEL_RUNNER``: a side that runs something else would be measured under a wrong name.
+    """Check that the runner is the one of ``VLLM_USE_V2_MODEL_RUNNER``.
+
+    A side on another runner would be measured under a wrong name.
 
     Raises:
-        WrongRunner: they differ.
+        WrongRunner: The runner is another.
     """
-    asked = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
-    found = runner_generation(runner)
-    if asked in ("0", "1") and found != ("V2" if asked == "1" else "V1"):
+    setting = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    generation = runner_generation(runner)
+    if setting in ("0", "1") and generation != ("V2" if setting == "1" else "V1"):
         raise WrongRunner(
-            f"VLLM_USE_V2_MODEL_RUNNER={asked}, but vLLM runs {type(runner).__module__} (Model Runner {found}): "
-            "this engine cannot be measured as that side"
+            f"VLLM_USE_V2_MODEL_RUNNER={setting}, but vLLM runs {type(runner).__module__} (Model Runner {generation}): "
+            "this engine cannot be measured as that side; omit the side, or use a vLLM that runs it"
         )
 
 
 def graph_modes(runner: Any) -> dict[str, str]:
-    """What the target's and the drafter's CUDA graphs settled on, as vLLM names it."""
+    """Return the CUDA graph modes of target and drafter."""
     return dict(_modes(runner))
 
 
@@ -89,7 +94,7 @@ def _modes(runner: Any) -> Iterator[tuple[str, str]]:
     for name, owner in (("target", runner), ("drafter", drafter_of(runner))):
         dispatcher = getattr(owner, "cudagraph_dispatcher", None)
         if getattr(getattr(owner, "draft_graphs", None), "ready", False):
-            yield name, "FULL"  # the features have graphs of their own, which vLLM's dispatcher does not know
+            yield name, "FULL"  # the plugin's graphs, which vLLM's dispatcher does not know
             continue
         managers = ("cudagraph_manager", "query_cudagraph_manager", "decode_cudagraph_manager")
         for holder in (dispatcher, *(getattr(owner, manager, None) for manager in managers)):
@@ -100,31 +105,33 @@ def _modes(runner: Any) -> Iterator[tuple[str, str]]:
 
 
 def counters(llm: Any) -> dict[str, Any]:
-    """:func:`totals` of an ``LLM``."""
+    """Return :func:`totals` of an ``LLM``."""
     return totals(llm.get_metrics())
 
 
 def totals(metrics: Iterable[Any]) -> dict[str, Any]:
-    """vLLM's own counts so far: ``steps`` of the scheduler, ``tokens``, ``drafts``, ``accepted`` drafts by position.
+    """Return vLLM's counts so far.
+
+    ``steps`` of the scheduler, ``tokens``, ``drafts``, and ``accepted`` drafts by position.
 
     Args:
-        metrics: of vLLM's ``get_metrics_snapshot``.
+        metrics: From vLLM's ``get_metrics_snapshot``.
     """
-    found: dict[str, Any] = {"steps": 0, "tokens": 0, "drafts": 0, "accepted": []}
+    counts: dict[str, Any] = {"steps": 0, "tokens": 0, "drafts": 0, "accepted": []}
     for metric in metrics:
         if metric.name == "vllm:iteration_tokens_total":
-            found["steps"] += metric.count  # a histogram that is fed once a scheduler iteration
+            counts["steps"] += metric.count  # a histogram with one value per scheduler iteration
         elif metric.name == "vllm:generation_tokens":
-            found["tokens"] += metric.value
+            counts["tokens"] += metric.value
         elif metric.name == "vllm:spec_decode_num_drafts":
-            found["drafts"] += metric.value
+            counts["drafts"] += metric.value
         elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
-            found["accepted"] = list(metric.values)
-    return found
+            counts["accepted"] = list(metric.values)
+    return counts
 
 
 def ready_facts(llm: Any) -> dict[str, Any]:
-    """What a new engine says of itself.
+    """Return the facts of a new engine.
 
     Raises:
         WrongRunner: see :func:`check_runner`.
@@ -135,13 +142,13 @@ def ready_facts(llm: Any) -> dict[str, Any]:
 
 
 def package_facts() -> dict[str, Any]:
-    """What this process runs, whether or not an engine is in it."""
+    """Return the versions and the platform of this process."""
     import torch
     import vllm
 
     return {
         "vllm": vllm.__version__,
-        # No class of torch's own: it goes from process to process.
+        # A plain string: other processes unpickle it without torch.
         "torch": str(torch.__version__),
         "platform": platform_class(),
         "entry_points": installed(),
@@ -149,7 +156,7 @@ def package_facts() -> dict[str, Any]:
 
 
 def runner_facts(runner: Any) -> dict[str, Any]:
-    """What a model runner turned out to be.
+    """Return the generation and the graph modes of a model runner.
 
     Raises:
         WrongRunner: see :func:`check_runner`.
@@ -159,7 +166,7 @@ def runner_facts(runner: Any) -> dict[str, Any]:
 
 
 def platform_class() -> str:
-    """The qualified name of the platform class that vLLM runs on."""
+    """Return the qualified name of vLLM's platform class."""
     from vllm.platforms import current_platform
 
     kind = type(current_platform)

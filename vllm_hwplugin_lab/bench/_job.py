@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one engine process is asked to do, and what it answers."""
+"""An engine process's job, and its outcome."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: One line of the child's answer: {"event": "ready" | "measured" | "phases" | "collected" | "profiled" | "done", ...}.
+#: A line of the child's answer: {"event": "ready" | "measured" | "phases" | "collected" | "profiled" | "done", ...}.
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts, given to the engine in groups of ``batch``, and how they are measured.
+    """Prompts, sent to the engine in groups of ``batch``, and their measurement.
 
-    ``profile_tokens`` > 0 adds one run of one group and so many tokens under torch's profiler (CUDA only).
-    ``trace`` is where its trace stays.
-    ``keep_texts`` returns the generated token ids of the first round.
+    Attributes:
+        profile_tokens: > 0: profile one more run of a group with this many tokens (CUDA only).
+        trace: The profile's file.
+        keep_texts: Return the generated token ids of the first round.
     """
 
     name: str
@@ -33,7 +34,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Job:
-    """One fresh process with one engine: ``options`` are vLLM's ``LLM`` arguments, ``environment`` is set on top."""
+    """A fresh process with an engine.
+
+    Attributes:
+        options: Arguments of vLLM's ``LLM``.
+        environment: Variables on top of the caller's.
+    """
 
     label: str
     patched: bool
@@ -49,11 +55,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came back of a job.
+    """The result of a job.
 
-    ``error`` is None when the engine did not fail; what was measured before a crash is kept. ``stopped`` is None when
-    all was measured that was to be; else it says what ended the run before that. ``took`` are the lines of vLLM's log
-    that say what took how long.
+    Attributes:
+        events: The measurements, including those before a crash.
+        error: None: the engine did not fail.
+        stopped: Why the run ended early; None: everything was measured.
+        took: Lines of vLLM's log about times and memory.
     """
 
     job: Job
@@ -69,9 +77,9 @@ class Outcome:
         return [e for e in self.events if e["event"] == event and (workload is None or e["workload"] == workload)]
 
     def ready(self) -> Event:
-        """What the engine said when it stood: seconds, device, versions; empty when it never did."""
-        found = self.of("ready")
-        return found[0] if found else {}
+        """Return the engine's `ready` event; empty: it never was ready."""
+        events = self.of("ready")
+        return events[0] if events else {}
 
     def texts(self, workload: str) -> list[list[int]] | None:
         for r in self.of("measured", workload):
@@ -81,5 +89,8 @@ class Outcome:
 
 
 def acceptance_length(drafts: int, accepted_per_position: Sequence[int]) -> float | None:
-    """Mean tokens a verify step yields: the accepted draft tokens and the one that the target always gives."""
+    """Return the mean tokens of a verify step.
+
+    They are the accepted draft tokens and the target's token.
+    """
     return 1 + sum(accepted_per_position) / drafts if drafts else None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a job in a fresh process, as this process sees it; what the child does is in ``_child``.
+"""Run a job in a fresh process: the parent's side. ``_child`` is the child's.
 
-A crash becomes an outcome, never an exception that loses the other side.
+A crash becomes an outcome, never an exception that loses the other sides.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from . import _entry_points
 from ._job import Event, Job
 
 _TAIL_LINES = 30
-#: Of exceptions before these.
+#: Exceptions to show before the log's last lines.
 _CAUSES = 3
-#: In a log, where it says what was raised.
+#: An exception's line in a log.
 EXCEPTION = re.compile(r"\b\w+(Error|Exception): ")
-#: In a log, where vLLM says how many seconds or GiB a part of a start took, and what graphs will take.
+#: Lines of vLLM's log with the seconds or GiB of a part of a start, and the memory of graphs.
 _TOOK = re.compile(r"\b(?:took|takes|Estimated CUDA graph memory)\b")
 _POLL_SECONDS = 0.02
-#: Seconds that an engine may take to end.
+#: Seconds for an engine to end.
 _END = 60.0
 _Self = TypeVar("_Self", bound="Child")
 
 
 def child_environment(extra: Mapping[str, str], metadata: Path | None = None) -> dict[str, str]:
-    """This process's environment, with the package importable from wherever this copy of it lies.
+    """Return this process's environment, with this package importable.
 
     Args:
-        extra: variables on top.
-        metadata: a folder with this package's metadata and nothing else, see ``_entry_points``.
+        extra: Variables on top.
+        metadata: A folder with only this package's metadata, see ``_entry_points``.
     """
     environment = {**os.environ, **extra}
     home = str(Path(__file__).resolve().parents[2])
     paths = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
     if home not in paths:
-        # Behind the user's own entries: only this package shall come from here.
+        # After the user's entries: only this package must come from here.
         paths.append(home)
     if metadata is not None:
-        # The first distribution of a name on the path is the one that counts.
+        # The first distribution of a name on the path counts.
         paths.insert(0, str(metadata))
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     return environment
@@ -66,9 +66,11 @@ def child_environment(extra: Mapping[str, str], metadata: Path | None = None) ->
 
 @dataclass(frozen=True)
 class Ended:
-    """A child process that is over.
+    """An ended child process.
 
-    ``error`` is None when it said that it was done. ``took`` are the lines of its log that say what took how long.
+    Attributes:
+        error: None: it reported ``done``.
+        took: Lines of its log about times and memory.
     """
 
     events: tuple[Event, ...]
@@ -88,18 +90,18 @@ def run_child(
     patience: float = math.inf,
     on_event: Callable[[Event], None] | None = None,
 ) -> Ended:
-    """Run ``python -m module JOB ANSWER`` in a fresh process and wait for it.
+    """Run ``python -m module JOB ANSWER`` in a process; wait for it.
 
     Args:
-        module: writes one JSON line an event into the file ANSWER, ``done`` as the last.
-        job: the text of the file JOB.
-        environment: on top of this process's own.
-        timeout: seconds after which the process and its children are killed.
-        patience: seconds after an event in which the next has to come; the start and the end take what they take.
-        on_event: called for each line of the answer as it comes.
+        module: Writes a JSON line per event to the file ANSWER, ``done`` last.
+        job: Text of the file JOB.
+        environment: Variables on top of this process's.
+        timeout: Seconds until the process and its children are killed.
+        patience: Most seconds between two events; the start and the end are not limited by it.
+        on_event: Called for each event.
 
     Raises:
-        NoEntryPoints: vLLM could not find the plugin in the child.
+        NoEntryPoints: vLLM cannot find the plugin in the child.
     """
     with ended_by_sigterm(), Child(module, job, environment) as child:
         deadline, heard = time.monotonic() + timeout, -1
@@ -107,22 +109,22 @@ def run_child(
             heard, left = len(child.events), deadline - time.monotonic()
             awaited = heard and child.events[-1]["event"] != "done"
             if not child.follow(min(left, patience) if awaited else left, until=lambda event: True, on_event=on_event):
-                why = f"no word for {patience:g} s" if time.monotonic() < deadline else f"no end after {timeout:.0f} s"
+                why = f"no event for {patience:g} s" if time.monotonic() < deadline else f"no end after {timeout:.0f} s"
                 return child.end(f"{why}; killed")
         return child.end()
 
 
 class Child:
-    """A process that runs ``python -m module JOB ANSWER`` in a session of its own, with whatever it starts.
+    """A process that runs ``python -m module JOB ANSWER`` in a new session, with its children.
 
     Args:
-        module: writes one JSON line an event into the file ANSWER, ``done`` as the last.
-        job: the text of the file JOB.
-        environment: on top of this process's own.
-        under: a command that runs Python, such as compute-sanitizer with its options.
+        module: Writes a JSON line per event to the file ANSWER, ``done`` last.
+        job: Text of the file JOB.
+        environment: Variables on top of this process's.
+        under: A command that runs Python, such as compute-sanitizer with its options.
 
     Raises:
-        NoEntryPoints: vLLM could not find the plugin in the child.
+        NoEntryPoints: vLLM cannot find the plugin in the child.
     """
 
     def __init__(self, module: str, job: str, environment: Mapping[str, str], *, under: Sequence[str] = ()) -> None:
@@ -138,11 +140,11 @@ class Child:
         except BaseException:
             self._home.cleanup()
             raise
-        # A record's time is cut to milliseconds.
+        # Run records have times in milliseconds, rounded down.
         self._started, self._since = time.monotonic(), datetime.now(timezone.utc) - timedelta(milliseconds=1)
         self._answer, self._unfinished = answer.open(encoding="utf-8"), ""
         with self._log.open("wb") as output:
-            # A session of its own: whatever the engine starts can be ended with it, and nothing else.
+            # In a new session, so that killing it ends the engine with its children and nothing else.
             self._process = subprocess.Popen(
                 [*under, sys.executable, "-m", module, str(folder / "job.json"), str(answer)],
                 env=variables,
@@ -161,7 +163,10 @@ class Child:
         self._home.cleanup()
 
     def tell(self, command: Mapping[str, Any]) -> None:
-        """Write a line of JSON to the process; one that is gone says so in what :meth:`end` returns."""
+        """Write a line of JSON to the process.
+
+        If the process is gone, :meth:`end` returns the error.
+        """
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -174,10 +179,13 @@ class Child:
         until: Callable[[Event], bool],
         on_event: Callable[[Event], None] | None = None,
     ) -> bool:
-        """Collect ``events`` until one satisfies ``until``, or the process is over; False after ``timeout`` seconds."""
+        """Collect ``events`` until one satisfies ``until``, or the process ends.
+
+        False: ``timeout`` seconds passed.
+        """
         deadline = time.monotonic() + timeout
         while True:
-            ended = self.is_over  # asked before the read, so that nothing is left behind it
+            ended = self.is_over  # before the read, which then gets all output
             *lines, self._unfinished = (self._unfinished + self._answer.read()).split("\n")
             for number, line in enumerate(lines):
                 self.events.append(json.loads(line))
@@ -197,7 +205,7 @@ class Child:
         return self._process.poll() is not None
 
     def end(self, error: str | None = None) -> Ended:
-        """Kill what is left of the process; ``error`` outweighs what its exit says."""
+        """Kill the rest of the process; ``error`` overrides its exit status."""
         self._kill()
         seconds = time.monotonic() - self._started
         error = error or _error(self._process.returncode, self.events)
@@ -207,16 +215,16 @@ class Child:
         return Ended(tuple(self.events), seconds, error, tail, self.records(), took)
 
     def records(self) -> tuple[dict[str, Any], ...]:
-        """What the plugin has put in the journals of the process and of those that it started, so far."""
-        # Under a command such as compute-sanitizer the engine is not this child, nor always a child of it.
-        said = {event["pid"] for event in self.events if "pid" in event}
-        return records_of({self._process.pid, *said}, self._since)
+        """Return the run records of the process and its children, so far."""
+        # Under a command such as compute-sanitizer the engine is another process, not always a child of this one.
+        reported = {event["pid"] for event in self.events if "pid" in event}
+        return records_of({self._process.pid, *reported}, self._since)
 
     def _kill(self) -> None:
         if self._killed:
-            return  # its number may be another process's by now
+            return  # another process may have the id now
         self._killed = True
-        with contextlib.suppress(ProcessLookupError):  # the usual case: it ended by itself and left nothing behind
+        with contextlib.suppress(ProcessLookupError):  # usually it has ended with all children
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         assert self._process.stdin is not None
@@ -225,8 +233,9 @@ class Child:
 
 
 def _telling(log: Sequence[str]) -> Sequence[str]:
-    """The end of a log, and before it what its last exceptions above are: those of an engine's processes come first,
-    and its caller then says at length that they have failed.
+    """Return the end of a log, after its last exceptions.
+
+    An engine's processes raise first, and then its caller reports at length that they have failed.
     """
     above = max(len(log) - _TAIL_LINES, 0)
     causes = [line for line in log[:above] if EXCEPTION.search(line)]
@@ -234,14 +243,14 @@ def _telling(log: Sequence[str]) -> Sequence[str]:
 
 
 class TimeIsUp(HwpluginError):
-    """The whole has taken as long as it may; what was measured before stays."""
+    """The run has reached its time limit; earlier measurements stay."""
 
 
 class TimeLimit:
-    """When a run of several engines is to end, whatever is left to do.
+    """The time limit of a run of several engines.
 
     Args:
-        seconds: from now on; None: no limit.
+        seconds: From now on; None: no limit.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
@@ -249,19 +258,17 @@ class TimeLimit:
         self._end = math.inf if seconds is None else time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds, not below 0; infinite without a limit."""
+        """Return the seconds left, at least 0; infinite without a limit."""
         return max(0.0, self._end - time.monotonic())
 
 
 class Session(Child):
-    """A child that follows commands, from its start to its end; what it is asked after it failed is not done.
+    """A child that follows commands; after a failure it ignores them.
 
     Args:
-        module: of the process.
-        job: what it is given.
-        on_event: called with what it says.
-        limit: of all waiting.
-        under: a command that runs Python, such as compute-sanitizer with its options.
+        on_event: Called for each event.
+        limit: Limit of all waiting.
+        under: A command that runs Python, such as compute-sanitizer with its options.
     """
 
     def __init__(
@@ -279,54 +286,59 @@ class Session(Child):
         self._ended: Ended | None = None
 
     def wait_for(self, event: str, timeout: float) -> bool:
-        """Whether the process says ``event`` within ``timeout`` seconds; if not, it has failed.
+        """Wait for ``event``; return whether it came in time.
+
+        If not, the process has failed.
 
         Raises:
-            TimeIsUp: all together have taken as long as they may; this one has not failed.
+            TimeIsUp: The run has reached its time limit; this process has not failed.
         """
         if self.error is not None:
             return False
         left, before = self._limit.left(), len(self.events)
-        in_time = self.follow(min(timeout, left), until=lambda one: one["event"] == event, on_event=self._on_event)
+        in_time = self.follow(min(timeout, left), until=lambda heard: heard["event"] == event, on_event=self._on_event)
         if not in_time:
             if left < timeout and not self._limit.left():
                 raise TimeIsUp(f"the time limit of {self._limit.seconds:g} s")
             self.error = f"no answer {event!r} after {timeout:.0f} s; killed"
-            # At once: it would go on beside the sides that are still measured.
+            # Immediately: it would disturb the sides that are still measured.
             self._ended = self.end(self.error)
-        elif [one["event"] for one in self.events[before:][-1:]] != [event]:
-            self.error = ""  # the process is over, and its exit says why
+        elif [heard["event"] for heard in self.events[before:][-1:]] != [event]:
+            self.error = ""  # the process has ended, and `ended` returns why
         return self.error is None
 
     def tell(self, command: Mapping[str, Any]) -> None:
-        """Give a command whose answer is waited for later."""
+        """Give a command; :meth:`wait_for` waits for its answer."""
         if self.error is None:
             super().tell(command)
 
     def ask(self, command: Mapping[str, Any], answer: str, timeout: float) -> bool:
-        """Give a command and wait for its answer, as :meth:`wait_for`."""
+        """Give a command, and wait for its answer as :meth:`wait_for`."""
         self.tell(command)
         return self.wait_for(answer, timeout)
 
     def wait_for_end(self, timeout: float = _END) -> None:
-        """See the process go that was told to end, or that ends by itself.
+        """Wait for the end of the process.
 
-        The limit does not count here: all is done, and an engine that is ended meanwhile would be taken for a failure.
+        The run's limit does not apply: the work is done, and killing the engine would look like a failure.
         """
         self._limit = TimeLimit()
         if self.wait_for("done", timeout):
-            self.follow(timeout, until=lambda one: False)
+            self.follow(timeout, until=lambda event: False)
 
     def ended(self) -> Ended:
-        """What came of it; the process is over then."""
+        """Return the result; the process has ended then."""
         return self._ended or self.end(self.error)
 
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Unwind on SIGTERM as on Ctrl-C: an engine that outlives a time limit keeps the memory of the GPU."""
+    """Unwind on SIGTERM as on Ctrl-C.
+
+    An engine that outlives a time limit keeps the GPU's memory.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers, and only it is interrupted
+        yield  # only the main thread may set handlers, and only the main thread is interrupted
         return
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -346,12 +358,16 @@ def _error(code: int, events: Sequence[Event]) -> str | None:
 
 
 def records_of(kin: set[int], since: datetime) -> tuple[dict[str, Any], ...]:
-    """The process journals of the processes ``kin`` and of those that they started, oldest first."""
+    """Return the run records of these processes and their children.
+
+    The oldest is first.
+    """
     kin = set(kin)
-    found = []
-    for one in journals.read_all():
-        # Process ids come round again, and records outlive their processes; another container has the same ids.
-        if one.pids == pids() and datetime.fromisoformat(one.started) >= since and (one.pid in kin or one.ppid in kin):
-            kin.add(one.pid)
-            found.append(dataclasses.asdict(one))
-    return tuple(found)
+    records = []
+    for record in journals.read_all():
+        # Process ids are reused, and records outlive their processes; another container has the same ids.
+        is_new = record.pids == pids() and datetime.fromisoformat(record.started) >= since
+        if is_new and (record.pid in kin or record.ppid in kin):
+            kin.add(record.pid)
+            records.append(dataclasses.asdict(record))
+    return tuple(records)

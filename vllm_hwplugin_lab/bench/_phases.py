@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the host's time of a step goes, by the functions of vLLM that it runs through, without a profiler.
+"""The host's time of a step by vLLM's functions, without a profiler.
 
-No list of names: whatever methods the model runner, its drafter, the scheduler and the runner's helpers have in this
-version are timed, and so are the functions of their modules and those that these import from vLLM. A timed call costs
-the host about a microsecond, so sums are a little more than what an engine takes that is not looked at.
+There is no list of names. All methods of this version's model runner, drafter, scheduler and helpers of the runner are
+timed, and the functions that their modules define or import from vLLM. A timed call costs the host about a microsecond,
+so sums are slightly more than in an engine that is not timed.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from ._inside import drafter_of
 
 STEP = "step"
 WAITING = "Future.result"
-#: Whose classes and functions are looked at.
+#: Modules whose classes and functions are timed.
 _OURS = ("vllm.v1.", "vllm_hwplugin.spec_decode")
 
-#: From the outermost function to the innermost.
+#: Names from the outermost function to the innermost.
 Path = tuple[str, ...]
-#: How many functions it stands below, its name, calls a step, and microseconds a step.
+#: Depth, name, calls per step, and microseconds per step.
 PhaseRow = tuple[int, str, float, float]
 
 
 @dataclass
 class Phases:
-    """Filled while :func:`timed` is entered.
+    """Times while :func:`timed` is entered.
 
     Attributes:
-        seconds: of each step that a path was in, by path; paths in the order of their first call.
-        calls: of each path, of all steps.
+        seconds: Path -> its time in each step that has it, in the order of first calls.
+        calls: Path -> its calls in all steps.
     """
 
     seconds: dict[Path, list[float]] = field(default_factory=dict)
     calls: Counter[Path] = field(default_factory=Counter)
 
     def add_step(self, taken: Mapping[Path, Sequence[float]]) -> None:
-        """Add what one step took: path -> the time of each call."""
+        """Add a step: path -> the time of each call."""
         for path, times in taken.items():
             self.seconds.setdefault(path, []).append(sum(times))
             self.calls[path] += len(times)
 
     def rows(self) -> list[PhaseRow]:
-        """A row a path, each before what it contains.
+        """Return a row per path, each before the paths inside it.
 
-        Of the steps the median counts: prompts, and what else is rare, leave it alone.
+        A row has the median over steps, which prompts and other rare steps do not change.
         """
         steps = self.calls[(STEP,)]
         order = {path: place for place, path in enumerate(self.seconds)}
@@ -90,11 +90,11 @@ def timed(core: Any, runner: Any) -> Iterator[Phases]:
     def timing(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal above
-            # What is done on other threads is not what a step waits for; what is done between steps is not its own.
+            # A step does not wait for other threads, and calls between steps are not part of one.
             if threading.get_ident() != thread or (not above and name != STEP):
                 return original(*args, **kwargs)
             outside, above = above, (*above, name)
-            times = taken.setdefault(above, [])  # before the call, so that what contains comes first
+            times = taken.setdefault(above, [])  # before the call, so that outer paths come first
             started = time.perf_counter()
             try:
                 return original(*args, **kwargs)
@@ -115,7 +115,7 @@ def timed(core: Any, runner: Any) -> Iterator[Phases]:
             *_waiting(Future),
         ]:
             own, original = vars(owner), getattr(owner, name)
-            # What was the class's comes back into view when the instance's own is gone.
+            # Deleting the instance's attribute reveals the class's.
             undo = (setattr, owner, name, original) if name in own else (delattr, owner, name)
             setattr(owner, name, timing(original, shown))
             stack.callback(*undo)
@@ -123,13 +123,13 @@ def timed(core: Any, runner: Any) -> Iterator[Phases]:
 
 
 def _owners(core: Any, runner: Any) -> Iterator[Any]:
-    """What a step goes through, as objects: from the core to the runner, its drafter, and what these two hold."""
+    """Yield the objects of a step: core, runner, drafter, and theirs."""
     drafter = drafter_of(runner)
-    held = [one for owner in (runner, drafter) if owner is not None for one in vars(owner).values()]
+    helpers = [value for owner in (runner, drafter) if owner is not None for value in vars(owner).values()]
     executor = getattr(core, "model_executor", None)
     worker = getattr(getattr(executor, "driver_worker", None), "worker", None)
     seen = set()
-    for owner in (core, core.scheduler, executor, worker, runner, drafter, *held):
+    for owner in (core, core.scheduler, executor, worker, runner, drafter, *helpers):
         if _kinds(owner) and _takes_attributes(owner) and id(owner) not in seen:
             seen.add(id(owner))
             yield owner
@@ -153,7 +153,10 @@ def _methods(owners: Sequence[Any]) -> Iterator[tuple[Any, str, str]]:
 
 
 def _waiting(kind: type[Future[Any]]) -> Iterator[tuple[Any, str, str]]:
-    """Where a step waits for what the one before it has computed: any kind of future, whose objects are made anew."""
+    """Yield ``result`` of every kind of future.
+
+    A step waits there for the previous step; vLLM makes new futures in each.
+    """
     if "result" in vars(kind):
         yield kind, "result", WAITING
     for derived in kind.__subclasses__():
@@ -161,8 +164,8 @@ def _waiting(kind: type[Future[Any]]) -> Iterator[tuple[Any, str, str]]:
 
 
 def _functions(owners: Sequence[Any]) -> Iterator[tuple[Any, str, str]]:
-    """What the modules of the owners' classes have defined or imported, where they look it up."""
+    """Yield the functions that the modules of the owners' classes use."""
     for module in sorted({kind.__module__ for owner in owners for kind in _kinds(owner)}):
-        for name, found in list(vars(sys.modules[module]).items()):
-            if inspect.isfunction(found) and found.__module__.startswith(_OURS):
+        for name, function in list(vars(sys.modules[module]).items()):
+            if inspect.isfunction(function) and function.__module__.startswith(_OURS):
                 yield sys.modules[module], name, name

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count, per verify step, what the host launches and how long the GPU works, from torch's profiler.
+"""Launches and GPU time per verify step, from torch's profiler.
 
-A step lies between the starts of two successive ``execute_model`` calls; only steps that verify drafts for every
-running request count, so prefill and the ragged end do not blur the figures. The draft phase is the drafter's
-``propose``.
+A step is the time between the starts of two successive ``execute_model`` calls. Only steps that verify drafts for every
+running request count, which excludes prefill and the end of a batch. The draft phase is the drafter's ``propose``.
 """
 
 from __future__ import annotations
@@ -31,39 +30,39 @@ _RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
 
 
 class Profile:
-    """What the ``profiled`` block has collected, which takes its time to look into.
+    """The profile of a ``profiled`` block; reading it takes time.
 
     Args:
-        kept: see :func:`profiled`.
+        file: See :func:`profiled`.
     """
 
-    def __init__(self, kept: Path | None) -> None:
-        self._kept = kept
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
         self.profiler: Any = None
 
     @cached_property
     def trace(self) -> list[dict[str, Any]]:
-        """The events of the Chrome trace, after the block."""
+        """Events of the Chrome trace, after the block."""
         with tempfile.TemporaryDirectory(prefix="hwplugin-trace-") as folder:
-            path = Path(folder) / "trace.json" if self._kept is None else self._kept
+            path = Path(folder) / "trace.json" if self._file is None else self._file
             self.profiler.export_chrome_trace(str(path))
             opened = gzip.open if path.suffix == ".gz" else open
             with opened(path, "rt", encoding="utf-8") as trace:
                 return list(json.load(trace)["traceEvents"])
 
     def counts(self) -> dict[str, Any]:
-        """As :func:`counts_per_step`."""
+        """Return :func:`counts_per_step` of the trace."""
         return counts_per_step(self.trace)
 
 
 @contextmanager
-def profiled(runner: Any, kept: Path | None = None) -> Iterator[Profile]:
+def profiled(runner: Any, file: Path | None = None) -> Iterator[Profile]:
     """Profile the block.
 
     Args:
-        runner: vLLM's model runner (V1 or V2), whose steps and drafts are marked meanwhile.
-        kept: where to leave the Chrome trace, which Perfetto reads, when it is looked into; a name that ends with
-            ``.gz`` is compressed.
+        runner: vLLM's model runner (V1 or V2); its steps and drafts are marked.
+        file: File for the Chrome trace (for Perfetto), written when the profile is read; compressed if it ends with
+            ``.gz``. None: no file stays.
     """
     import torch
     from torch.profiler import record_function, supported_activities
@@ -78,11 +77,11 @@ def profiled(runner: Any, kept: Path | None = None) -> Iterator[Profile]:
     def step_name(scheduler_output: Any, *_: Any, **__: Any) -> str:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         tokens = scheduler_output.num_scheduled_tokens
-        # Without a drafter a request that decodes has one token.
+        # Without a drafter a decoding request has one token.
         decode = len(drafts) == len(tokens) if drafts_here else set(tokens.values()) == {1}
         return STEP if tokens and decode and not scheduler_output.scheduled_new_reqs else OTHER_STEP
 
-    result = Profile(kept)
+    result = Profile(file)
     drafter, drafts_here = drafting_of(runner), drafter_of(runner) is not None
     runner.execute_model = marked(runner.execute_model, step_name)
     if drafter is not None:
@@ -93,17 +92,19 @@ def profiled(runner: Any, kept: Path | None = None) -> Iterator[Profile]:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
     finally:
-        # Both were set on the instance, above the class's own methods.
+        # Both were set on the instances.
         del runner.execute_model
         if drafter is not None:
             del drafter.propose
 
 
 def counts_per_step(trace: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the verify steps of a Chrome trace (times in microseconds); pure, tested without a GPU.
+    """Return medians over the verify steps of a Chrome trace.
 
-    The GPU runs behind the host, so its busy time is not cut at single steps: it is what the kernels, copies and sets
-    of the whole window cover, divided by the steps.
+    Times are in microseconds.
+
+    The GPU runs behind the host, so its busy time is not measured per step: it is the time that kernels, copies and
+    sets cover in all windows, divided by the steps.
     """
     spans = [e for e in trace if e.get("ph") == "X"]
     marks = sorted((e for e in spans if e.get("cat") == "user_annotation"), key=lambda e: e["ts"])
@@ -150,7 +151,7 @@ def _kind(name: str) -> str:
 
 
 def _covered(work: list[tuple[float, float]], windows: list[tuple[float, float]]) -> float:
-    """How much of the windows the union of the work intervals covers."""
+    """Return how much of the windows the work intervals cover."""
     merged: list[list[float]] = []
     for start, end in sorted(work):
         if merged and start <= merged[-1][1]:

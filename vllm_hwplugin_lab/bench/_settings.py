@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine settings that make two runs comparable, by host."""
+"""Engine settings for comparable runs, by host."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from vllm_hwplugin.patching import load_catalogue
 
 _COMMON = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
-# The runner is pinned because vLLM's choice depends on version and model.
+# Pinned, because vLLM's choice of the runner depends on version and model.
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def stock_environment(device: str) -> dict[str, str]:
-    """The plugin's variables for an engine that is vLLM as it would be without the plugin.
+    """Return the plugin's variables for an unpatched engine.
 
-    The master gate is off, so all sides run the same installation. On ``musa`` vLLM has no platform without the
-    plugin's class: there every feature is off (patches, operations, attention), and the class stays.
+    ``VLLM_HWPLUGIN`` is 0, so all sides run the same installation. On ``musa`` vLLM has no platform without the
+    plugin's class: there every feature is off (patches, operations, attention), and only the class stays.
     """
     if device == "musa":
         off = {gate.name: "off" for gate in (*gates.GATES, *load_catalogue().gates) if gate.switches}
@@ -35,15 +35,15 @@ def engine_environment(
     v2_runner: bool = False,
     own_process: bool = False,
 ) -> dict[str, str]:
-    """The variables to set for one engine process, above the user's own.
+    """Return an engine process's variables, on top of the user's.
 
     Args:
         device: vLLM's device type.
-        patched: with the plugin.
-        extra: wins over both, except that it switches no feature on in stock (see :func:`stock_environment`).
-        v2_runner: on Model Runner V2.
-        own_process: the engine's core is another process than the caller, as users have it; else they share one, in
-            which the caller sees the engine's objects.
+        patched: With the plugin.
+        extra: Overrides the rest, but does not switch features on in unpatched engines (see :func:`stock_environment`).
+        v2_runner: On Model Runner V2.
+        own_process: Whether the engine core runs in its own process, as for users; else it shares the caller's, which
+            can access the engine's objects.
     """
     side = {"VLLM_HWPLUGIN": "1"} if patched else stock_environment(device)
     runner, process = "1" if v2_runner else "0", "1" if own_process else "0"
@@ -55,9 +55,9 @@ def engine_environment(
 
 
 def engine_options(device: str, *, max_model_len: int, cudagraph_mode: str, max_num_seqs: int) -> dict[str, Any]:
-    """``LLM`` arguments without the model and the drafter.
+    """Return arguments of ``LLM`` without the model and the drafter.
 
-    CPU: float32, because bfloat16 has near-ties whose argmax flips with the batch's shape, and eager. GPU: graphs.
+    CPU: eager, in float32, because bfloat16 has near-ties whose argmax depends on the batch's shape. GPU: graphs.
     """
     options: dict[str, Any] = {
         "max_model_len": max_model_len,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model shapes for dummy weights: only config files are written, vLLM fills the weights itself (load_format=dummy)."""
+"""Model shapes for dummy weights: config files for vLLM's load_format=dummy."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from typing import Any, Final
 
 from packaging.version import Version
 
-#: In place of a method: the target decodes alone.
+#: Instead of a method: no speculation.
 NO_DRAFTS: Final = "none"
 #: The methods that some shape has a drafter for, and `NO_DRAFTS`.
 METHODS: Final = ("eagle3", "dflash", "mtp", "draft_model", NO_DRAFTS)
-#: Vocabulary of the Eagle3 drafter, as published drafters for Qwen3 have it.
+#: Vocabulary of the Eagle3 drafter, as in published drafters for Qwen3.
 DRAFT_VOCABULARY = 32000
 _POSITIONS = 4096
 _DFLASH_LAYERS = 5
-#: The shape that drafts as a model of its own; it has the vocabulary of every Qwen3.
+#: The shape of the method `draft_model`; it has the vocabulary of every Qwen3.
 DRAFT_MODEL: Final = "0.6b"
-#: Of bfloat16.
+#: Bytes of a bfloat16.
 _ELEMENT = 2
 #: The first supported vLLM.
 _ALWAYS: Final = Version("0.20.0")
-#: The first vLLM whose Model Runner V2 takes hybrids (`_get_v2_model_runner_unsupported_features` of its config).
+#: The first vLLM whose Model Runner V2 runs hybrids (`_get_v2_model_runner_unsupported_features` of its config).
 _HYBRIDS_ON_V2: Final = Version("0.23.0")
 
 
 def _rope(theta: float, **more: Any) -> dict[str, Any]:
-    """As configs of both generations of Transformers say it."""
+    """Return the configuration for both generations of Transformers."""
     return {**more, "rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta, **more}}
 
 
 @dataclass(frozen=True)
 class Recurrent:
-    """The layers of a hybrid that have a state in place of keys and values (gated delta net): three of four.
+    """The layers of a hybrid with a state instead of keys and values (gated delta net): three of four.
 
     Attributes:
-        state_element: bytes of an element of the state that is carried from token to token.
+        state_element: Bytes of an element of the recurrent state.
     """
 
     key_heads: int = 16
@@ -49,7 +49,7 @@ class Recurrent:
     state_element: int = _ELEMENT
 
     def state_bytes(self, k: int) -> int:
-        """Of one layer for one token of a request that has `k` drafts."""
+        """Return a layer's bytes for a token, with `k` drafts."""
         channels = (2 * self.key_heads + self.value_heads) * self.head_dim
         carried = self.value_heads * self.head_dim * self.head_dim * self.state_element
         return carried + channels * (self.kernel - 1 + k) * _ELEMENT
@@ -67,20 +67,20 @@ class Recurrent:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model, from its published config.json. One whose name ends with `-4l` has 4 of its layers.
+    """The sizes of a model from its published config.json; a name with `-4l` means only 4 of its layers.
 
     Attributes:
-        title: what a reader is to call it.
-        intermediate: of a dense layer, those of the drafter included.
+        title: Name for readers.
+        intermediate: Size of dense layers, in the drafter too.
         model: `model_type` and `architectures`.
-        rope: the config's keys about rotary embeddings.
-        more: what the config says beside the sizes above.
-        methods: those that it has a drafter for, with the first vLLM that knows the model and runs them. With `mtp` the
-            drafter is one more layer of the model, unless it has an assistant.
-        assistant: the config of a drafter that reads the target's keys and values.
-        draft_heads: heads, KV heads and their size of the drafter; None: those of the model.
-        kv_bytes: of one token in one layer with attention; None: keys and values of all KV heads.
-        recurrent: the other layers of a hybrid.
+        rope: The config's keys for rotary embeddings.
+        more: The config's other keys.
+        methods: Methods with a drafter -> the first vLLM that runs the model and the method. With `mtp` the drafter is
+            one more layer of the model, unless it has an assistant.
+        assistant: The config of a drafter that reads the target's keys and values.
+        draft_heads: The drafter's heads, KV heads and head size; None: as the model's.
+        kv_bytes: Bytes of a token in a layer with attention; None: keys and values of all KV heads.
+        recurrent: The other layers of a hybrid.
         tensor_parallel_size: GPUs of an engine.
     """
 
@@ -104,7 +104,7 @@ class Shape:
     tensor_parallel_size: int = 1
 
 
-#: As Qwen3's and DeepSeek's FP8 checkpoints say it.
+#: As in Qwen3's and DeepSeek's FP8 checkpoints.
 _FP8: Final = {
     "quantization_config": {
         "quant_method": "fp8",
@@ -114,7 +114,7 @@ _FP8: Final = {
     }
 }
 
-#: What Gemma 4 and its assistant have alike.
+#: Shared by Gemma 4 and its assistant.
 _GEMMA4_TEXT: Final = {
     "rope_parameters": {
         "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
@@ -197,8 +197,7 @@ SHAPES: Final[Mapping[str, Shape]] = {
         methods={"mtp": _ALWAYS},
         recurrent=Recurrent(),
     ),
-    # For text alone: without its encoder of images and with positions of one dimension. vLLM has such a
-    # model from 0.27 on.
+    # Only for text: without its image encoder, and with one-dimensional positions. vLLM has such a model from 0.27 on.
     "qwen3.5-4b": Shape(
         "Qwen3.5-4B",
         layers=32,
@@ -309,7 +308,7 @@ SHAPES: Final[Mapping[str, Shape]] = {
         },
         methods={"eagle3": _ALWAYS},
     ),
-    # For text alone: without its encoders of images and sounds. The last 18 layers read the keys and values of others.
+    # Only for text: without its image and audio encoders. The last 18 layers read other layers' keys and values.
     "gemma-4-e4b": Shape(
         "Gemma-4-E4B",
         layers=42,
@@ -365,34 +364,40 @@ SHAPES: Final[Mapping[str, Shape]] = {
 
 
 def why_not(name: str, method: str, vllm: Version, *, on_v2: bool) -> str | None:
-    """Why this vLLM cannot run a shape with a drafter; None where it can.
+    """Return why this vLLM cannot run a shape with a drafter.
+
+    None: it can.
 
     Args:
-        name: of `SHAPES`.
-        method: of vLLM's speculative config, or `NO_DRAFTS`.
-        vllm: its version.
-        on_v2: on Model Runner V2, too.
+        name: A key of `SHAPES`.
+        method: A method of vLLM's speculative config, or `NO_DRAFTS`.
+        vllm: vLLM's version.
+        on_v2: Also on Model Runner V2.
     """
     shape = SHAPES[name]
-    # One of its drafters may need a newer vLLM than another, none an older one than the model.
+    # Drafters may need a newer vLLM than the model.
     since = min(shape.methods.values()) if method == NO_DRAFTS else shape.methods.get(method)
     if since is None:
         return f"--shape {name} has no drafter for {method}; it has one for {', '.join(shape.methods)}"
     if vllm.release < since.release:
-        return f"--shape {name} needs vLLM {since} or newer with {method}, and this is {vllm}"
+        return f"--shape {name} with {method} needs vLLM {since} or later, found {vllm}"
     if on_v2 and shape.recurrent is not None and vllm.release < _HYBRIDS_ON_V2.release:
-        return f"--shape {name} is a hybrid, which Model Runner V2 runs since {_HYBRIDS_ON_V2}, and this is {vllm}"
+        return (
+            f"--shape {name} is a hybrid, which needs vLLM {_HYBRIDS_ON_V2} or later on Model Runner V2, found {vllm}"
+        )
     return None
 
 
 def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[Path, Path | None]:
-    """Write the config of a target and of its drafter; returns their folders, None for one that has no folder.
+    """Write the configurations of a target and its drafter; return their folders.
+
+    None: the drafter has no folder.
 
     Args:
-        shape: the target; the drafter has its layer sizes, but for a model of its own.
-        folder: where to write.
+        shape: The target. The drafter has its layer sizes, except with `draft_model`.
+        folder: The parent of both folders.
         method: `eagle3` (one layer), `dflash` (five layers), `draft_model` (Qwen3-0.6B), `mtp` or `NO_DRAFTS`.
-        block: the number of positions DFlash was trained on, 1 + the drafted tokens.
+        block: Positions that DFlash was trained on: 1 + the drafted tokens.
     """
     target = folder / "target"
     _write(target, _target(shape))
@@ -431,7 +436,10 @@ def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Give a shape's target a tokenizer, unless it has one: a word a token, so that a text has its tokens again."""
+    """Give a shape's target a tokenizer with a word per token.
+
+    A text then has its tokens again. An existing tokenizer stays.
+    """
     if (folder / "tokenizer_config.json").exists():
         return
     words = {f"t{number}": number for number in range(vocabulary)}
@@ -443,19 +451,20 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
     }
     kinds = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     (folder / "tokenizer.json").write_text(json.dumps(whole), encoding="utf-8")
-    # Last: where it is, the other is whole.
+    # Written last: if it exists, the other file is complete.
     (folder / "tokenizer_config.json").write_text(json.dumps(kinds), encoding="utf-8")
 
 
 def cache_bytes(shape: Shape, method: str, k: int, requests: int, length: int) -> int:
-    """Of what so many requests of so many tokens keep in bfloat16, the drafter's layers included.
+    """Return the bytes of a cache for requests of a length.
+
+    In bfloat16, with the drafter's layers.
 
     Args:
-        shape: the target.
-        method: of speculation, or `NO_DRAFTS`.
-        k: drafted tokens a step.
-        requests: how many.
-        length: tokens of each.
+        shape: The target.
+        k: Drafted tokens per step.
+        requests: Number of requests.
+        length: Tokens of each request.
     """
     draft = SHAPES[DRAFT_MODEL] if method == "draft_model" else shape
     of_mtp = 1 if shape.assistant is None else 0
@@ -466,7 +475,7 @@ def cache_bytes(shape: Shape, method: str, k: int, requests: int, length: int) -
     if shape.recurrent is None:
         return requests * length * (shape.layers * token + drafting * of_draft)
     attending = shape.layers // 4
-    # vLLM gives all layers blocks of one size, into which a state fits.
+    # vLLM gives all layers blocks of one size, which must fit a state.
     block = shape.recurrent.state_bytes(k)
     states = (shape.layers - attending) * (1 + k)
     blocks = sum(count * -(-length * size // block) for count, size in ((attending, token), (drafting, of_draft)))
@@ -477,7 +486,7 @@ def _target(shape: Shape) -> dict[str, Any]:
     model_type, architecture = shape.model
     sizes = _common(shape, shape.layers, (shape.heads, shape.kv_heads, shape.head_dim))
     if model_type not in ("qwen3", "qwen3_moe"):
-        # Others say in their own way which layers have a window.
+        # Other models have other keys for the layers with a window.
         sizes = {key: value for key, value in sizes.items() if "window" not in key}
     recurrent = {} if shape.recurrent is None else shape.recurrent.config()
     names = {"architectures": [architecture], "model_type": model_type}

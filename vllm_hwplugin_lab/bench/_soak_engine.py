@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine does in a soak: it runs the load, or it judges texts.
+"""An engine's work in a soak: run the load, or judge texts.
 
-The judge, an engine without speculation, reads each text once and says how far below its own first choice every token
-was. A greedy text has no such token; in bfloat16 a near-tie may go either way with the shape of the batch, and its gap
-is small.
+The judge, an engine without speculation, reads each text once and returns every token's distance below its own first
+choice. In a greedy text the distance is zero; in bfloat16 near-ties depend on the shape of the batch, and have small
+distances.
 
-Which requests a load has, and how many are wanted at once, is drawn from a seed, and neither depends on the engine. So
-every engine gets the same requests, and two engines that draft alike get them at the same steps.
+Requests and their concurrency are drawn from a seed, independently of the engine. So every engine gets the same
+requests, and two engines that draft alike get them at the same steps.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ._inside import counters, model_runner
 from ._job import Workload
 from ._watch import watched
 
-#: New tokens of a request, at most, unless it is one of those that run into the model's limit.
+#: Most new tokens of a request that does not run to the model's limit.
 _MAX_TOKENS = 160
-#: One request in so many runs until the model's limit, where drafts reach beyond the last position.
+#: One in this many requests runs to the model's limit, where drafts reach beyond the last position.
 _TO_THE_LIMIT = 16
-#: For how many steps the number of wanted requests stays as it is.
+#: Fewest and most steps with an unchanged number of requests.
 _HOLD = (4, 48)
 _FIRST_HOLD = 24
 _PROGRESS_SECONDS = 1.0
@@ -34,19 +34,18 @@ _PROGRESS_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Request:
-    """One request: token ids of the prompt, and how many new tokens end it."""
+    """A request: the prompt's token ids, and the number of new tokens."""
 
     prompt: tuple[int, ...]
     max_tokens: int
 
 
 def requests(pool: Sequence[Sequence[int]], seed: int, max_model_len: int) -> Iterator[Request]:
-    """Requests without end: beginnings of one or two prompts of ``pool`` in a row, cut at any token.
+    """Yield requests forever: prompts of ``pool``, joined and cut at any token.
 
     Args:
-        pool: prompts of token ids; two in a row must leave room for an answer within ``max_model_len``.
-        seed: same seed, same requests.
-        max_model_len: tokens of prompt and answer together, at most.
+        pool: Prompts of token ids. Two joined prompts must leave tokens for an answer within ``max_model_len``.
+        max_model_len: Most tokens of prompt and answer together.
     """
     dice = random.Random(f"requests {seed}")
     while True:
@@ -58,7 +57,10 @@ def requests(pool: Sequence[Sequence[int]], seed: int, max_model_len: int) -> It
 
 
 def wanted(seed: int, max_num_seqs: int) -> Iterator[int]:
-    """How many requests to have in the engine, step by step: one first, then the most, then anything between."""
+    """Yield the number of requests per step.
+
+    First one request, then the most, then any number between.
+    """
     dice = random.Random(f"wanted {seed}")
     for size in (1, max_num_seqs):
         yield from [size] * _FIRST_HOLD
@@ -67,8 +69,9 @@ def wanted(seed: int, max_num_seqs: int) -> Iterator[int]:
 
 
 def soak(llm: Any, command: Mapping[str, Any], workload: Workload, answer: Answer) -> dict[str, Any]:
-    """Keep the engine under a load of ``workload``'s prompts and at most ``batch`` requests, until it has made the
-    command's ``steps`` or the time is past ``until``; then let the requests that are in it end.
+    """Load the engine until the command's ``steps`` or ``until``.
+
+    The load has at most ``batch`` requests of ``workload``'s prompts; they are finished after the end.
     """
     import torch
     from vllm import SamplingParams
@@ -79,8 +82,8 @@ def soak(llm: Any, command: Mapping[str, Any], workload: Workload, answer: Answe
     texts: list[tuple[int, list[int], list[int]]] = []
     coming = requests(workload.prompts, command["seed"], length)
     sizes = wanted(command["seed"], workload.batch)
-    asked: list[Request] = []
-    started = said = time.perf_counter()
+    sent: list[Request] = []
+    started = reported = time.perf_counter()
     runner = model_runner(llm)
     graphs = None if getattr(runner, "device", torch.device("cpu")).type == "cpu" else torch.cuda.CUDAGraph
     with watched(runner, graphs) as counts:
@@ -91,39 +94,42 @@ def soak(llm: Any, command: Mapping[str, Any], workload: Workload, answer: Answe
         while running or goes_on():
             size = next(sizes) if goes_on() else 0
             while running < size:
-                asked.append(next(coming))
+                sent.append(next(coming))
                 sampling = SamplingParams(
                     temperature=0.0,
-                    max_tokens=asked[-1].max_tokens,
+                    max_tokens=sent[-1].max_tokens,
                     ignore_eos=True,
                     detokenize=False,
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 )
-                prompt = {"prompt_token_ids": list(asked[-1].prompt)}
-                engine.add_request(str(len(asked) - 1), prompt, sampling)
+                prompt = {"prompt_token_ids": list(sent[-1].prompt)}
+                engine.add_request(str(len(sent) - 1), prompt, sampling)
                 running += 1
             for output in engine.step():
                 if output.finished:
                     running -= 1
                     number = int(output.request_id)
-                    texts.append((number, list(asked[number].prompt), list(output.outputs[0].token_ids)))
-            if time.perf_counter() - said > _PROGRESS_SECONDS:
-                said = time.perf_counter()
+                    texts.append((number, list(sent[number].prompt), list(output.outputs[0].token_ids)))
+            if time.perf_counter() - reported > _PROGRESS_SECONDS:
+                reported = time.perf_counter()
                 answer.say("progress", steps=counts.steps)
-    found = counters(llm)
+    counted = counters(llm)
     return {
         "seconds": time.perf_counter() - started,
-        "requests": len(asked),
+        "requests": len(sent),
         "tokens": sum(len(text) for _, _, text in texts),
-        "drafts": found["drafts"],
-        "accepted_per_position": found["accepted"],
+        "drafts": counted["drafts"],
+        "accepted_per_position": counted["accepted"],
         **counts.facts(),
         "texts": sorted(texts),
     }
 
 
 def judge(llm: Any, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
-    """For each prompt and its answer, how far each of the answer's tokens is below the first choice, in nats."""
+    """Return each answer token's distance to the first choice.
+
+    In nats, for each prompt and its answer.
+    """
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
@@ -133,15 +139,14 @@ def judge(llm: Any, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> lis
 
 
 def gaps(positions: Sequence[Mapping[int, Any] | None], tokens: Sequence[int]) -> list[float]:
-    """How far below the first choice each of the last ``len(tokens)`` positions is.
+    """Return the distance to the first choice at the last positions.
 
     Args:
-        positions: vLLM's prompt logprobs: at each position the token that stands there and the likeliest one, and
-            None at the first, which nothing comes before.
-        tokens: the tokens that stand at the last positions.
+        positions: vLLM's prompt logprobs: at each position the text's token and the likeliest token; None at the first.
+        tokens: The tokens at the last positions.
     """
-    found = []
+    distances = []
     for choices, token in zip(positions[len(positions) - len(tokens) :], tokens, strict=True):
-        assert choices is not None  # only of a text without a prompt, and vLLM takes none
-        found.append(float(max(choice.logprob for choice in choices.values()) - choices[token].logprob))
-    return found
+        assert choices is not None  # vLLM accepts no text without a prompt
+        distances.append(float(max(choice.logprob for choice in choices.values()) - choices[token].logprob))
+    return distances

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model runner's steps are while it serves a live load, and how long each kind of them takes.
+"""Kinds of a model runner's steps in a server's load, and their times.
 
-vLLM's own runners say it, V1 and V2, so sides without the plugin are looked at alike. It costs a step 2 us.
+It observes vLLM's runners, V1 and V2, so it also works without the plugin. It costs 2 us per step.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from typing import Any
 
 from vllm_hwplugin.spec_decode.step_counts import SERVED, Reason, StepCounts
 
-#: Kind -> what it is called. The first three only verify and draft; the third lacks drafts that it might have.
+#: Kind -> its name in tables. The first three only verify and draft; the third has fewer drafts than possible.
 KINDS = {
     "same_requests": "same requests",
     "requests_changed": "changed",
     "fewer_drafts": "fewer drafts",
     "prompt": "with a prompt",
 }
-#: How the target ran, as vLLM names it.
+#: vLLM's CUDA graph modes of the target.
 GRAPHS = ("FULL", "PIECEWISE", "NONE")
 
 
 class StepKinds:
-    """Looks at a runner's steps from now on.
+    """Observe a runner's steps from now on.
 
-    A step has two times. ``host`` is from the start of ``execute_model`` to the end of ``sample_tokens``, with what
-    these wait for. ``seconds`` has, beside it, what passes until the next step starts: scheduling, and waiting for the
-    GPU. With asynchronous scheduling vLLM then waits for the step before, so that time is counted to it. Time in which
-    there are no requests is counted to none.
+    A step has two times. ``host`` is from the start of ``execute_model`` to the end of ``sample_tokens``, with their
+    waiting. ``seconds`` also has the time until the next step starts: scheduling, and waiting for the GPU. With
+    asynchronous scheduling vLLM then waits for the previous step, so that time counts for the previous step. Time
+    without requests does not count.
 
     Args:
         runner: vLLM's model runner.
@@ -38,11 +38,11 @@ class StepKinds:
         config = runner.vllm_config.speculative_config
         self._width = 1 if config is None else 1 + config.num_speculative_tokens
         self._runs_ahead = bool(runner.vllm_config.scheduler_config.async_scheduling)
-        # By kind, graph, and what the plugin's paths made of a step: steps, seconds, and seconds of the host.
+        # (kind, graph, outcomes of the plugin's paths) -> steps, seconds, and seconds of the host.
         self._sums: dict[tuple[Any, ...], list[float]] = {}
         self._before: list[float] | None = None
         self._decoded: list[str] = []
-        # Of the step that is under way.
+        # Of the current step.
         self._kind: str | None = None
         self._graph: str | None = None
         self._paths: list[tuple[StepCounts, Reason | None]] = []
@@ -50,23 +50,23 @@ class StepKinds:
         self._look(runner)
 
     def taken(self) -> list[dict[str, Any]]:
-        """What was seen since the last call, an entry for what steps had in common.
+        """Return the steps since the last call, grouped.
 
         Returns:
-            ``kind`` (of `KINDS`), ``graph`` (of `GRAPHS`), ``paths`` (what each path of the plugin made of them:
-            ``served``, or the label of its reason), how many ``steps``, and all their ``seconds`` and ``host_seconds``.
+            ``kind`` (of `KINDS`), ``graph`` (of `GRAPHS`), ``paths`` (each path's outcome: ``served``, or the label of
+            its reason), the number of ``steps``, and their total ``seconds`` and ``host_seconds``.
         """
-        found, self._sums = self._sums, {}
+        groups, self._sums = self._sums, {}
         return [
             {
                 "kind": kind,
                 "graph": graph,
-                "paths": {f"{one.feature} {one.part}": reason.label if reason else SERVED for one, reason in paths},
+                "paths": {f"{path.feature} {path.part}": reason.label if reason else SERVED for path, reason in paths},
                 "steps": int(steps),
                 "seconds": seconds,
                 "host_seconds": host,
             }
-            for (kind, graph, paths), (steps, seconds, host) in found.items()
+            for (kind, graph, paths), (steps, seconds, host) in groups.items()
         ]
 
     def _look(self, runner: Any) -> None:
@@ -88,10 +88,10 @@ class StepKinds:
             return output
 
         def noting_mode(*args: Any, **kwargs: Any) -> Any:
-            found = dispatch(*args, **kwargs)
-            # The first of a step is the target's; V1 returns the mode beside a description, V2 within it.
-            self._graph = self._graph or (found[0] if isinstance(found, tuple) else found.cg_mode).name
-            return found
+            graph = dispatch(*args, **kwargs)
+            # A step's first dispatch is the target's. V1 returns a tuple of mode and description, V2 a description.
+            self._graph = self._graph or (graph[0] if isinstance(graph, tuple) else graph.cg_mode).name
+            return graph
 
         def noting_served(path: StepCounts) -> None:
             self._paths.append((path, None))
@@ -101,7 +101,7 @@ class StepKinds:
             self._paths.append((path, reason))
             missed(path, reason)
 
-        # On the instances, above the classes' own methods; the plugin's paths are all of one class.
+        # On the instances, which hides the classes' methods; the plugin's paths share one class.
         runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
         if graphs is not None:
             graphs.dispatch = noting_mode
@@ -109,7 +109,7 @@ class StepKinds:
             setattr(StepCounts, name, noting)
 
     def _begin(self, now: float, scheduled: Any) -> None:
-        """A step begins, and the one before is over."""
+        """Begin a step, and account for the previous one."""
         if self._kind is not None:
             sums = self._sums.setdefault((self._kind, self._graph or "NONE", tuple(self._paths)), [0, 0.0, 0.0])
             host = self._ended - self._began
@@ -120,7 +120,7 @@ class StepKinds:
         requests, drafts = list(scheduled.num_scheduled_tokens), scheduled.scheduled_spec_decode_tokens
         before, self._decoded = self._decoded, requests
         tokens = scheduled.total_num_scheduled_tokens
-        if not tokens:  # vLLM only tells the runner which requests have ended
+        if not tokens:  # vLLM only reports ended requests
             self._kind = self._before = None
         elif (
             not scheduled.scheduled_new_reqs

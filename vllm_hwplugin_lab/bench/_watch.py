@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count what a model runner does: steps by batch size, draft phases, and replayed CUDA graphs."""
+"""Count a model runner's steps by batch size, its draft phases, and its replayed CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 from ._inside import drafting_of, replaying
 
 _TARGET, _DRAFT = "target", "draft"
-#: Of a step, in their order.
+#: Parts of a step, in their order.
 PARTS = ("inputs", _TARGET, "sampling", _DRAFT)
 
 
 @dataclass
 class Counts:
-    """Filled while :func:`watched` is entered.
+    """Counts while :func:`watched` is entered.
 
     Attributes:
-        steps: passes of the target over at least one token.
-        batch_sizes: requests in a step -> how many steps had so many.
-        mixed_steps: steps in which some requests began and others went on.
-        draft_phases: how often a step asked for drafts: the drafter's ``propose``, or that of the plugin's graphs.
-        draft_phases_in_graphs: those that replayed a CUDA graph.
-        replays: CUDA graphs replayed, by the part of a step: ``draft`` within a draft phase, ``inputs`` and
-            ``sampling`` within the plugin's methods of these, and ``target`` outside.
+        steps: Passes of the target over at least one token.
+        batch_sizes: Requests of a step -> number of steps.
+        mixed_steps: Steps in which some requests began and others continued.
+        draft_phases: Calls of ``propose``, of the drafter or of the plugin's graphs.
+        draft_phases_in_graphs: Draft phases that replayed a CUDA graph.
+        replays: Replayed CUDA graphs by part of the step: ``draft`` in a draft phase, ``inputs`` and ``sampling`` in
+            the plugin's methods for these, else ``target``.
     """
 
     steps: int = 0
@@ -38,7 +38,7 @@ class Counts:
     replays: Counter[str] = field(default_factory=Counter)
 
     def facts(self) -> dict[str, Any]:
-        """The counts for a results file."""
+        """Return the counts for a results file."""
         return {
             "steps": self.steps,
             "batch_sizes": {str(size): count for size, count in sorted(self.batch_sizes.items())},
@@ -55,7 +55,7 @@ def watched(runner: Any, graph_class: type | None) -> Iterator[Counts]:
 
     Args:
         runner: vLLM's model runner.
-        graph_class: ``torch.cuda.CUDAGraph``, through whose ``replay`` all graphs go; None without a GPU.
+        graph_class: ``torch.cuda.CUDAGraph``, whose ``replay`` all graphs call; None: no GPU.
     """
     counts = Counts()
     current = _TARGET
@@ -63,7 +63,7 @@ def watched(runner: Any, graph_class: type | None) -> Iterator[Counts]:
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         size, new = len(scheduler_output.num_scheduled_tokens), len(scheduler_output.scheduled_new_reqs)
-        if size:  # else vLLM only tells the runner which requests have ended
+        if size:  # otherwise vLLM only reports ended requests
             counts.steps += 1
             counts.batch_sizes[size] += 1
             counts.mixed_steps += 0 < new < size
@@ -95,7 +95,7 @@ def watched(runner: Any, graph_class: type | None) -> Iterator[Counts]:
     with ExitStack() as stack:
 
         def put(owner: Any, method: str, instead: Callable[..., Any]) -> None:
-            # On the instance, above the class's own method.
+            # On the instance, which hides the class's method.
             setattr(owner, method, instead)
             stack.callback(delattr, owner, method)
 

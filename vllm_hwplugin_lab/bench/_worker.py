@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark asks of the process that an engine runs in, where the caller is another one.
+"""A benchmark's methods in an engine's worker process, for a caller in another process.
 
-vLLM mixes the class that its option ``worker_extension_cls`` names into its worker, in every supported version and on
-every platform, and ``collective_rpc`` calls the methods by name. Only what `StepKinds` looks at is on the path of a
-step, and only of ``bench serve``.
+vLLM mixes the class of its option ``worker_extension_cls`` into its worker, in every supported version and on every
+platform, and ``collective_rpc`` calls the methods by name. Only `StepKinds` adds work to a step, and only in ``bench
+serve``.
 """
 
 from __future__ import annotations
@@ -16,31 +16,37 @@ from ._inside import package_facts, runner_facts
 from ._profile import Profile, profiled
 from ._step_kinds import StepKinds
 
-#: For ``worker_extension_cls``.
+#: The value of ``worker_extension_cls``.
 EXTENSION = f"{__name__}.BenchWorker"
 
 
 class BenchWorker:
-    """Methods of a worker; vLLM allows none that the worker has itself."""
+    """Methods of a worker; vLLM refuses names that the worker already has."""
 
     model_runner: Any
 
     def hwplugin_facts(self) -> dict[str, Any]:
-        """What this process runs, and what the model runner turned out to be.
+        """Return the versions of this process, and the model runner's facts.
 
         Raises:
-            WrongRunner: it is not the one that was asked for.
+            WrongRunner: vLLM chose another runner than requested.
         """
         return {**package_facts(), **runner_facts(self.model_runner)}
 
     def hwplugin_steps(self) -> list[dict[str, Any]]:
-        """The kinds of steps since the last call (see `StepKinds.taken`); of the first, from which they are seen on."""
+        """Return the kinds of steps since the last call.
+
+        See `StepKinds.taken`; the first call begins the count.
+        """
         if not hasattr(self, "_hwplugin_kinds"):
             self._hwplugin_kinds = StepKinds(self.model_runner)
         return self._hwplugin_kinds.taken()
 
     def hwplugin_gpu_busy(self, since: float, until: float) -> list[float]:
-        """Shares of time in which this worker's GPU ran a kernel, between two of ``time.time``; none if unknown."""
+        """Return shares of time in which this worker's GPU ran kernels.
+
+        The samples are between two of ``time.time``; empty: not known.
+        """
         import torch
         from vllm.third_party import pynvml
 
@@ -48,7 +54,7 @@ class BenchWorker:
             pynvml.nvmlInit()
             uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
             return samples(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"), since, until)
-        except (pynvml.NVMLError, RuntimeError, AssertionError):  # no GPU, or a container that may not ask
+        except (pynvml.NVMLError, RuntimeError, AssertionError):  # no GPU, or no permission in a container
             return []
 
     def hwplugin_start_profile(self) -> None:
@@ -57,11 +63,11 @@ class BenchWorker:
         self._hwplugin_profile: tuple[ExitStack, Profile] = (stack, stack.enter_context(profiled(self.model_runner)))
 
     def hwplugin_stop_profile(self) -> None:
-        """Collect no more."""
+        """Stop profiling."""
         stack, _ = self._hwplugin_profile
         stack.close()
 
     def hwplugin_profile_counts(self) -> dict[str, Any]:
-        """What was launched a step, and how long the GPU worked."""
+        """Return launches per step, and GPU time."""
         _, profile = self._hwplugin_profile
         return profile.counts()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines a benchmark starts, and what each measures."""
+"""The engines that a benchmark starts, and their measurements."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from ._settings import engine_environment, engine_options
 from ._shapes import NO_DRAFTS, SHAPES, cache_bytes, why_not, write_configs
 
 TINY = "tiny"
-#: On the V1 runner.
+#: Unpatched and patched vLLM on Model Runner V1.
 SIDES = ("stock", "patched")
-#: The same two on Model Runner V2.
+#: The same on Model Runner V2.
 MRV2_SIDES = ("mrv2", "mrv2-patched")
 ALL_SIDES = (*SIDES, *MRV2_SIDES)
-#: With the plugin as it is by default, on either runner: what a variable of the patched sides is held to.
+#: The plugin with its defaults, on either runner: the baseline for a variable of the patched sides.
 PLUGIN_SIDES = ("plugin", "mrv2-plugin")
-#: Patched side -> the one that it is held to.
+#: Patched side -> its baseline.
 STOCK_OF = {"patched": "stock", "mrv2-patched": "mrv2"}
 
-#: The first vLLM whose Model Runner V2 runs a method (`_validate_v2_model_runner` of vllm/config/vllm.py up to 0.21,
-#: `_get_v2_model_runner_unsupported_features` since); it runs no other.
+#: The methods that Model Runner V2 runs, with the first vLLM that does (`_validate_v2_model_runner` of
+#: vllm/config/vllm.py up to 0.21, `_get_v2_model_runner_unsupported_features` since).
 _MRV2_SINCE = {
     "eagle": Version("0.20.0"),
     "eagle3": Version("0.20.0"),
@@ -50,20 +50,20 @@ _DUMMY_EXTENSION = "vllm_hwplugin_lab.bench._dummy_worker.BenchWorker"
 _PROMPT_TOKENS = 128
 _MAX_MODEL_LEN = 512
 
-#: What engines that are alive together may claim of a GPU.
+#: Share of a GPU's memory for all concurrent engines.
 _GPU_SHARE = 0.9
-#: Rounded-up blocks, blocks for drafts, and what vLLM keeps to itself.
+#: For rounded-up blocks, blocks for drafts, and vLLM's own blocks.
 _KV_SLACK = 1.25
 _LEAST_KV = 1 << 30
 
 
 class NotOnThisHost(HwpluginError):
-    """The benchmark asked for cannot run here."""
+    """The requested benchmark cannot run here."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared: one target, one drafter, one number of drafted tokens; 0 with `NO_DRAFTS`."""
+    """A target, a drafter and a number of drafted tokens (0 with `NO_DRAFTS`)."""
 
     shape: str
     method: str
@@ -76,12 +76,12 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What all engines of a command share; goes into the results file.
+    """Settings that all engines of a command share; part of the results file.
 
     Attributes:
-        acceptance_length: synthetic, of a dummy shape; None: 1 + k / 2.
-        gpu_memory_utilization: of each engine; None: an equal part.
-        vllm_arguments: engine arguments of vLLM's, in place of what a command would choose.
+        acceptance_length: Synthetic acceptance length of dummy shapes; None: 1 + k / 2.
+        gpu_memory_utilization: Of each engine; None: an equal part.
+        vllm_arguments: vLLM's engine arguments that override the command's.
     """
 
     sides: tuple[str, ...] = SIDES
@@ -95,7 +95,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Asked):
-    """Of ``bench``."""
+    """The settings of ``bench``."""
 
     batches: tuple[int, ...]
     rounds: int
@@ -115,16 +115,14 @@ def job_for(
     *,
     own_process: bool = False,
 ) -> Job:
-    """The engine of one side of a case.
+    """Return the job of a side of a case.
 
     Args:
-        case: shape, method and k.
-        side: one of `ALL_SIDES` or `PLUGIN_SIDES`.
-        settings: shared by all engines.
-        host: decides type and graphs.
-        checkpoints: only needed for the tiny shape.
-        folder: an existing folder for the config files of the dummy shapes.
-        own_process: the engine's core is a process of its own, as users have it; else it is in its caller's.
+        side: One of `ALL_SIDES` or `PLUGIN_SIDES`.
+        host: Decides dtype and graphs.
+        checkpoints: Only needed for the tiny shape.
+        folder: An existing folder for the config files of dummy shapes.
+        own_process: Whether the engine core runs in its own process, as for users; else it shares the caller's.
     """
     options = engine_options(
         host.device,
@@ -136,10 +134,10 @@ def job_for(
     options |= model_of(case, synthetic_length(case, settings.acceptance_length), checkpoints, home)
     options = with_arguments(options, settings.vllm_arguments)
     if host.device != "cpu":
-        # The engines of all sides are alive together.
+        # The engines of all sides run at the same time.
         options = {
             "gpu_memory_utilization": share_of_gpu(settings.gpu_memory_utilization, settings.sides),
-            # With a size that is given vLLM does not measure free memory, which other engines change meanwhile.
+            # With a given size vLLM does not measure free memory, which concurrent engines change.
             "kv_cache_memory_bytes": kv_cache_bytes(case, options["max_num_seqs"], options["max_model_len"]),
             **options,
         }
@@ -153,35 +151,35 @@ def job_for(
     )
 
 
-def with_arguments(options: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's options with those asked for in their places; of a dictionary only what is asked for changes."""
-    found = dict(options)
-    for name, value in asked.items():
-        both = isinstance(value, dict) and isinstance(found.get(name), dict)
-        found[name] = {**found[name], **value} if both else value
-    return found
+def with_arguments(options: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vLLM's options with these arguments; dictionaries are merged."""
+    merged = dict(options)
+    for name, value in arguments.items():
+        both = isinstance(value, dict) and isinstance(merged.get(name), dict)
+        merged[name] = {**merged[name], **value} if both else value
+    return merged
 
 
 def shapes_folder() -> Path:
-    """For the config files of dummy shapes: the same one in each run, where the cache has a place for this user.
+    """Return the folder for the config files of dummy shapes.
 
-    vLLM's key to compiled graphs holds the model's path: from other folders it would compile them anew each time.
+    It is the same in each run, because the model's path is part of vLLM's key for compiled graphs: another folder would
+    compile them again.
 
     Raises:
-        GateError: the gate that names the cache folder has a bad value.
-        UntrustedFolder, OSError: there is no place.
+        GateError: VLLM_HWPLUGIN_CACHE_DIR has an invalid value.
+        UntrustedFolder, OSError: There is no cache folder for this user.
     """
     return private_folder(own_folder() / "shapes")
 
 
 def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, home: Path) -> dict[str, Any]:
-    """vLLM's options for the target and the drafter of a case.
+    """Return vLLM's options for the target and drafter of a case.
 
     Args:
-        case: shape, method and k.
-        length: the synthetic acceptance of a dummy shape.
-        checkpoints: of the tiny shape.
-        home: a folder for the config files of a dummy shape, whose own folder exists.
+        length: The synthetic acceptance length of a dummy shape.
+        checkpoints: The checkpoints of the tiny shape.
+        home: Prefix of the folder for a dummy shape's config files; its parent must exist.
     """
     speculation: dict[str, Any] = {"method": case.method, "num_speculative_tokens": case.k}
     options: dict[str, Any] = {}
@@ -195,15 +193,15 @@ def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, 
         with TemporaryDirectory(dir=home.parent) as folder:
             made = Path(folder) / "made"
             target, drafter = write_configs(shape, made, case.method, case.k + 1)
-            kept = _kept(made, home)
-        target, drafter = kept / target.name, None if drafter is None else kept / drafter.name
+            configs = _put(made, home)
+        target, drafter = configs / target.name, None if drafter is None else configs / drafter.name
         options |= {"load_format": "dummy", "skip_tokenizer_init": True, "worker_extension_cls": _DUMMY_EXTENSION}
         if shape.tensor_parallel_size > 1:
             options["tensor_parallel_size"] = shape.tensor_parallel_size
         if shape.recurrent is not None:
-            # FlashInfer's, which vLLM prefers on Hopper, is compiled by nvcc, which a host need not have.
+            # vLLM prefers FlashInfer on Hopper, which needs nvcc at run time.
             options["gdn_prefill_backend"] = "triton"
-        # Random weights accept nothing, so vLLM's own synthetic acceptance decides by coin.
+        # Random weights accept nothing, so vLLM's synthetic acceptance decides at random.
         speculation |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
     if drafter is not None:
         speculation["model"] = str(drafter)
@@ -211,41 +209,44 @@ def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, 
     return options if case.method == NO_DRAFTS else {**options, "speculative_config": speculation}
 
 
-def _kept(made: Path, home: Path) -> Path:
-    """Move a folder to a name that begins as ``home`` and ends as its files say, unless it is there already."""
+def _put(made: Path, home: Path) -> Path:
+    """Move a folder to a name with its content's digest.
+
+    If the name exists already, the folder is not moved.
+    """
     texts = {str(file.relative_to(made)): file.read_text(encoding="utf-8") for file in made.rglob("*.json")}
     digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
-    kept = home.with_name(f"{home.name}-{digest[:12]}")
+    target = home.with_name(f"{home.name}-{digest[:12]}")
     try:
-        made.rename(kept)
+        made.rename(target)
     except OSError:
-        if not kept.is_dir():
+        if not target.is_dir():
             raise
-    return kept
+    return target
 
 
 def is_patched(side: str) -> bool:
-    """Whether the plugin is on in it."""
+    """Whether the plugin is on in a side."""
     return side in STOCK_OF or side in PLUGIN_SIDES
 
 
 def on_v2(side: str) -> bool:
-    """Whether it is on Model Runner V2."""
+    """Whether a side is on Model Runner V2."""
     return side.startswith("mrv2")
 
 
 def share_of_gpu(wanted: float | None, engines: Sequence[str]) -> float:
-    """vLLM's ``gpu_memory_utilization`` of each of the engines that are alive together."""
+    """Return ``gpu_memory_utilization`` for each of several concurrent engines."""
     return wanted if wanted is not None else round(_GPU_SHARE / len(engines), 3)
 
 
 def environment_of(side: str, host: Host, settings: Asked, *, own_process: bool) -> dict[str, str]:
-    """The variables of one side's engine."""
+    """Return the environment variables of a side's engine."""
     extra = dict(settings.vllm_environment)
     if side in STOCK_OF:
         extra |= settings.patched_environment
     if on_v2(side):
-        # A runner that the user set for all sides would make this one a second measurement of V1.
+        # A runner that the user sets for all sides would make this side a second measurement of V1.
         extra.pop("VLLM_USE_V2_MODEL_RUNNER", None)
     return engine_environment(
         host.device, patched=is_patched(side), extra=extra, v2_runner=on_v2(side), own_process=own_process
@@ -253,18 +254,21 @@ def environment_of(side: str, host: Host, settings: Asked, *, own_process: bool)
 
 
 def kv_cache_bytes(case: Case, requests: int, length: int) -> int:
-    """A KV cache that holds so many requests of so many tokens of a case's shape, and their drafts."""
+    """Return the KV cache bytes for requests of a length.
+
+    The cache also holds their drafts.
+    """
     if case.shape == TINY:
         return _LEAST_KV
     return max(_LEAST_KV, int(cache_bytes(SHAPES[case.shape], case.method, case.k, requests, length) * _KV_SLACK))
 
 
 def check(planned: Sequence[Case], host: Host, sides: Sequence[str] = SIDES) -> None:
-    """Refuse before any engine starts what cannot work on this host.
+    """Refuse cases that cannot run on this host, before an engine starts.
 
     Raises:
-        NotOnThisHost: dummy weights or Model Runner V2 on a CPU, a shape that this vLLM does not know with its drafter,
-            more GPUs than there are, or what this vLLM's Model Runner V2 refuses.
+        NotOnThisHost: Dummy weights or Model Runner V2 on a CPU, a shape or drafter that this vLLM does not know, too
+            few GPUs, or a method that this vLLM's Model Runner V2 refuses.
     """
     for case in planned:
         if case.shape == TINY:
@@ -288,15 +292,18 @@ def check_sides(sides: Sequence[str], methods: Iterable[str], host: Host) -> Non
     """Refuse sides that this host cannot run.
 
     Raises:
-        NotOnThisHost: one is on Model Runner V2, and :func:`why_not_mrv2` has a reason.
+        NotOnThisHost: A side is on Model Runner V2, and :func:`why_not_mrv2` has a reason.
     """
     refused = [side for side in sides if on_v2(side)]
     if refused and (reason := why_not_mrv2(methods, host)) is not None:
-        raise NotOnThisHost(f"--side {' '.join(refused)} cannot be measured: {reason}; leave it out")
+        raise NotOnThisHost(f"--side {' '.join(refused)} cannot be measured: {reason}; omit it")
 
 
 def why_not_mrv2(methods: Iterable[str], host: Host) -> str | None:
-    """Why this host's Model Runner V2 does not run one of the methods; None where it runs them all."""
+    """Return why this vLLM's V2 does not run a method.
+
+    None: it runs all methods.
+    """
     if host.device == "cpu":
         return "Model Runner V2 needs a GPU, because it is written in Triton, which has no CPU backend"
     for method in sorted(set(methods)):
@@ -304,18 +311,19 @@ def why_not_mrv2(methods: Iterable[str], host: Host) -> str | None:
         if since is None:
             return f"Model Runner V2 runs {method} in no supported vLLM"
         if Version(host.vllm).release < since.release:
-            return f"vLLM {host.vllm}'s Model Runner V2 refuses {method}, which it runs since {since}"
+            return f"Model Runner V2 runs {method} from vLLM {since} on, found vLLM {host.vllm}"
     return None
 
 
 def possible_sides(methods: Iterable[str], host: Host) -> tuple[str, ...]:
-    """All sides that this host can run with all the methods."""
+    """Return all sides that this host can run with these methods."""
     return ALL_SIDES if host.device == "cuda" and why_not_mrv2(methods, host) is None else SIDES
 
 
 def synthetic_length(case: Case, asked: float | None) -> float | None:
-    """Tokens a step that vLLM is told to accept on average; None for the tiny shape, whose acceptance is real, and
-    without drafts.
+    """Return the synthetic acceptance length in tokens per step.
+
+    None for the tiny shape, whose acceptance is real, and without drafts.
     """
     if case.shape == TINY or case.method == NO_DRAFTS:
         return None
@@ -325,7 +333,7 @@ def synthetic_length(case: Case, asked: float | None) -> float | None:
 def _workload(case: Case, batch: int, settings: Settings, host: Host, checkpoints: Checkpoints | None) -> Workload:
     if case.shape == TINY:
         assert checkpoints is not None
-        # The same prompts at every batch size, so that acceptance can be compared between them.
+        # The same prompts at every batch size, so that their acceptance can be compared.
         prompts, tokens = load_prompts(checkpoints, max(settings.tiny_prompts, batch)), settings.tiny_tokens
     else:
         dice, vocabulary, tokens = random.Random(0), SHAPES[case.shape].vocabulary, settings.tokens

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results files: JSON, written anew after every round, so that an interrupted run keeps its part."""
+"""Results files in JSON, written after every round, so that an interrupted run keeps its part."""
 
 from __future__ import annotations
 
@@ -21,35 +21,37 @@ from ._launch import EXCEPTION
 from .plan import Asked, Case, synthetic_length
 
 FORMAT = 3
-#: Of the files of ``bench --profile``.
+#: The format of ``bench --profile``'s files.
 PHASES_FORMAT = "phases 2"
-#: Of a line, less what closes what is open at its end.
+#: Width of a line, without closing brackets.
 _WIDTH = 110
 _DIGITS = 11
-#: So many objects make a table.
+#: Fewest objects of a table.
 _TABLE = 8
 
 
 def commit() -> str | None:
-    """The source tree's commit, with ``+`` when it has local changes; None for an installed wheel.
+    """Return the source tree's commit, with ``+`` for local changes.
 
-    ``HWPLUGIN_BENCH_COMMIT`` outweighs git: a copy of a tree on a measuring host may lie in some other repository.
+    None: an installed wheel.
+
+    ``HWPLUGIN_BENCH_COMMIT`` overrides git: on a measuring host a copy of the tree may lie in another repository.
     """
     if named := os.environ.get("HWPLUGIN_BENCH_COMMIT"):
         return named
     home = Path(__file__).resolve().parents[2]
     if not (home / ".git").exists():
         return None
-    # Twelve digits of what HEAD is, whatever tags there are.
+    # Twelve digits of HEAD, regardless of tags.
     command = ["git", "-C", str(home), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return None  # no git on this machine, or an unborn branch: the figures stand without it
+        return None  # no git on this machine, or no commit
 
 
 def provenance() -> dict[str, str | None]:
-    """When a results file was made, and by what: the entries that every such file has."""
+    """Return the date, the version and the commit of a results file."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "plugin": __version__,
@@ -58,7 +60,7 @@ def provenance() -> dict[str, str | None]:
 
 
 def new_results(form: Any, host: Host, settings: Asked) -> dict[str, Any]:
-    """An empty results file of a format."""
+    """Return an empty results file of a format."""
     return {
         "format": form,
         **provenance(),
@@ -75,28 +77,31 @@ def put_case(
     entry: Callable[[Outcome], Any],
     **more: Any,
 ) -> None:
-    """Put what was measured so far of a case into ``results``, in place of what stood there of it.
+    """Put a case's measurements into ``results``, or replace them.
 
     Args:
-        results: the file's.
-        key: what tells the case from others.
-        sides: side -> what came of it.
-        entry: what the file has of a side.
-        more: what stands beside.
+        results: The file's content.
+        key: Fields that identify the case.
+        sides: Side -> its outcome.
+        entry: Returns a side's entry.
+        more: More fields of the case.
     """
-    kept = [one for one in results["cases"] if any(one[name] != value for name, value in key.items())]
+    others = [case for case in results["cases"] if any(case[name] != value for name, value in key.items())]
     entries = {side: entry(outcome) for side, outcome in sides.items()}
-    results["cases"] = [*kept, {**key, **more, "sides": entries, "stopped": stopped(sides.values())}]
+    results["cases"] = [*others, {**key, **more, "sides": entries, "stopped": stopped(sides.values())}]
 
 
 def add_case(results: dict[str, Any], case: Case, settings: Asked, sides: Mapping[str, Outcome]) -> None:
-    """As :func:`put_case`, of ``bench``."""
+    """Call :func:`put_case` for ``bench``."""
     length = synthetic_length(case, settings.acceptance_length)
     put_case(results, dataclasses.asdict(case), sides, _side, synthetic_acceptance_length=length)
 
 
 def add_phases(results: dict[str, Any], case: Case, sides: Mapping[str, Outcome]) -> None:
-    """As :func:`put_case`, of ``bench --profile``: in ``cases`` what failed, in ``engines`` an entry a batch size."""
+    """Call :func:`put_case` for ``bench --profile``.
+
+    ``cases`` has errors, ``engines`` an entry per batch size.
+    """
     key = dataclasses.asdict(case)
     put_case(
         results,
@@ -108,9 +113,9 @@ def add_phases(results: dict[str, Any], case: Case, sides: Mapping[str, Outcome]
             "processes": processes_entry(outcome.records),
         },
     )
-    kept = [one for one in results.get("engines", ()) if {name: one[name] for name in key} != key]
+    others = [entry for entry in results.get("engines", ()) if {name: entry[name] for name in key} != key]
     results["engines"] = [
-        *kept,
+        *others,
         *(
             {
                 **key,
@@ -128,13 +133,13 @@ def add_phases(results: dict[str, Any], case: Case, sides: Mapping[str, Outcome]
 
 
 def used_features(records: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The features that an engine's processes use, by their records."""
-    return sorted({name for one in records for name, use in one["uses"].items() if use["used"]})
+    """Return the features that an engine's processes use."""
+    return sorted({name for record in records for name, use in record["uses"].items() if use["used"]})
 
 
 def stopped(outcomes: Iterable[Outcome]) -> str | None:
-    """What ended a run before everything was measured; None where nothing did."""
-    return next((one.stopped for one in outcomes if one.stopped is not None), None)
+    """Return what ended a run early, or None."""
+    return next((outcome.stopped for outcome in outcomes if outcome.stopped is not None), None)
 
 
 def _side(outcome: Outcome) -> dict[str, Any]:
@@ -155,50 +160,49 @@ def _side(outcome: Outcome) -> dict[str, Any]:
 
 
 def processes_entry(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the records of an engine's processes say, each thing once; what none of them says is left out.
+    """Return the content of the processes' run records, without repetitions.
 
-    Which modules were patched follows from the fingerprint, and why a feature is off from the settings and the commit.
+    The fingerprint determines the patched modules; settings and commit determine why a feature is off.
     """
     records = list(records)
-    said: dict[str, dict[str, str]] = {"live": {}, "refused": {}, "used": {}}
+    states: dict[str, dict[str, str]] = {"live": {}, "refused": {}, "used": {}}
     decided: dict[str, dict[str, list[str]]] = {}
-    for one in records:
-        for feature, told in one["features"].items():
-            if told["state"] in said:
-                said[told["state"]][feature] = told["reason"]
-        said["used"] |= {feature: told["reason"] for feature, told in one["uses"].items() if told["used"]}
-        for name, text in one["decisions"].items():
-            decided.setdefault(name, {}).setdefault(one["role"], []).append(text)
-    found = {
-        "roles": [one["role"] for one in records],
-        "fingerprints": list(dict.fromkeys(one["fingerprint"] for one in records if one["fingerprint"])),
-        "live": sorted(said["live"]),
-        "refused": said["refused"],
-        "used": said["used"],
-        # A worker decides after its parents; workers of one engine may decide differently, which is worth seeing.
+    for record in records:
+        for feature, entry in record["features"].items():
+            if entry["state"] in states:
+                states[entry["state"]][feature] = entry["reason"]
+        states["used"] |= {feature: use["reason"] for feature, use in record["uses"].items() if use["used"]}
+        for name, text in record["decisions"].items():
+            decided.setdefault(name, {}).setdefault(record["role"], []).append(text)
+    fields = {
+        "roles": [record["role"] for record in records],
+        "fingerprints": list(dict.fromkeys(record["fingerprint"] for record in records if record["fingerprint"])),
+        "live": sorted(states["live"]),
+        "refused": states["refused"],
+        "used": states["used"],
+        # A worker decides after its parents; different decisions of an engine's workers are worth showing.
         "decisions": {name: " | ".join(dict.fromkeys([*by_role.values()][-1])) for name, by_role in decided.items()},
-        "notes": list(dict.fromkeys(note for one in records for note in one["notes"])),
-        "errors": list(dict.fromkeys(one["error"] for one in records if one["error"])),
+        "notes": list(dict.fromkeys(note for record in records for note in record["notes"])),
+        "errors": list(dict.fromkeys(record["error"] for record in records if record["error"])),
     }
-    return {name: told for name, told in found.items() if told}
+    return {name: value for name, value in fields.items() if value}
 
 
 def results_text(results: Mapping[str, Any], *, tables: bool = True) -> str:
-    """JSON as results are kept in git: filled lines, and `_DIGITS` significant digits.
+    """Return JSON in filled lines, with `_DIGITS` significant digits.
 
     Args:
-        results: of a benchmark.
-        tables: write a long list of like objects as one object of ``columns`` and ``rows``; what an object lacks that
-            the others have is null there. Else a reader needs not know of it.
+        tables: Write a long list of similar objects as an object of ``columns`` and ``rows``; a field that an object
+            lacks is null. False: other programs can read the file without this format.
     """
     return _filled(_compact(results, tables=tables)) + "\n"
 
 
 def read_results(text: str) -> Any:
-    """What :func:`results_text` was given.
+    """Return what :func:`results_text` was given.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: The text is not JSON.
     """
     return json.loads(text, object_hook=_objects)
 
@@ -207,56 +211,56 @@ def _compact(value: Any, *, tables: bool) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, dict):
-        return {key: _compact(one, tables=tables) for key, one in value.items()}
+        return {key: _compact(field, tables=tables) for key, field in value.items()}
     if not isinstance(value, (list, tuple)):
         return value
-    found = [_compact(one, tables=tables) for one in value]
-    if tables and len(found) >= _TABLE and all(isinstance(one, dict) for one in found):
-        columns = max((list(one) for one in found), key=len)
-        plain = not any(isinstance(held, (dict, list)) for one in found for held in one.values())
-        if plain and all(set(one) <= set(columns) for one in found):
-            return {"columns": columns, "rows": [[one.get(key) for key in columns] for one in found]}
-    return found
+    entries = [_compact(entry, tables=tables) for entry in value]
+    if tables and len(entries) >= _TABLE and all(isinstance(entry, dict) for entry in entries):
+        columns = max((list(entry) for entry in entries), key=len)
+        plain = not any(isinstance(field, (dict, list)) for entry in entries for field in entry.values())
+        if plain and all(set(entry) <= set(columns) for entry in entries):
+            return {"columns": columns, "rows": [[entry.get(key) for key in columns] for entry in entries]}
+    return entries
 
 
-def _objects(found: dict[str, Any]) -> Any:
-    if found.keys() != {"columns", "rows"}:
-        return found
-    return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+def _objects(value: dict[str, Any]) -> Any:
+    if value.keys() != {"columns", "rows"}:
+        return value
+    return [dict(zip(value["columns"], row, strict=True)) for row in value["rows"]]
 
 
 def _filled(value: Any, depth: int = 0, before: int = 0) -> str:
-    """A value in lines, behind so many columns ``before`` it in its first one."""
+    """Return a value in lines, after ``before`` columns in its first line."""
     whole = json.dumps(value)
     if not isinstance(value, (dict, list)) or not value or depth + before + len(whole) < _WIDTH:
         return whole
     if isinstance(value, dict):
         keys = {key: f"{json.dumps(str(key))}: " for key in value}
-        items = [f"{keys[key]}{_filled(one, depth + 1, len(keys[key]))}" for key, one in value.items()]
+        parts = [f"{keys[key]}{_filled(field, depth + 1, len(keys[key]))}" for key, field in value.items()]
     else:
-        items = [_filled(one, depth + 1) for one in value]
+        parts = [_filled(entry, depth + 1) for entry in value]
     begin, end = "{}" if isinstance(value, dict) else "[]"
     lines = [""]
-    for item in items:
-        full = depth + (before if len(lines) == 1 else 0) + len(lines[-1]) + len(item) > _WIDTH
-        if lines[-1] and (full or "\n" in item or "\n" in lines[-1]):
+    for part in parts:
+        full = depth + (before if len(lines) == 1 else 0) + len(lines[-1]) + len(part) > _WIDTH
+        if lines[-1] and (full or "\n" in part or "\n" in lines[-1]):
             lines.append("")
-        lines[-1] += f"{' ' if lines[-1] else ''}{item},"
+        lines[-1] += f"{' ' if lines[-1] else ''}{part},"
     return begin + ("\n" + " " * (depth + 1)).join(lines)[:-1] + end
 
 
 def rounds_entry(outcome: Outcome, workload: str) -> dict[str, Any] | None:
-    """What was measured of a workload; None when no step of it was.
+    """Return a workload's measurements; None: no step was measured.
 
-    Time per step: the best round, because a shared host only adds time. Tokens per step: all rounds together, because
-    they are random.
+    Time per step: the best round, because a shared host only adds time. Tokens per step: all rounds, because they are
+    random.
     """
-    rounds = [one for one in outcome.of("measured", workload) if one["steps"]]
+    rounds = [event for event in outcome.of("measured", workload) if event["steps"]]
     if not rounds:
         return None
-    steps = [1e3 * one["seconds"] / one["steps"] for one in rounds]
+    steps = [1e3 * event["seconds"] / event["steps"] for event in rounds]
     best, median = min(steps), statistics.median(steps)
-    tokens = sum(one["tokens"] for one in rounds) / sum(one["steps"] for one in rounds)
+    tokens = sum(event["tokens"] for event in rounds) / sum(event["steps"] for event in rounds)
     entry: dict[str, Any] = {
         "rounds": len(rounds),
         "step_ms": {"best": best, "median": median, "all": steps},
@@ -264,44 +268,48 @@ def rounds_entry(outcome: Outcome, workload: str) -> dict[str, Any] | None:
         "tokens_per_second": {
             "best": 1e3 * tokens / best,
             "median": 1e3 * tokens / median,
-            "all": [one["tokens"] / one["seconds"] for one in rounds],
+            "all": [event["tokens"] / event["seconds"] for event in rounds],
         },
-        "host_us": [one["host_us"] for one in rounds],
-        "steps": sum(one["steps"] for one in rounds),
+        "host_us": [event["host_us"] for event in rounds],
+        "steps": sum(event["steps"] for event in rounds),
         **acceptance(rounds),
     }
     for profile in outcome.of("profiled", workload):
         entry["profile"] = {key: value for key, value in profile.items() if key not in ("event", "workload")}
         busy = entry["profile"].get("gpu_busy_ms")
         if busy:
-            # The profiler slows the host, not the GPU: the step is that of the best round.
+            # The profiler slows the host, not the GPU, so this uses the best round's step.
             entry["gpu_idle_share"] = max(0.0, 1 - busy / best)
     return entry
 
 
 def phases_entry(outcome: Outcome, workload: str) -> dict[str, Any] | None:
-    """What ``bench --profile`` found of a workload; None when nothing was.
+    """Return a workload's phases of ``bench --profile``, or None.
 
-    The phases are those of the round whose steps were the quickest, so what they sum up to is one step that there was.
+    The phases are from the round with the fastest steps, so their sum is a measured step.
     """
     rounds = outcome.of("phases", workload)
     if not rounds:
         return None
-    best = min(rounds, key=lambda one: float(one["rows"][0][3]))
+    best = min(rounds, key=lambda event: float(event["rows"][0][3]))
     profiles = outcome.of("profiled", workload)
     return {
         "rounds": len(rounds),
-        "step_ms": min(1e3 * one["seconds"] / one["steps"] for one in rounds),
+        "step_ms": min(1e3 * event["seconds"] / event["steps"] for event in rounds),
         "host_us": best["host_us"],
         **acceptance(rounds),
         "phases": best["rows"],
-        "profile": {key: value for one in profiles for key, value in one.items() if key not in ("event", "workload")},
+        "profile": {
+            key: value for event in profiles for key, value in event.items() if key not in ("event", "workload")
+        },
     }
 
 
 def telling_line(log_tail: str) -> str:
-    """The last line that names an exception, but vLLM's of what its processes have raised, else the last line:
-    libraries go on talking while a process ends.
+    """Return the last line of a log that names a cause.
+
+    vLLM's own report about its processes does not count. Without such a line, the last line: libraries log while a
+    process ends.
     """
     lines = log_tail.strip().splitlines() or ["no log"]
     named = [line for line in lines if EXCEPTION.search(line)]
@@ -310,9 +318,9 @@ def telling_line(log_tail: str) -> str:
 
 
 def acceptance(events: Sequence[Event]) -> dict[str, Any]:
-    """Of all that was drafted in some measurements, together."""
-    drafts = sum(one["drafts"] for one in events)
-    accepted = [sum(column) for column in zip(*(one["accepted_per_position"] for one in events), strict=True)]
+    """Return the acceptance over all drafts of some measurements."""
+    drafts = sum(event["drafts"] for event in events)
+    accepted = [sum(column) for column in zip(*(event["accepted_per_position"] for event in events), strict=True)]
     return {
         "drafts": drafts,
         "acceptance_per_position": [count / drafts for count in accepted] if drafts else [],

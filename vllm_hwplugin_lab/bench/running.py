@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench serve --url``: a server that somebody else started, and two runs of one load on such servers.
+"""``bench serve --url``: a running server, and the comparison of two runs of one load.
 
-A results file holds what was sent and what the server says of itself. Nothing of the client's environment is in it but
-what ``client`` names.
+A results file holds what was sent and what the server reports about itself. Of the client's environment it holds only
+the fields of ``client``.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ SIDE = "server"
 BEFORE, AFTER = "before", "after"
 #: Seconds for a server's answer.
 _ANSWER = 10
-#: What two runs may differ in: names of one server and one file.
+#: Settings in which two runs may differ: names of the server and the file.
 _NAMES = frozenset({"url", "model", "prompts"})
 
 
 class ServerSilent(HwpluginError):
-    """The server that is to be measured does not answer as one."""
+    """The URL does not answer as a vLLM server."""
 
 
 class NoRun(HwpluginError):
-    """A file holds no results of ``bench serve --url``."""
+    """A file does not hold results of ``bench serve --url``."""
 
 
 class AnotherLoad(HwpluginError):
@@ -53,13 +53,12 @@ class AnotherLoad(HwpluginError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunningSettings(LoadSettings):
-    """What a running server was sent.
+    """The settings of a run on a running server.
 
     Attributes:
-        url: of the server.
-        model: its name in requests.
-        checkpoint: what the server says that it loaded; the client has its tokenizer from there.
-        prompts_sha256: of the prompts' text; None: the client made them.
+        model: The model's name in requests.
+        checkpoint: The checkpoint that the server reports, for the client's tokenizer.
+        prompts_sha256: Digest of the prompts' text; None: the client made the prompts.
     """
 
     url: str
@@ -72,35 +71,36 @@ def served_by(url: str) -> tuple[str, str]:
     """Name and checkpoint of the model that a server offers.
 
     Raises:
-        ServerSilent: nobody answers there as vLLM's server does.
+        ServerSilent: The URL does not answer as a vLLM server.
     """
     key = os.environ.get("OPENAI_API_KEY")
-    asked = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(asked, timeout=_ANSWER) as answer:
+        with urllib.request.urlopen(request, timeout=_ANSWER) as answer:
             model = json.load(answer)["data"][0]
         return str(model["id"]), str(model.get("root") or model["id"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ServerSilent(
-            f"{asked.full_url}: expected the models of a running `vllm serve`, found {error!r}; start it, or fix --url"
+            f"{request.full_url}: expected the models of a running `vllm serve`, found {error!r}; start the server, or "
+            "fix --url"
         ) from error
 
 
 def digest(prompts: Sequence[Prompt]) -> str | None:
-    """What tells the prompts of one file from others'; None of no prompts."""
+    """Return a digest of the prompts of a file, or None."""
     return hashlib.sha256(json.dumps(prompts).encode()).hexdigest() if prompts else None
 
 
 def job(settings: RunningSettings) -> Job:
-    """What the client is told."""
+    """Return the client's job."""
     return Job(settings.url, False, {"url": settings.url, "model": settings.model}, {}, workloads=())
 
 
 def new_results(settings: RunningSettings) -> dict[str, Any]:
-    """An empty results file.
+    """Return an empty results file.
 
     Raises:
-        NotInstalled: there is no vLLM here, whose client sends the requests.
+        NotInstalled: vLLM is not installed here; its client sends the requests.
     """
     made = provenance()
     client = {"vllm": find_installed().version, "vllm-hwplugin": made["plugin"], "commit": made["commit"]}
@@ -114,42 +114,42 @@ def new_results(settings: RunningSettings) -> dict[str, Any]:
 
 
 def server_entry(outcome: Outcome, settings: RunningSettings) -> dict[str, Any]:
-    """What a results file has of the server."""
-    said = next(iter(outcome.of("said")), {})
+    """Return the server's entry of a results file."""
+    report = next(iter(outcome.of("said")), {})
     return {
         "error": outcome.error,
         "log_tail": outcome.log_tail,
-        "said": {name: value for name, value in said.items() if name != "event"},
+        "said": {name: value for name, value in report.items() if name != "event"},
         "loads": loads_entry(outcome, settings),
     }
 
 
 def servers(results: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The sides of a results file that are running servers, and their entries."""
-    return ((side, one) for case in results["cases"] for side, one in case["sides"].items() if "said" in one)
+    """Yield the running servers of a results file, with their entries."""
+    return ((side, entry) for case in results["cases"] for side, entry in case["sides"].items() if "said" in entry)
 
 
 def in_words(entry: Mapping[str, Any]) -> str:
-    """What a server said of itself, in one sentence."""
-    said = entry["said"]
-    if not said:
-        return "the run ended before the server was asked what it is"
-    drafted, cached = said["drafted"], said["prefix_caching"]
+    """Return the server's own facts in one sentence."""
+    report = entry["said"]
+    if not report:
+        return "the run ended before the server reported about itself"
+    drafted, cached = report["drafted"], report["prefix_caching"]
     speculation = {None: "speculation unknown", 0: "no speculation"}
     caching = {None: "prefix caching unknown", True: "prefix caching on", False: "prefix caching off"}
     return "; ".join(
         (
-            f"vLLM {said['vllm'] or 'of unknown version'}",
+            f"vLLM {report['vllm'] or 'of unknown version'}",
             speculation.get(drafted, f"drafts of up to {drafted} tokens"),
             caching[cached],
-            f"plugin: {_plugin(said['plugin'], drafted)}",
+            f"plugin: {_plugin(report['plugin'], drafted)}",
         )
     )
 
 
 def _plugin(paths: Mapping[str, Mapping[str, int]] | None, drafted: int | None) -> str:
     if paths is None:
-        # Without speculation, steps are counted only where the plugin was asked for graphs there.
+        # Without speculation the plugin counts steps only if it was asked for graphs.
         return "no counters: off, or older" if drafted else "no counters: off, older, or not counted here"
     if not paths:
         return "on, counted no step"
@@ -157,24 +157,24 @@ def _plugin(paths: Mapping[str, Mapping[str, int]] | None, drafted: int | None) 
     left: Counter[str] = Counter()
     for outcomes in paths.values():
         left.update({reason: count for reason, count in outcomes.items() if reason != SERVED})
-    why = f", most others left for `{left.most_common(1)[0][0]}`" if left else ""
+    why = f", most of the rest left for `{left.most_common(1)[0][0]}`" if left else ""
     return f"on, served {between(shares, '.0%', '–')} of the steps by path{why}"
 
 
 def read_run(file: Path) -> dict[str, Any]:
-    """The results of a run.
+    """Read the results of a run.
 
     Raises:
-        NoRun: the file cannot be read, or holds something else.
+        NoRun: The file cannot be read, or holds something else.
     """
     try:
-        found = read_results(file.read_text(encoding="utf-8"))
+        content = read_results(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise NoRun(f"{file}: expected results of `bench serve --url`, found {error}") from error
-    form = found.get("format") if isinstance(found, dict) else type(found).__name__
+    form = content.get("format") if isinstance(content, dict) else type(content).__name__
     if form != FORMAT:
         raise NoRun(f"{file}: expected results of `bench serve --url` (format {FORMAT!r}), found format {form!r}")
-    run: dict[str, Any] = found
+    run: dict[str, Any] = content
     return run
 
 
@@ -182,30 +182,30 @@ def same_load(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """Refuse to compare runs of different loads.
 
     Args:
-        before: settings of a run.
-        after: settings of the other run.
+        before: Settings of a run.
+        after: Settings of the other run.
 
     Raises:
-        AnotherLoad: names each key that differs, with both values.
+        AnotherLoad: The loads differ; names each key with both values.
     """
     keys = [key for key in before.keys() | after.keys() if key not in _NAMES]
     differing = sorted(key for key in keys if before.get(key) != after.get(key))
     if differing:
-        told = "; ".join(f"{key}: {before.get(key)!r} before, {after.get(key)!r} after" for key in differing)
-        raise AnotherLoad(f"not the same load: {told}; measure both with the same options")
+        differences = "; ".join(f"{key}: {before.get(key)!r} before, {after.get(key)!r} after" for key in differing)
+        raise AnotherLoad(f"not the same load: {differences}; measure both with the same options")
 
 
 def round_sizes(run: Mapping[str, Any]) -> dict[str, int]:
-    """Name of each load of a run -> requests of one of its rounds."""
+    """Return load name -> requests per round."""
     loads = run["cases"][0]["sides"][SIDE]["loads"] if run["cases"] else {}
     return {name: load["requests"] // load["rounds"] for name, load in loads.items() if load}
 
 
 def compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Two runs of one load as one results file with two sides.
+    """Combine two runs of one load to results with two sides.
 
     Raises:
-        AnotherLoad: they did not send the same.
+        AnotherLoad: The loads differ.
     """
     same_load(before["settings"], after["settings"])
     runs = {BEFORE: before, AFTER: after}

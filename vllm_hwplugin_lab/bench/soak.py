@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a soak runs, and what it is held to.
+"""The engines of a soak, and its conditions.
 
-A drafter that reads a stale tensor leaves the texts right and its drafts wrong; a fault of memory may show in either or
-end the process. So the texts are held to the target's own choices, and the acceptance to that of stock vLLM on the same
-model runner, which gets the same requests.
+A drafter that reads a stale tensor leaves the texts correct and its drafts wrong; a memory error may show in either, or
+end the process. So the texts must be the target's own choices, and the acceptance must reach unpatched vLLM's on the
+same model runner with the same requests.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from .turns import ENGINE
 
 FORMAT = "soak 2"
 MAX_MODEL_LEN = 512
-#: Who reads the texts.
+#: The label of the engine that reads the texts.
 JUDGE = "judge"
 _LOAD = "load"
 _END = {"do": "end"}
 
-#: How far below the target's first choice, in nats, a greedy token may be: near-ties of bfloat16 go either way.
+#: Largest distance of a greedy token below the target's first choice, in nats; bfloat16 has near-ties.
 _WORST_GAP = {"cpu": 1e-3}
 _WORST_GAP_BFLOAT16 = 0.5
-#: How far a position's share of accepted drafts may be below stock's. It may be above: the target accepts nothing that
-#: it would not have said, and dflash-context-norm is there to raise it.
+#: Allowed deficit of a position's acceptance. A higher acceptance is correct: the target accepts only its own tokens,
+#: and dflash-context-norm raises the acceptance.
 _ACCEPTANCE_TOLERANCE = 0.01
-#: With fewer draft phases of one request, chance alone moves a share by more than the tolerance.
+#: With fewer draft phases of one request, chance moves an acceptance by more than the tolerance.
 _ENOUGH_DRAFTS = 10_000
 
 
 class Text(NamedTuple):
-    """A finished request: its prompt and what it got, as token ids."""
+    """A finished request: token ids of its prompt and its answer."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -49,7 +49,12 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SoakSettings(Asked):
-    """Of ``bench soak``; ``under`` is a command that runs the engines, ``time_limit`` in seconds."""
+    """The settings of ``bench soak``.
+
+    Attributes:
+        under: A command that runs the engines.
+        time_limit: Seconds.
+    """
 
     method: str
     k: int
@@ -60,33 +65,33 @@ class SoakSettings(Asked):
     time_limit: float | None = None
 
     def load(self, until: float | None = None) -> dict[str, Any]:
-        """The command to a side's engine, which ends the load when ``time.time`` is past ``until``."""
+        """Return the load's command; the load ends at ``until``."""
         return {"do": "soak", "workload": _LOAD, "steps": self.steps, "seed": self.seed, "until": until}
 
 
 def load_job(
     side: str, settings: SoakSettings, host: Host, checkpoints: Checkpoints, pool: tuple[tuple[int, ...], ...]
 ) -> Job:
-    """The engine of one of ``ALL_SIDES`` under load, whose prompts are made of those of ``pool``."""
+    """Return the job of a side's engine under load."""
     options = _options(settings, host, checkpoints) | {
         "speculative_config": {
             "method": settings.method,
             "model": str(checkpoints.drafter(settings.method)),
             "num_speculative_tokens": settings.k,
         },
-        # Room for every request's drafts and for a part of a prompt: prefill in pieces, mixed with decode.
-        # vLLM keeps the draft's slots out of the budget, so a full batch needs it twice.
+        # Enough for every request's drafts and a part of a prompt: chunked prefill, mixed with decode.
+        # vLLM takes the drafts' slots out of the budget, so a full batch needs them twice.
         "max_num_batched_tokens": max(256, 2 * settings.max_num_seqs * (1 + settings.k) + 128),
     }
-    # One process, which a memory checker can follow.
+    # One process, for memory checkers.
     environment = environment_of(side, host, settings, own_process=False)
     load = Workload(_LOAD, pool, max_tokens=0, batch=settings.max_num_seqs)
     return Job(side, is_patched(side), options, environment, (load,))
 
 
 def judging_job(settings: SoakSettings, host: Host, checkpoints: Checkpoints) -> Job:
-    """Stock vLLM without speculation, to read texts."""
-    # One token more than the longest text: vLLM generates at least one.
+    """Return the job of the judge, unpatched vLLM without speculation."""
+    # One token more than the longest text, because vLLM generates at least one.
     options = _options(settings, host, checkpoints) | {"max_model_len": MAX_MODEL_LEN + 1}
     environment = engine_environment(host.device, patched=False, extra=settings.vllm_environment)
     return Job(JUDGE, False, options, environment, ())
@@ -100,7 +105,7 @@ def _options(settings: SoakSettings, host: Host, checkpoints: Checkpoints) -> di
         max_num_seqs=settings.max_num_seqs,
     )
     if host.device != "cpu":
-        # The sides' engines and the judge are alive together.
+        # The sides' engines and the judge run at the same time.
         case = Case(TINY, settings.method, settings.k)
         options |= {
             "gpu_memory_utilization": share_of_gpu(None, [*settings.sides, JUDGE]),
@@ -111,12 +116,12 @@ def _options(settings: SoakSettings, host: Host, checkpoints: Checkpoints) -> di
 
 @dataclass
 class Soaked:
-    """What came of a soak.
+    """The result of a soak.
 
     Attributes:
-        ended: side -> its engine, and the judge's, where there were texts to read.
-        texts: side -> what it answered, of engines that have not failed.
-        gaps: text -> what the judge found, see ``_soak_engine``.
+        ended: Side -> its engine, with the judge's if there were texts to read.
+        texts: Side -> its answers, if its engine has not failed.
+        gaps: Text -> the judge's distances, see ``_soak_engine``.
     """
 
     ended: dict[str, Ended] = field(default_factory=dict)
@@ -134,18 +139,18 @@ def run_soak(
     under: Sequence[str] = (),
     on_event: Callable[[str, Event], None] = lambda name, event: None,
 ) -> Soaked:
-    """Run the loads, and have their texts read.
+    """Run the loads, and let the judge read their texts.
 
     Args:
-        jobs: side -> its engine.
-        judge: the engine that reads the texts.
-        load: the command of :meth:`SoakSettings.load`.
-        at_once: all engines at the same time, the judge's too; else one after the other.
-        timeout: seconds for one engine, its start included.
-        under: a command that runs Python, for the loads alone.
-        on_event: called with the name of an engine's job and what it says.
+        jobs: Side -> its job.
+        judge: The judge's job.
+        load: The command of :meth:`SoakSettings.load`.
+        at_once: Run all engines at the same time, with the judge; else one after the other.
+        timeout: Seconds per engine, with its start.
+        under: A command that runs Python, only for the loads.
+        on_event: Called with the label of an engine's job and its event.
     """
-    found = Soaked()
+    result = Soaked()
     with ended_by_sigterm(), ExitStack() as stack:
         deadlines: dict[str, float] = {}
 
@@ -162,7 +167,7 @@ def run_soak(
         def finish(session: Session, name: str, answer: str) -> Event:
             wait_for(session, name, answer)
             session.wait_for_end(max(0.0, deadlines[name] - time.monotonic()))
-            found.ended[name] = session.ended()
+            result.ended[name] = session.ended()
             return next((event for event in session.events if event["event"] == answer), {})
 
         reader = begun(judge) if at_once else None
@@ -173,36 +178,39 @@ def run_soak(
             if not at_once:
                 soaked[side] = finish(running[side], side, "soaked")
         for side, session in running.items():
-            said = soaked.get(side) or finish(session, side, "soaked")
-            if found.ended[side].error is None:
-                found.texts[side] = [Text(tuple(prompt), tuple(tokens)) for _, prompt, tokens in said["texts"]]
-        # The sides mostly agree: each text is read once.
-        different = list(dict.fromkeys(text for several in found.texts.values() for text in several))
+            event = soaked.get(side) or finish(session, side, "soaked")
+            if result.ended[side].error is None:
+                result.texts[side] = [Text(tuple(prompt), tuple(tokens)) for _, prompt, tokens in event["texts"]]
+        # The sides mostly agree, so each text is read once.
+        different = list(dict.fromkeys(text for texts in result.texts.values() for text in texts))
         if different:
             reader = reader or begun(judge)
-            # It reads no command before, and these are longer than a pipe holds.
+            # The judge reads commands only when it is ready, and these exceed the pipe's buffer.
             wait_for(reader, JUDGE, "ready")
             reader.tell({"do": "judge", "workload": "", "texts": different})
             reader.tell(_END)
             gaps = finish(reader, JUDGE, "judged").get("gaps", ())
-            found.gaps = dict(zip(different, gaps, strict=False))
-    return found
+            result.gaps = dict(zip(different, gaps, strict=False))
+    return result
 
 
-def side_entry(name: str, found: Soaked) -> dict[str, Any]:
-    """One side for the results file: the texts themselves stay out of it."""
-    ended = found.ended[name]
+def side_entry(name: str, result: Soaked) -> dict[str, Any]:
+    """Return a side's entry of the results file, without its texts."""
+    ended = result.ended[name]
     entry: dict[str, Any] = {"error": ended.error, "log_tail": ended.log_tail}
     for event in ended.events:
         if event["event"] in ("ready", "soaked"):
             entry |= {key: value for key, value in event.items() if key not in ("event", "pid", "texts")}
     if ended.error is None:
-        entry |= {"acceptance_per_position": _acceptance(entry), "texts": judged(found.texts[name], found.gaps)}
+        entry |= {"acceptance_per_position": _acceptance(entry), "texts": judged(result.texts[name], result.gaps)}
     return {**entry, "features": used_features(ended.records), "processes": processes_entry(ended.records)}
 
 
 def judged(texts: Sequence[Text], gaps: Mapping[Text, Sequence[float]]) -> dict[str, Any]:
-    """What the judge found of one side's texts; a text that it did not come to leaves ``worst_gap`` None."""
+    """Return the judge's findings on a side's texts.
+
+    If a text was not judged, ``worst_gap`` is None.
+    """
     if any(text not in gaps for text in texts):
         return {"count": len(texts), "worst_gap": None, "not_first_choice": None}
     all_gaps = [gap for text in texts for gap in gaps[text]]
@@ -214,54 +222,57 @@ def judged(texts: Sequence[Text], gaps: Mapping[Text, Sequence[float]]) -> dict[
 
 
 def failures(sides: Mapping[str, Mapping[str, Any]], settings: SoakSettings, device: str) -> list[str]:
-    """Everything that does not hold, one line each; empty for a soak that was passed.
+    """Return all failed conditions, one line each.
 
     Args:
-        sides: side -> its entry of the results file; entries with an ``error`` have no counts.
-        settings: what was asked for.
+        sides: Side -> its entry of the results file; an entry with an ``error`` has no counts.
         device: vLLM's device type.
     """
     ran = {name: side for name, side in sides.items() if side["error"] is None}
-    found = [f"{name}: {side['error']}" for name, side in sides.items() if name not in ran]
-    found += [f"{name}: {fault}" for name, side in ran.items() for fault in _faults(name, side, settings, device)]
-    return found + [
-        f"{name}: {fault}"
-        for name, stock in STOCK_OF.items()
-        if {name, stock} <= ran.keys()
-        for fault in _acceptance_faults(ran[stock], ran[name])
+    lines = [f"{name}: {side['error']}" for name, side in sides.items() if name not in ran]
+    lines += [f"{name}: {line}" for name, side in ran.items() for line in _failures(name, side, settings, device)]
+    return lines + [
+        f"{name}: {line}"
+        for name, baseline in STOCK_OF.items()
+        if {name, baseline} <= ran.keys()
+        for line in _acceptance_failures(ran[baseline], ran[name])
     ]
 
 
-def _faults(name: str, side: Mapping[str, Any], settings: SoakSettings, device: str) -> Iterator[str]:
+def _failures(name: str, side: Mapping[str, Any], settings: SoakSettings, device: str) -> Iterator[str]:
     if side["steps"] < settings.steps:
-        yield f"{side['steps']} steps of {settings.steps}"
+        yield f"{side['steps']} steps, expected {settings.steps}"
     sizes = set(map(int, side["batch_sizes"]))
     if missing := sorted({1, settings.max_num_seqs} - sizes):
-        yield f"no step had {' or '.join(map(str, missing))} requests; seen: {sorted(sizes)}"
+        yield f"no step had {' or '.join(map(str, missing))} requests; found {sorted(sizes)}"
     if not side["drafts"]:
         yield "nothing was drafted"
     if is_patched(name) and device != "cpu" and not side["draft_phases_in_graphs"]:
-        yield "no draft phase replayed a CUDA graph, so this says nothing about drafter graphs"
+        yield "no draft phase replayed a CUDA graph, so drafter graphs were not tested"
     texts, allowed = side["texts"], _WORST_GAP.get(device, _WORST_GAP_BFLOAT16)
     if texts["count"] != side["requests"]:
-        yield f"{texts['count']} texts of {side['requests']} requests"
+        yield f"{texts['count']} texts, expected {side['requests']}, one per request"
     if texts["worst_gap"] is None:
         yield "its texts were not judged"
     elif texts["worst_gap"] > allowed:
-        yield f"a token is {texts['worst_gap']:.4f} nats below the target's first choice, {allowed} allowed: not greedy"
+        yield (
+            f"a token is {texts['worst_gap']:.4f} nats below the target's first choice, expected at most {allowed}: "
+            "the text is not greedy"
+        )
 
 
-def _acceptance_faults(stock: Mapping[str, Any], patched: Mapping[str, Any]) -> list[str]:
-    if min(stock["drafts"], patched["drafts"]) < _ENOUGH_DRAFTS:
+def _acceptance_failures(baseline: Mapping[str, Any], patched: Mapping[str, Any]) -> list[str]:
+    if min(baseline["drafts"], patched["drafts"]) < _ENOUGH_DRAFTS:
         return []
-    pairs = zip(_acceptance(stock), _acceptance(patched), strict=True)
+    pairs = zip(_acceptance(baseline), _acceptance(patched), strict=True)
     return [
-        f"acceptance at position {position}: stock {one:.4f}, patched {other:.4f}; {_ACCEPTANCE_TOLERANCE} less allowed"
-        for position, (one, other) in enumerate(pairs)
-        if one - other > _ACCEPTANCE_TOLERANCE
+        f"acceptance at position {position}: unpatched {before:.4f}, patched {after:.4f}; expected at most "
+        f"{_ACCEPTANCE_TOLERANCE} less"
+        for position, (before, after) in enumerate(pairs)
+        if before - after > _ACCEPTANCE_TOLERANCE
     ]
 
 
 def _acceptance(side: Mapping[str, Any]) -> list[float]:
-    """Share of accepted drafts by position."""
+    """Return the share of accepted drafts by position."""
     return [accepted / side["drafts"] for accepted in side["accepted_per_position"]] if side["drafts"] else []

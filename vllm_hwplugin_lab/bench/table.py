@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark of engines measured, row by row, the tables at its end, and the verdict: the speedup, and why."""
+"""Rows, tables and verdicts of a benchmark of engines."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from vllm_hwplugin.spec_decode.step_counts import SERVED
 from .plan import on_v2
 
 NOT_MEASURED = "-"
-#: Two runs of one engine differ by so much: a smaller ratio is noise.
+#: Ratio of two runs of one engine: a smaller ratio is noise.
 NOISE = 1.03
-#: A GPU that works for so much of the time waits for next to nothing.
+#: A GPU that is busy for this share of the time hardly waits.
 _BUSY = 0.9
-#: Microseconds a step; a phase that takes less is in the results file alone.
+#: Microseconds per step; shorter phases are only in the results file.
 LEAST_US = 5.0
 
 #: Side -> its name in tables, in their order.
@@ -37,7 +37,7 @@ SIDE_NAMES = {
     "before": "before",
     "after": "after",
 }
-#: What is compared with what: the same runner, the one that vLLM takes by default, and two runs of one load.
+#: Pairs to compare: on the same runner, with the runner that vLLM takes by default, and two runs of one load.
 COMPARED = (
     ("patched", "stock"),
     ("patched", "plugin"),
@@ -50,7 +50,7 @@ COMPARED = (
 
 @dataclass(frozen=True)
 class Row:
-    """One batch size of one case; a side that was not measured is None."""
+    """A batch size of a case; a side that was not measured is None."""
 
     case: Mapping[str, Any]
     batch: str
@@ -61,22 +61,24 @@ class Row:
         return f"{self.case['shape']} {self.case['method']} k={self.case['k']}"
 
     def ratio(self, side: str = "patched", over: str = "stock") -> float | None:
-        """Tokens/s of ``side`` by those of ``over``, both at their best round; None where they cannot be compared.
+        """Return tokens/s of ``side`` / tokens/s of ``over``, at best rounds.
 
-        Where vLLM accepts drafts by coin, the coin falls alike for both in the long run: then it is the steps' time.
-        The best of more rounds is better by chance alone, so a side that failed half-way is compared with none.
+        None: they cannot be compared.
+
+        With synthetic acceptance it is the ratio of step times, because acceptance is random and equal in the long run.
+        The best of more rounds is better by chance, so a side with fewer rounds is not compared.
         """
-        one, other = self.sides.get(side), self.sides.get(over)
-        if one is None or other is None or one["rounds"] != other["rounds"]:
+        measured, baseline = self.sides.get(side), self.sides.get(over)
+        if measured is None or baseline is None or measured["rounds"] != baseline["rounds"]:
             return None
         if self.case.get("synthetic_acceptance_length") is not None:
-            mine, theirs = step_ms(one), step_ms(other)
+            mine, theirs = step_ms(measured), step_ms(baseline)
             return None if mine is None or theirs is None else theirs / mine
-        return float(one["tokens_per_second"]["best"] / other["tokens_per_second"]["best"])
+        return float(measured["tokens_per_second"]["best"] / baseline["tokens_per_second"]["best"])
 
 
 def rows(results: Mapping[str, Any]) -> Iterator[Row]:
-    """Each batch size of each case of a results file."""
+    """Yield each batch size of each case of a results file."""
     for case in results["cases"]:
         measured = {side: entry["batches"] for side, entry in case["sides"].items()}
         for batch in next(iter(measured.values())):
@@ -84,23 +86,23 @@ def rows(results: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def sides_of(results: Mapping[str, Any]) -> list[str]:
-    """Those that were asked for, so that one that is missing shows."""
+    """Return the requested sides, even those without results."""
     present = {side for case in results["cases"] for side in case["sides"]} | set(results["settings"]["sides"])
     return [side for side in SIDE_NAMES if side in present]
 
 
 def comparisons(sides: Sequence[str]) -> list[tuple[str, str]]:
-    """The pairs of sides whose ratio is shown."""
+    """Return the pairs of sides whose ratio is shown."""
     return [pair for pair in COMPARED if set(pair) <= set(sides)]
 
 
 def ratio_name(side: str, over: str) -> str:
-    """Above a column of ratios."""
+    """Return the heading of a column of ratios."""
     return f"{SIDE_NAMES[side]} / {SIDE_NAMES[over]}"
 
 
 def tables(results: Mapping[str, Any]) -> Iterator[Table]:
-    """For the terminal: a table a case, with a row a batch size and side."""
+    """Yield a table per case, a row per batch size and side."""
     sides = sides_of(results)
     pairs = comparisons(sides)
     overs = list(dict.fromkeys(over for _, over in pairs))
@@ -109,17 +111,17 @@ def tables(results: Mapping[str, Any]) -> Iterator[Table]:
         for name in ("batch", "side", "ms a step", "GPU idle", "tokens/s", "acceptance"):
             drawn.add_column(name, justify="left" if name == "side" else "right")
         for over in overs:
-            drawn.add_column(f"by {SIDE_NAMES[over]}'s", justify="right")
+            drawn.add_column(f"/ {SIDE_NAMES[over]}", justify="right")
         for row, side in ((row, side) for row in some for side in sides):
-            found = row.sides[side]
-            ratios = {over: row.ratio(side, over) for one, over in pairs if one == side}
+            measured = row.sides[side]
+            ratios = {over: row.ratio(side, over) for compared, over in pairs if compared == side}
             drawn.add_row(
                 row.batch if side == sides[0] else "",
                 SIDE_NAMES[side],
-                steps(found),
-                idle(found),
-                NOT_MEASURED if found is None else f"{found['tokens_per_second']['best']:.0f}",
-                length(found),
+                steps(measured),
+                idle(measured),
+                NOT_MEASURED if measured is None else f"{measured['tokens_per_second']['best']:.0f}",
+                length(measured),
                 *("" if (ratio := ratios.get(over)) is None else f"{ratio:.2f}" for over in overs),
                 end_section=side == sides[-1],
             )
@@ -127,25 +129,25 @@ def tables(results: Mapping[str, Any]) -> Iterator[Table]:
 
 
 def host_line(results: Mapping[str, Any]) -> str:
-    """How the host's speed changed within the run; empty where it was not timed."""
+    """Return how the host's speed changed; empty: it was not timed."""
     times = [us for row in rows(results) for side in row.sides.values() for us in (side or {}).get("host_us", ())]
     if not times:
         return ""
     return (
-        f"The same piece of Python took {min(times):.0f} to {max(times):.0f} us beside the rounds (median "
-        f"{statistics.median(times):.0f}): a ratio of two rounds apart may be off by {max(times) / min(times):.2f}."
+        f"Host speed: a fixed piece of Python took {min(times):.0f}–{max(times):.0f} us with the rounds (median "
+        f"{statistics.median(times):.0f}): a ratio of two distant rounds may be off by {max(times) / min(times):.2f}×."
     )
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A function within a step, as ``bench --profile`` has found it.
+    """A function in a step, from ``bench --profile``.
 
     Attributes:
-        path: from the outermost function to this one.
-        calls: a step.
-        us: microseconds a step.
-        own: of these, what no function below it accounts for; all together add up to a step.
+        path: Names from the outermost function to this function.
+        calls: Calls per step.
+        us: Microseconds per step.
+        own: Microseconds without the functions below it; the sum over all functions is the step.
     """
 
     path: tuple[str, ...]
@@ -155,24 +157,27 @@ class Phase:
 
 
 def phases_of(rows: Iterable[Sequence[Any]]) -> list[Phase]:
-    """The rows of a results file, in their order (see ``_phases.PhaseRow``)."""
+    """Return the phases of a results file's rows.
+
+    See ``_phases.PhaseRow``.
+    """
     path: list[str] = []
-    found: list[Phase] = []
+    phases: list[Phase] = []
     inside: Counter[tuple[str, ...]] = Counter()
     for depth, name, calls, us in rows:
         path[depth:] = [name]
         inside[tuple(path[:-1])] += us
-        found.append(Phase(tuple(path), calls, us, us))
-    return [replace(one, own=one.us - inside[one.path]) for one in found]
+        phases.append(Phase(tuple(path), calls, us, us))
+    return [replace(phase, own=phase.us - inside[phase.path]) for phase in phases]
 
 
 def shown_phases(rows: Iterable[Sequence[Any]]) -> list[Phase]:
-    """As :func:`phases_of`, those that are worth a line."""
-    return [one for one in phases_of(rows) if one.us >= LEAST_US]
+    """Return :func:`phases_of` without phases that take no time."""
+    return [phase for phase in phases_of(rows) if phase.us >= LEAST_US]
 
 
 def speed(side: Mapping[str, Any] | None) -> str:
-    """Tokens/s of the best round, and of the median one."""
+    """Return tokens/s of the best round and the median round."""
     if side is None:
         return NOT_MEASURED
     speeds = side["tokens_per_second"]
@@ -180,39 +185,39 @@ def speed(side: Mapping[str, Any] | None) -> str:
 
 
 def step_ms(side: Mapping[str, Any] | None) -> float | None:
-    """Milliseconds of a step of the best round."""
+    """Return a step's milliseconds in the best round."""
     return None if side is None else float(side["step_ms"]["best"])
 
 
 def step(side: Mapping[str, Any] | None) -> str:
-    """As :func:`step_ms`."""
-    found = step_ms(side)
-    return NOT_MEASURED if found is None else f"{found:.2f}"
+    """Format :func:`step_ms`."""
+    milliseconds = step_ms(side)
+    return NOT_MEASURED if milliseconds is None else f"{milliseconds:.2f}"
 
 
 def steps(side: Mapping[str, Any] | None) -> str:
-    """Milliseconds of a step of the best round, and of the median one."""
+    """Return a step's milliseconds in the best and the median round."""
     return step(side) if side is None else f"{step(side)} ({side['step_ms']['median']:.2f})"
 
 
 def idle(side: Mapping[str, Any] | None) -> str:
-    """Share of a step in which the GPU had nothing to do."""
+    """Return the share of a step in which the GPU is idle."""
     share = (side or {}).get("gpu_idle_share")
     return NOT_MEASURED if share is None else f"{share:.0%}"
 
 
 def length(side: Mapping[str, Any] | None) -> str:
-    """Tokens a step, the target's own included."""
+    """Return tokens per step, with the target's own token."""
     return NOT_MEASURED if side is None or not side["drafts"] else f"{side['acceptance_length']:.3f}"
 
 
 def profiled(side: Mapping[str, Any] | None, name: str) -> str:
-    """A figure of the profile; milliseconds with two digits."""
+    """Format a figure of the profile; milliseconds have two digits."""
     value = (side or {}).get("profile", {}).get(name)
     return NOT_MEASURED if value is None else f"{value:.2f}" if name == "gpu_busy_ms" else f"{value:g}"
 
 
-#: How two sides differ: over all loads beyond the noise, in both directions, within `NOISE`, or less than rounds do.
+#: How two sides differ over all loads: beyond the noise, in both directions, within `NOISE`, or less than rounds do.
 Outcome = Literal["faster", "slower", "mixed", "same", "unknown"]
 
 
@@ -221,12 +226,12 @@ class Compared:
     """A side and its baseline, over all loads of a case that both have.
 
     Attributes:
-        case: its name.
-        sides: the two, the baseline last.
-        ratios: the speedup of each load: tokens/s, or end-to-end time where requests come at a rate.
-        busy: shares of the time in which the GPU worked, of each side; empty where unknown.
-        apart: the largest ratio between two rounds of one side and load.
-        left: why the first side left steps to vLLM -> their share of all steps.
+        case: Name of the case.
+        sides: The side and its baseline.
+        ratios: Speedup of each load in tokens/s, or in end-to-end time if requests come at a rate.
+        busy: Each side's shares of time with a busy GPU; empty: not known.
+        apart: The largest ratio between two rounds of one side and load.
+        left: Why the side left steps to vLLM -> their share of all steps.
     """
 
     case: str
@@ -242,14 +247,14 @@ class Compared:
 
 
 def between(figures: Iterable[float], form: str, to: str = " to ") -> str:
-    """The range of the figures, as one number where both ends read the same."""
+    """Return a range, or one number if both ends read the same."""
     known = sorted(figures)
     ends = [format(known[0], form), format(known[-1], form)]
     return ends[0] if ends[0] == ends[1] else to.join(ends)
 
 
 def outcome(ratios: Collection[float], apart: float = 1.0) -> Outcome:
-    """Return how sides differ whose rounds are up to ``apart`` from each other."""
+    """Return how sides differ if rounds differ by up to ``apart``."""
     noise = max(apart, NOISE)
     least, most = min(ratios), max(ratios)
     if max(most, 1 / least) <= noise:
@@ -263,24 +268,24 @@ _IN_WORDS: Mapping[Outcome, str] = {"slower": " (slower)", "mixed": " (slower fo
 
 
 def worth(ratios: Collection[float]) -> str:
-    """A speedup in words; higher is better."""
+    """Return a speedup in words; higher is better."""
     return f"{between(ratios, '.2f', '–')}×{_IN_WORDS.get(outcome(ratios), '')}"
 
 
 def of_engines(results: Mapping[str, Any]) -> Iterator[Compared]:
-    """Each case and pair of sides on one model runner of ``bench``."""
+    """Yield the comparisons of ``bench``'s cases, on one model runner."""
     for label, some in ((label, list(some)) for label, some in groupby(rows(results), lambda row: row.label)):
         for pair in _pairs(sides_of(results)):
             both = [(ratio, *(row.sides[side] for side in pair)) for row in some if (ratio := row.ratio(*pair))]
             if both:
                 ratios, *sides = zip(*both, strict=True)
-                busy = [[1 - one["gpu_idle_share"] for one in side if "gpu_idle_share" in one] for side in sides]
-                times = [one["step_ms"] for side in sides for one in side]
-                yield Compared(label, pair, ratios, busy, max(one["median"] / one["best"] for one in times), {})
+                busy = [[1 - row["gpu_idle_share"] for row in side if "gpu_idle_share" in row] for side in sides]
+                times = [row["step_ms"] for side in sides for row in side]
+                yield Compared(label, pair, ratios, busy, max(time["median"] / time["best"] for time in times), {})
 
 
 def of_loads(results: Mapping[str, Any]) -> Iterator[Compared]:
-    """As :func:`of_engines`, of the loads of ``bench serve``."""
+    """Yield the comparisons of ``bench serve``'s loads."""
     for case in results["cases"]:
         for pair in _pairs([side for side in SIDE_NAMES if side in case["sides"]]):
             loads = [case["sides"][side]["loads"] for side in pair]
@@ -288,103 +293,116 @@ def of_loads(results: Mapping[str, Any]) -> Iterator[Compared]:
             known = [(ratio, *two) for two in both if (ratio := speedup(*two)) is not None]
             if known:
                 ratios, *sides = zip(*known, strict=True)
-                busy = [[one["gpu_busy"] for one in side if one["gpu_busy"] is not None] for side in sides]
-                apart = max(_apart(_rounds(one)) for side in sides for one in side)
-                # Sides of one run take turns, so they meet the same host; two runs need not.
+                busy = [[load["gpu_busy"] for load in side if load["gpu_busy"] is not None] for side in sides]
+                apart = max(_apart(_rounds(load)) for side in sides for load in side)
+                # Sides of one run take turns, so the host's speed is equal for them; two runs may differ in it.
                 if pair == ("after", "before"):
                     apart = max(apart, host_ratio(*sides))
                 yield Compared(case_name(results, case), pair, ratios, busy, apart, _left(sides[0]))
 
 
 def case_name(results: Mapping[str, Any], case: Mapping[str, Any]) -> str:
-    """Of ``bench serve``: the method and k, or the model of a server that was not started here."""
+    """Return a case's method and k, or the running server's model."""
     method = results["settings"].get("method")
     return str(results["settings"]["model"]) if method is None else f"{method} k={case['k']}"
 
 
 def speedup(load: Mapping[str, Any], baseline: Mapping[str, Any]) -> float | None:
-    """Return how much faster a load is; None where rounds are missing, or nothing was answered.
+    """Return a load's speedup; None: rounds or answers are missing.
 
-    The best of more rounds is better by chance alone, so both must have as many. Requests that come at a rate decide
-    tokens/s, so there the mean time to the last token counts.
+    The best of more rounds is better by chance, so both need equally many rounds. If requests come at a rate, the rate
+    determines tokens/s, so the mean time to the last token counts.
     """
     if load["rounds"] != baseline["rounds"]:
         return None
     if load.get("request_rate"):
-        one, other = _rounds(load), _rounds(baseline)
-        return min(other) / min(one) if one and other else None
-    best, other_best = (float(one["tokens_per_second"]["best"]) for one in (load, baseline))
-    return best / other_best if best and other_best else None
+        times, baseline_times = _rounds(load), _rounds(baseline)
+        return min(baseline_times) / min(times) if times and baseline_times else None
+    best, baseline_best = (float(measured["tokens_per_second"]["best"]) for measured in (load, baseline))
+    return best / baseline_best if best and baseline_best else None
 
 
 def _rounds(load: Mapping[str, Any]) -> list[float]:
-    """The figure of each round by which loads are compared."""
-    found: list[float] = load.get("round_e2e_ms", []) if load.get("request_rate") else load["tokens_per_second"]["all"]
-    return found
+    """Return the figure of each round that comparisons use."""
+    figures: list[float]
+    figures = load.get("round_e2e_ms", []) if load.get("request_rate") else load["tokens_per_second"]["all"]
+    return figures
 
 
 def _apart(rounds: Sequence[float]) -> float:
-    """The largest ratio between rounds; infinite where one gave nothing."""
+    """Return the largest ratio between rounds.
+
+    Infinite if a round has no result.
+    """
     return max(rounds) / min(rounds) if min(rounds) else math.inf
 
 
 def host_ratio(*sides: Iterable[Mapping[str, Any]]) -> float:
-    """How much the host's speed differs between sides: median times of one piece of Python next to the rounds."""
+    """Return the ratio of the host's speed between sides.
+
+    It compares median times of one piece of Python next to the rounds.
+    """
     times = [[us for load in side for us in load.get("host_us", ())] for side in sides]
-    medians = [statistics.median(one) for one in times if one]
+    medians = [statistics.median(of_side) for of_side in times if of_side]
     return max(medians) / min(medians) if medians else 1.0
 
 
-def headline(found: Compared) -> str:
-    """What a comparison found, in one sentence without a full stop."""
-    named, other = (SIDE_NAMES[side] for side in found.sides)
-    times = f"{between(found.ratios, '.2f', '–')}×"
-    said: Mapping[Outcome, str] = {
+def headline(comparison: Compared) -> str:
+    """Return a comparison's result as a sentence without a full stop."""
+    named, other = (SIDE_NAMES[side] for side in comparison.sides)
+    times = f"{between(comparison.ratios, '.2f', '–')}×"
+    sentences: Mapping[Outcome, str] = {
         "faster": f"{named} is faster than {other}: {times}",
         "slower": f"{named} is slower than {other}: {times}",
         "mixed": f"{named} is slower than {other} for some loads: {times}",
         "same": f"{named} is as fast as {other}: {times}, within noise",
         "unknown": f"unknown whether {named} is faster than {other}: {times}",
     }
-    return f"{found.case}: {said[found.outcome]}"
+    return f"{comparison.case}: {sentences[comparison.outcome]}"
 
 
-def verdict(found: Compared, device: str | None) -> str:
-    """One line of what was compared; ``device``: vLLM's device type, None where the server was not started here."""
-    return " ".join([f"{headline(found)}.", *reasons(found, device)])
+def verdict(comparison: Compared, device: str | None) -> str:
+    """Return one line on a comparison.
+
+    ``device``: vLLM's device type; None: the server was not started here.
+    """
+    return " ".join([f"{headline(comparison)}.", *reasons(comparison, device)])
 
 
-def reasons(found: Compared, device: str | None) -> Iterator[str]:
-    """Yield what a verdict rests on, sentence by sentence; ``device`` as of :func:`verdict`."""
-    named, other = (SIDE_NAMES[side] for side in found.sides)
-    after, before = found.busy
+def reasons(comparison: Compared, device: str | None) -> Iterator[str]:
+    """Yield the reasons of a verdict, sentence by sentence.
+
+    ``device`` as for :func:`verdict`.
+    """
+    named, other = (SIDE_NAMES[side] for side in comparison.sides)
+    after, before = comparison.busy
     if before and after:
-        shares = [between(one, ".0%", "–") for one in (before, after)]
+        shares = [between(busy, ".0%", "–") for busy in (before, after)]
         yield f"GPU busy: {shares[0]} of the time with {other}, {shares[1]} with {named}."
-        if max(found.ratios) <= NOISE:
-            yield _why_not(found)
+        if max(comparison.ratios) <= NOISE:
+            yield _why_not(comparison)
     elif device == "cpu":
-        yield "A CPU runs no CUDA graphs, from which most of the speedup comes."
-    if found.apart > NOISE and any(max(ratio, 1 / ratio) < found.apart for ratio in found.ratios):
-        yield f"Rounds of one side, or the host, differ by up to {found.apart:.2f}×: a smaller ratio says little."
+        yield "A CPU has no CUDA graphs, and most of the speedup comes from them."
+    if comparison.apart > NOISE and any(max(ratio, 1 / ratio) < comparison.apart for ratio in comparison.ratios):
+        yield f"Rounds of one side, or the host, differ by up to {comparison.apart:.2f}×: a smaller ratio is uncertain."
 
 
-def _why_not(found: Compared) -> str:
-    if min(found.busy[1]) >= _BUSY:
-        return "A GPU that hardly waits leaves nothing to win."
-    if found.left:
-        reason = max(found.left, key=lambda one: found.left[one])
-        return f"The plugin left {sum(found.left.values()):.0%} of the steps to vLLM, most of them for `{reason}`."
-    return "`vllm-hwplugin bench --profile` says where the host's time goes."
+def _why_not(comparison: Compared) -> str:
+    if min(comparison.busy[1]) >= _BUSY:
+        return "The GPU hardly waits for the host, so there is nothing to gain."
+    if comparison.left:
+        reason = max(comparison.left, key=lambda reason: comparison.left[reason])
+        return f"The plugin left {sum(comparison.left.values()):.0%} of the steps to vLLM, most of them for `{reason}`."
+    return "`vllm-hwplugin bench --profile` shows where the host's time goes."
 
 
 def _pairs(sides: Sequence[str]) -> list[tuple[str, str]]:
-    """What is compared, without what two model runners make of it."""
+    """Return the pairs to compare, on the same model runner."""
     return [pair for pair in comparisons(sides) if on_v2(pair[0]) == on_v2(pair[1])]
 
 
 def _left(loads: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Why no path of the plugin served a step -> share of the steps."""
+    """Return why vLLM ran steps -> their share of all steps."""
     steps: Counter[str] = Counter()
     for row in (row for load in loads for row in load["kinds"]):
         outcomes = list(row["paths"].values())

@@ -31,27 +31,28 @@ from ..bench.micro import (
 from ._options import JsonFile, console_for, known
 from ._sides import progress
 
-#: Seconds for one cell. The first one of an operation may run the compiler.
+#: Seconds per cell. An operation's first cell may run the compiler.
 _LIMITS = {"attention": 45.0, "ops": 240.0}
 
-#: An interrupted run keeps its part, but for so many seconds.
+#: Seconds between writes: an interrupted run loses at most these.
 _KEEP = 5.0
 
-_SEED = Annotated[int, typer.Option(help="Same seed, same inputs.")]
-_SECONDS = Annotated[float, typer.Option(min=1, help="Cells that would begin later are not run.")]
+_SEED = Annotated[int, typer.Option(help="Seed of the inputs.")]
+_SECONDS = Annotated[float, typer.Option(min=1, help="Time limit: later cells are not run.")]
 
 
 def attention(
-    kernel: Annotated[list[str] | None, typer.Option(help="Only this kernel; repeat for several.")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help="Only this kernel; can be repeated.")] = None,
     kind: Annotated[list[str] | None, typer.Option(help="Only decode, or only prefill.")] = None,
     seconds: _SECONDS = 75,
     seed: _SEED = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Attention at head size 512, the plugin's kernel and its rivals: time, share of the copy bandwidth, error.
+    """Benchmark attention at head size 512: the plugin's kernel and its rivals.
 
-    Exit code 1 when a cell of the plugin's own kernel failed, or is further off than twice SDPA's error; 2 when one was
-    not measured.
+    Shows time, share of the copy bandwidth, and error.
+
+    Exit status: 1 the plugin's kernel failed, or its error exceeds twice SDPA's; 2 one of its cells was not measured.
     """
     plan = attention_cases.plan()
     kernels = known(kernel or [], tuple(dict.fromkeys(name for name, _ in plan)), "--kernel")
@@ -67,18 +68,19 @@ def attention(
 
 
 def ops(
-    op: Annotated[list[str] | None, typer.Option(help="Only this operation; repeat for several.")] = None,
+    op: Annotated[list[str] | None, typer.Option(help="Only this operation; can be repeated.")] = None,
     device: Annotated[
-        str | None, typer.Option(help="cuda or musa, where torch sees both or vLLM neither. Default: vLLM's choice.")
+        str | None, typer.Option(help="cuda or musa, if torch has both or vLLM neither. Default: vLLM's choice.")
     ] = None,
     seconds: _SECONDS = 60,
     seed: _SEED = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """The operations under vLLM's names, the plugin's kernels and vLLM's own: time, bandwidth, parity.
+    """Benchmark operations: the plugin's kernels and vLLM's own.
 
-    Exit code 1 when a cell of the plugin's own kernels failed, or disagrees with the reference; 2 when one was not
-    measured.
+    Shows time, bandwidth and parity.
+
+    Exit status: 1 a kernel of the plugin failed, or differs from the reference; 2 one of its cells was not measured.
     """
     chosen = known(op or [], op_cases.OPS, "--op")
     todo = [(name, case) for name, case in op_cases.plan() if not chosen or op_cases.CASES[case].op in chosen]
@@ -113,8 +115,8 @@ def _run(
     host = bench.detect_host() if device is None else bench.detect_host(device=device)
     if host.device not in devices:
         raise bench.HostUnknown(
-            f"`bench {kind}` measures kernels of a GPU; vLLM runs on {host.name} ({host.device}): run it on a host "
-            "with a GPU, or `vllm-hwplugin demo` here"
+            f"`bench {kind}` needs a GPU, found {host.name} ({host.device}): run it on a host with a GPU, or "
+            "`vllm-hwplugin demo` here"
         )
     console.print(f"vLLM {host.vllm} on {host.name}, torch {host.torch}", highlight=False)
     settings = {"seconds": seconds, "only": only, "seed": seed, "limit": _LIMITS[kind]}

@@ -22,7 +22,7 @@ from ._options import JsonFile, given, settings_of
 from ._serve_report import show
 from ._sides import InTurn, progress
 
-#: Of options that repeat.
+#: Defaults of options that can be repeated.
 _DEFAULTS: Mapping[str, float] = {"temperature": 0.0, "concurrency": 16, "request_rate": 0.0}
 
 
@@ -36,13 +36,13 @@ def measure_running(
     limit: TimeLimit,
     console: Console,
 ) -> None:
-    """Measure the server at ``url``, and compare it with the run in a file of ``against``.
+    """Measure a running server; compare it with a run in a file.
 
     Raises:
-        ServerSilent: it does not answer as vLLM's server.
-        NoRun: the file is not one of such a run.
-        AnotherLoad: the options ask for another load than that run's.
-        typer.Exit: see :func:`compare_runs`, and as of all sides.
+        ServerSilent: The URL does not answer as a vLLM server.
+        NoRun: The file holds no such run.
+        AnotherLoad: The options ask for another load than that run's.
+        typer.Exit: As :func:`compare_runs`; also if the server failed.
     """
     before = running.read_run(against[0]) if against else None
     settings, prompts = _settings(context, url.rstrip("/").removesuffix("/v1"), before)
@@ -50,7 +50,7 @@ def measure_running(
     if before is not None:
         running.same_load(before["settings"], results["settings"])
     console.print(f"{settings.model} at {settings.url}", highlight=False)
-    # vLLM's client would look for a tokenizer of the name that requests carry.
+    # By default vLLM's client looks for a tokenizer with the name in the requests.
     sent = dataclasses.replace(settings, client=("--tokenizer", settings.checkpoint, *settings.client))
     measurements = serving.serve_measurements(sent, prompts or None, before and running.round_sizes(before))
     with progress(console) as bar:
@@ -70,7 +70,7 @@ def measure_running(
     if before is None:
         turns.end(console, partial(show, html=html))
         return
-    turns.end(console, lambda found, shown: show(running.compared(before, found), shown, html))
+    turns.end(console, lambda after, shown: show(running.compared(before, after), shown, html))
     _end_by(running.compared(before, results))
 
 
@@ -78,9 +78,9 @@ def compare_runs(before: Path, after: Path, console: Console, html: Path | None)
     """Compare two runs of one load.
 
     Raises:
-        NoRun: a file is not one of such a run.
-        AnotherLoad: they sent different loads.
-        typer.Exit: 1 where a load is slower than before, 2 where rounds differ more than the runs.
+        NoRun: A file holds no such run.
+        AnotherLoad: The loads differ.
+        typer.Exit: 1: a load is slower than before; 2: rounds differ more than the runs.
     """
     both = running.compared(running.read_run(before), running.read_run(after))
     show(both, console, html)
@@ -88,7 +88,7 @@ def compare_runs(before: Path, after: Path, console: Console, html: Path | None)
 
 
 def _end_by(both: Mapping[str, Any]) -> None:
-    outcomes = {one.outcome for one in of_loads(both)}
+    outcomes = {comparison.outcome for comparison in of_loads(both)}
     if outcomes & {"slower", "mixed"}:
         raise typer.Exit(1)
     if not outcomes - {"unknown"}:
@@ -98,11 +98,14 @@ def _end_by(both: Mapping[str, Any]) -> None:
 def _settings(
     context: typer.Context, url: str, before: Mapping[str, Any] | None
 ) -> tuple[running.RunningSettings, list[serving.Prompt]]:
-    """What the options ask for, the rest as in the run before; and the prompts of their file."""
+    """Return the settings of this run, and the prompts of its file.
+
+    Options that are not given have the values of the run before.
+    """
     asked = context.params | {name: context.params[name] or [value] for name, value in _DEFAULTS.items()}
     client = tuple(context.args)
     if before is not None:
-        settings, load = before["settings"], {one.name for one in dataclasses.fields(serving.LoadSettings)}
+        settings, load = before["settings"], {field.name for field in dataclasses.fields(serving.LoadSettings)}
         asked |= {name: settings[name] for name in load if not given(context, name)}
         client = client or tuple(settings["client"])
     if asked["ignore_eos"] is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands share: how they are run, the option ``--json``, and checks of options' values."""
+"""Shared parts of the commands: running them, the option ``--json``, and checks of values."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from vllm_hwplugin.cli.parser import FAILURE, Run
 
 _Settings = TypeVar("_Settings")
 
-# What typer raises for options that it cannot read; it does not export the class.
+# typer's error for invalid options, which typer does not export.
 _UsageError: Any = typer.BadParameter.__base__
 
 
 def grouped(groups: Mapping[str, Sequence[str]], *examples: str, base: type[Any] = TyperCommand) -> type[Any]:
-    """A class of command whose help has options in groups, with whole names at any width, and ends with examples.
+    """Return a class of command whose help has groups and examples.
 
-    Its `typer.Typer` has ``rich_markup_mode=None``: rich's help cuts long names.
+    The help shows whole option names at any width.
+
+    Its `typer.Typer` has ``rich_markup_mode=None``, because rich's help cuts long names.
 
     Args:
-        groups: heading -> names of the parameters below it; all others are "Options".
-        examples: command lines.
+        groups: Heading -> names of its parameters; the rest are "Options".
+        examples: Command lines.
         base: typer's class.
     """
     headings = {name: heading for heading, names in groups.items() for name in names}
@@ -55,7 +57,7 @@ def grouped(groups: Mapping[str, Sequence[str]], *examples: str, base: type[Any]
 
 
 def runs(name: str, command: Callable[..., None] | typer.Typer, *examples: str) -> Run:
-    """What the table of commands calls: takes a command's arguments and returns its exit status."""
+    """Return a function that runs a command and returns its exit status."""
     if not isinstance(command, typer.Typer):
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         app.command(name, cls=grouped({}, *examples))(command)
@@ -69,7 +71,7 @@ def runs(name: str, command: Callable[..., None] | typer.Typer, *examples: str) 
             error.show()
             return FAILURE
         except SystemExit:
-            # So the process would end where the reader of its output has gone.
+            # typer exits if its output's reader has closed the pipe.
             return FAILURE
         return status if isinstance(status, int) else 0
 
@@ -77,10 +79,10 @@ def runs(name: str, command: Callable[..., None] | typer.Typer, *examples: str) 
 
 
 def writable_file(file: Path | None) -> Path | None:
-    """The file that an option names, where it can be written.
+    """Return an option's file if it can be written.
 
     Raises:
-        typer.BadParameter: it cannot.
+        typer.BadParameter: The file cannot be written.
     """
     try:
         return file and writable(str(file))
@@ -90,20 +92,22 @@ def writable_file(file: Path | None) -> Path | None:
 
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", callback=writable_file, help="Write the results there; -: standard output."),
+    typer.Option(
+        "--json", metavar="FILE", callback=writable_file, help="Write the results to this file; -: standard output."
+    ),
 ]
 
 
 def console_for(json_file: Path | None) -> Console:
-    """Where a command prints what is for a reader."""
+    """Return the console for the report."""
     return Console(stderr=json_file == STANDARD_OUTPUT)
 
 
 def known(values: list[str], good: tuple[str, ...], option: str) -> list[str]:
-    """``values``, all of which have to be among ``good``.
+    """Return ``values`` if all of them are among ``good``.
 
     Raises:
-        typer.BadParameter: one is not.
+        typer.BadParameter: A value is not.
     """
     for value in values:
         if value not in good:
@@ -112,34 +116,34 @@ def known(values: list[str], good: tuple[str, ...], option: str) -> list[str]:
 
 
 def pairs(values: Iterable[str], option: str) -> dict[str, str]:
-    """``KEY=VAL`` options as a dictionary.
+    """Return ``KEY=VAL`` options as a dictionary.
 
     Raises:
-        typer.BadParameter: one has no key or no equals sign.
+        typer.BadParameter: A value has no key or no equals sign.
     """
-    found = {}
+    settings = {}
     for value in values:
         name, equals, setting = value.partition("=")
         if not equals or not name:
             raise typer.BadParameter(f"{value!r} is not KEY=VAL", param_hint=option)
-        found[name] = setting
-    return found
+        settings[name] = setting
+    return settings
 
 
 def arguments(values: Iterable[str], option: str) -> dict[str, Any]:
-    """``KEY=VAL`` options as arguments of a function, each value as JSON where it is some.
+    """Return ``KEY=VAL`` options as arguments; values may be JSON.
 
     Raises:
-        typer.BadParameter: one has no key or no equals sign.
+        typer.BadParameter: A value has no key or no equals sign.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, text in pairs(values, option).items():
         try:
             value = json.loads(text)
         except ValueError:
             value = text
-        found[name.replace("-", "_")] = value
-    return found
+        settings[name.replace("-", "_")] = value
+    return settings
 
 
 def given(context: typer.Context, name: str) -> bool:
@@ -149,13 +153,17 @@ def given(context: typer.Context, name: str) -> bool:
 
 
 def settings_of(kind: type[_Settings], context: typer.Context, **more: Any) -> _Settings:
-    """A dataclass of what a command was asked for: its parameters of the fields' names, each value of a list once.
+    """Return a dataclass of settings from a command's parameters.
+
+    Fields have the parameters' names; a list loses repeated values.
 
     Args:
-        kind: the dataclass.
-        context: of the command.
-        more: outweighs the parameters.
+        kind: The dataclass.
+        more: Overrides the parameters.
     """
-    once = {name: tuple(dict.fromkeys(one)) if isinstance(one, tuple) else one for name, one in context.params.items()}
-    fields = {one.name for one in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    once = {
+        name: tuple(dict.fromkeys(value)) if isinstance(value, tuple) else value
+        for name, value in context.params.items()
+    }
+    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in {**once, **more}.items() if name in fields})

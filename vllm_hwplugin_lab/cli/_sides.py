@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands share that measure engines in turn: options, the engines of a case with a bar, and how they end."""
+"""Shared parts of commands that measure engines in turn: options, progress, and exit status."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from ..bench.table import Compared, verdict
 from ..bench.turns import SERVING, Measurement, rest_between_turns
 from ._options import JsonFile, known
 
-#: What `MoreSidesOption` takes.
+#: Values of `MoreSidesOption`.
 _MORE = (*ALL_SIDES, *PLUGIN_SIDES)
-_ALL = f"{', '.join(ALL_SIDES)} (mrv2: Model Runner V2)"
-SidesOption = Annotated[list[str] | None, typer.Option("--side", help=f"{_ALL}; repeat; default: all that run here.")]
+_ALL = f"{', '.join(ALL_SIDES)} (stock: unpatched; `mrv2`: Model Runner V2)"
+SidesOption = Annotated[
+    list[str] | None, typer.Option("--side", help=f"{_ALL}; can be repeated; default: all that run here.")
+]
 MoreSidesOption = Annotated[
     list[str] | None,
     typer.Option(
         "--side",
-        help=f"{_ALL}; repeat; default: all that run here. Beside them {', '.join(PLUGIN_SIDES)}: with the plugin, and "
-        "without what --patched-env sets.",
+        help=f"{_ALL}; can be repeated; default: all that run here. Also {', '.join(PLUGIN_SIDES)}: with the plugin, "
+        "but without --patched-env.",
     ),
 ]
 UtilizationOption = Annotated[
@@ -45,29 +47,29 @@ VllmArgOption = Annotated[
     typer.Option(
         "--vllm-arg",
         metavar="KEY=VAL",
-        help="An engine argument of vLLM's for all sides, as JSON or text: kv_cache_dtype=fp8.",
+        help="An engine argument of vLLM for all sides, as JSON or text: kv_cache_dtype=fp8.",
     ),
 ]
 PatchedEnvOption = Annotated[
     list[str] | None, typer.Option("--patched-env", metavar="KEY=VAL", help="Set for patched sides only.")
 ]
 
-GraphsOption = Annotated[str, typer.Option(help="vLLM's cudagraph_mode (GPU only); this is its own default.")]
-#: Of `GraphsOption`.
+GraphsOption = Annotated[str, typer.Option(help="vLLM's cudagraph_mode (only with a GPU); the default is vLLM's.")]
+#: Default of `GraphsOption`.
 GRAPHS = "FULL_AND_PIECEWISE"
 #: Why there is no verdict.
 NO_BASELINE = "no side with the plugin was measured next to its baseline"
 TimeLimitOption = Annotated[
     float | None,
-    typer.Option(min=1, help="Seconds of the whole command, then what has been measured is written; default: none."),
+    typer.Option(min=1, help="Seconds of the whole command; what was measured until then is written; default: none."),
 ]
 
 
 def asked_sides(side: Sequence[str] | None, good: tuple[str, ...] = _MORE) -> tuple[str, ...]:
-    """The sides that ``--side`` names, each once; none where it was not given.
+    """Return the sides that ``--side`` names; empty: not given.
 
     Raises:
-        typer.BadParameter: one is not among ``good``.
+        typer.BadParameter: A side is not among ``good``.
     """
     return tuple(known(list(dict.fromkeys(side or ())), good, "--side"))
 
@@ -77,13 +79,16 @@ def show_host(host: Host, console: Console) -> None:
 
 
 def progress(console: Console) -> Progress:
-    """A bar for measurements."""
+    """Return a progress bar for measurements."""
     text = TextColumn("{task.description}", markup=False)
     return Progress(SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
 
 
 def advance(bar: Progress, task: Any, label: str) -> Callable[[Event], None]:
-    """Move a bar on with each thing that an engine says, its warm-up, its trial and its end apart."""
+    """Return a callback that advances a bar with an engine's events.
+
+    Warm-ups, trials and ends do not count.
+    """
 
     def on_event(event: Event) -> None:
         if event["event"] not in ("warm", "tried", "collected", "said", "done"):
@@ -100,21 +105,20 @@ def show_failure(name: str, error: str | None, log_tail: str, console: Console) 
 
 
 def conclude(cases: Sequence[Mapping[str, Any]], console: Console, *, measured: bool) -> None:
-    """Say what ended the command early, and end it by what failed.
+    """Print why the command ended early, and exit by its failures.
 
     Args:
-        cases: of a results file: of each side, its ``error``, and what the case was ``stopped`` by.
-        console: for a reader.
-        measured: whether the file holds a figure.
+        cases: Cases of a results file, with each side's ``error`` and the case's ``stopped``.
+        measured: Whether the file holds a figure.
 
     Raises:
-        typer.Exit: 1 where a patched side failed whose stock did not, or had none beside it; 2 for any other failure,
-            and where something was left out.
+        typer.Exit: 1: a patched side failed, and its baseline did not or was not measured; 2: any other failure, or an
+            incomplete measurement.
     """
     early = [case["stopped"] for case in cases if case["stopped"] is not None]
     for reason in early:
-        said = f"Not everything was measured: {reason}. What was is in the results."
-        console.print(said if measured else f"Nothing was measured: {reason}.", style="yellow", highlight=False)
+        text = f"Not everything was measured: {reason}. The results hold the rest."
+        console.print(text if measured else f"Nothing was measured: {reason}.", style="yellow", highlight=False)
     errors = [{side: entry["error"] for side, entry in case["sides"].items()} for case in cases]
     for failed in errors:
         if any(error and not failed.get(STOCK_OF[side]) for side, error in failed.items() if side in STOCK_OF):
@@ -123,25 +127,27 @@ def conclude(cases: Sequence[Mapping[str, Any]], console: Console, *, measured: 
         raise typer.Exit(FAILURE)
 
 
-def show_verdicts(found: Iterable[Compared], device: str | None, console: Console, why_none: str = NO_BASELINE) -> None:
-    """Say what was gained, case by case, and why no more; ``why_none``: why nothing was compared."""
-    lines = [f"Verdict: {verdict(one, device)}" for one in found]
+def show_verdicts(
+    comparisons: Iterable[Compared], device: str | None, console: Console, why_none: str = NO_BASELINE
+) -> None:
+    """Print a verdict per comparison, or ``why_none``."""
+    lines = [f"Verdict: {verdict(comparison, device)}" for comparison in comparisons]
     for line in lines or [f"No verdict: {why_none}."]:
         console.print(line, style="bold", highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
 class InTurn:
-    """What all cases of a command have in common.
+    """The shared state of all cases of a command.
 
     Attributes:
-        bar: shows how far a case is, and why an engine failed.
-        results: are written after each round, except to standard output.
-        json_file: where to.
-        rounds: of each measurement and side.
-        timeout: seconds for a start, and for each measurement.
-        limit: of the whole command.
-        module: of the engines' processes.
+        bar: Shows progress, and why an engine failed.
+        results: Written after each round, except to standard output.
+        json_file: The results' file.
+        rounds: Rounds of each measurement and side.
+        timeout: Seconds for a start, and for each measurement.
+        limit: Limit of the whole command.
+        module: Module of the engines' processes.
     """
 
     bar: Progress
@@ -156,17 +162,16 @@ class InTurn:
         """Write the results, except to standard output.
 
         Raises:
-            OutputError: the file cannot be written; says why.
+            OutputError: The file cannot be written.
         """
         if self.json_file is not None and self.json_file != STANDARD_OUTPUT:
             write_text(results_text(self.results), self.json_file)
 
     def end(self, console: Console, show: Callable[[Mapping[str, Any], Console], bool]) -> None:
-        """Write and show the results, and end the command by what failed.
+        """Write and show the results, and exit by the failures.
 
         Args:
-            console: for a reader.
-            show: prints the results; whether they hold a figure.
+            show: Prints the results; returns whether they hold a figure.
         """
         if self.json_file == STANDARD_OUTPUT:
             write_text(results_text(self.results), self.json_file)
@@ -187,15 +192,14 @@ class InTurn:
         """Measure a case.
 
         Args:
-            jobs: side -> its engine.
-            measurements: what each side is asked for.
-            label: of the case.
-            total: events that the bar waits for.
-            at_once: see :func:`..bench.measure_in_turn`.
-            add: puts what has been measured so far into the results, in place of what it had put there.
+            jobs: Side -> its job.
+            label: Name of the case.
+            total: Number of events, for the bar.
+            at_once: See :func:`..bench.measure_in_turn`.
+            add: Puts the measurements so far into the results, replacing earlier ones.
 
         Returns:
-            Whether the command goes on with the next case.
+            Whether to continue with the next case.
         """
 
         def keep(outcomes: Mapping[str, Outcome]) -> None:
@@ -203,8 +207,8 @@ class InTurn:
             try:
                 self.write()
             except OutputError as error:
-                # What is still measured is worth more; the command's own last write fails for it.
-                self.bar.console.print(f"{error}; measuring goes on", style="yellow", markup=False)
+                # The remaining measurements are worth more; the command's last write raises.
+                self.bar.console.print(f"{error}; measuring continues", style="yellow", markup=False)
 
         task = self.bar.add_task(f"{label}: engines start", total=total)
         outcomes = measure_in_turn(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-hwplugin bench soak``: thousands of steps under a load whose batch size keeps changing."""
+"""``vllm-hwplugin bench soak``: thousands of steps under a load with changing batch sizes."""
 
 from __future__ import annotations
 
@@ -42,40 +42,42 @@ _PROMPTS = 96
 def soak(
     context: typer.Context,
     method: Annotated[str, typer.Option(help="dflash or eagle3.")] = "dflash",
-    k: Annotated[int | None, typer.Option("--k", min=1, help="Drafted tokens a step; default 7 or 3.")] = None,
+    k: Annotated[int | None, typer.Option("--k", min=1, help="Drafted tokens per step; default 7 or 3.")] = None,
     steps: Annotated[int, typer.Option(min=60, help="Steps of each engine under load.")] = 10_000,
-    max_num_seqs: Annotated[int, typer.Option(min=2, help="Requests at once, at most.")] = 32,
-    seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
+    max_num_seqs: Annotated[int, typer.Option(min=2, help="Most concurrent requests.")] = 32,
+    seed: Annotated[int, typer.Option(help="Seed of the requests.")] = 0,
     side: SidesOption = None,
-    under: Annotated[str, typer.Option(metavar="COMMAND", help="Run the engines under it; see below.")] = "",
+    under: Annotated[str, typer.Option(metavar="COMMAND", help="Run the engines under this command; see above.")] = "",
     cudagraph_mode: GraphsOption = GRAPHS,
     vllm_env: VllmEnvOption = None,
     patched_env: PatchedEnvOption = None,
-    model: Annotated[Path | None, typer.Option(help="Checkpoints, a folder as tests/assets/small.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Folder of checkpoints, such as tests/assets/small.")] = None,
     json_file: JsonFile = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for one engine, start included.")] = 3600,
+    timeout: Annotated[float, typer.Option(help="Seconds per engine, with its start.")] = 3600,
     time_limit: Annotated[
         float | None,
-        typer.Option(min=1, help="Seconds after which the loads end, with fewer steps than asked for; default: none."),
+        typer.Option(min=1, help="Seconds after which the loads end, with fewer steps; default: none."),
     ] = None,
 ) -> None:
-    """Run many steps with requests that come and go at random, and hold texts and acceptance to stock vLLM's.
+    """Run thousands of steps with random requests; check texts and acceptance.
 
-    The engines of all sides, on both model runners, run at the same time on a GPU. Each text is read again by stock
-    vLLM without speculation: every token has to be its first choice, near-ties of bfloat16 aside. With stock and
-    patched of a runner and 10,000 drafts of each, no position's acceptance may be more than 0.01 below stock's; with
-    fewer, chance alone moves it by more. Exit code 1 when something does not hold, 2 when stock's engine or the one
-    that reads the texts failed.
+    Texts must be the target's greedy choices, and acceptance must reach unpatched vLLM's.
 
-    Memory faults: --under "compute-sanitizer --tool memcheck --error-exitcode 99" --side patched --steps 60
+    On a GPU the engines of all sides, on both model runners, run at the same time. Unpatched vLLM without speculation
+    reads each text again: every token must be its first choice, except for near-ties of bfloat16. If a runner has both
+    sides and 10,000 drafts of each, no position's acceptance may be more than 0.01 below the unpatched side's; with
+    fewer drafts, chance moves it by more. Exit status: 1 a condition failed, 2 an unpatched engine or the engine that
+    reads the texts failed.
+
+    Memory errors: --under "compute-sanitizer --tool memcheck --error-exitcode 99" --side patched --steps 60
     """
-    asked_at = time.time()
+    begun_at = time.time()
     console = console_for(json_file)
     known([method], tuple(bench.DRAFT_TOKENS), "--method")
     wanted = asked_sides(side, ALL_SIDES)
     checker = tuple(shlex.split(under))
     if checker and shutil.which(checker[0]) is None:
-        raise typer.BadParameter(f"no command {checker[0]!r} on PATH", param_hint="--under")
+        raise typer.BadParameter(f"{checker[0]!r} is not on PATH", param_hint="--under")
     checkpoints = bench.find_checkpoints(model)
     pool = bench.load_prompts(checkpoints, _PROMPTS)
     host = bench.detect_host()
@@ -90,8 +92,8 @@ def soak(
     )
     check([bench.Case(TINY, method, settings.k)], host, sides)
     show_host(host, console)
-    load = settings.load(None if time_limit is None else asked_at + time_limit)
-    jobs = {one: soaking.load_job(one, settings, host, checkpoints, pool) for one in sides}
+    load = settings.load(None if time_limit is None else begun_at + time_limit)
+    jobs = {side: soaking.load_job(side, settings, host, checkpoints, pool) for side in sides}
     judge = soaking.judging_job(settings, host, checkpoints)
     with progress(console) as bar:
         tasks = {job.label: bar.add_task(f"{job.label}: engine starts", total=steps) for job in jobs.values()}
@@ -100,22 +102,23 @@ def soak(
             if name in tasks and event["event"] in ("ready", "progress"):
                 bar.update(tasks[name], description=f"{name}: steps", completed=event.get("steps", 0))
 
-        found = run_soak(
+        soaked = run_soak(
             jobs, judge, load, at_once=host.device != "cpu", timeout=timeout, under=checker, on_event=on_event
         )
-    entries = {side: soaking.side_entry(side, found) for side in jobs}
-    faults = soaking.failures(entries, settings, host.device)
-    failed = {name: one for name, one in found.ended.items() if one.error is not None}
-    faults += [f"{name}: {one.error}" for name, one in failed.items() if name not in jobs]
-    result = new_results(soaking.FORMAT, host, settings) | {"ok": not faults, "failures": faults, "sides": entries}
+    entries = {side: soaking.side_entry(side, soaked) for side in jobs}
+    failures = soaking.failures(entries, settings, host.device)
+    failed = {name: ended for name, ended in soaked.ended.items() if ended.error is not None}
+    failures += [f"{name}: {ended.error}" for name, ended in failed.items() if name not in jobs]
+    result = new_results(soaking.FORMAT, host, settings)
+    result |= {"ok": not failures, "failures": failures, "sides": entries}
     if json_file is not None:
         write_text(results_text(result), json_file)
     _show(result, console)
-    for name, one in failed.items():
-        show_failure(name, one.error, one.log_tail, console)
+    for name, ended in failed.items():
+        show_failure(name, ended.error, ended.log_tail, console)
     if any(name not in STOCK_OF for name in failed):
         raise typer.Exit(FAILURE)
-    if faults:
+    if failures:
         raise typer.Exit(1)
 
 
@@ -133,11 +136,11 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
             f"  features used: {', '.join(side['features']) or 'none'}\n"
             f"  accepted per position: {' '.join(f'{share:.3f}' for share in side['acceptance_per_position'])}\n"
             f"  {side['texts']['count']} texts, tokens that are not the first choice: "
-            f"{_share(side['texts']['not_first_choice'])}, the furthest {_nats(side['texts']['worst_gap'])} below it",
+            f"{_share(side['texts']['not_first_choice'])}, at most {_nats(side['texts']['worst_gap'])} below it",
             highlight=False,
         )
-    for fault in result["failures"]:
-        console.print(f"does not hold: {fault}", style="red", highlight=False)
+    for failure in result["failures"]:
+        console.print(f"failed: {failure}", style="red", highlight=False)
 
 
 def _share(value: float | None) -> str:

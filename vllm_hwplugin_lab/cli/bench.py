@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-hwplugin bench``: stock and patched vLLM on both model runners, alive together and measured in turn.
+"""``vllm-hwplugin bench``: benchmark unpatched and patched vLLM on both model runners, in turn.
 
-Each side's engine runs as users run it, its core in a process of its own. With ``--profile FOLDER`` it is in its
-caller's, where its objects can be looked at: looking costs time, so these are no figures to compare sides by.
+Each side's engine core runs in its own process, as for users. With ``--profile FOLDER`` it shares its caller's, which
+accesses its objects: that costs time, so these figures are not for comparisons of sides.
 """
 
 from __future__ import annotations
@@ -78,23 +78,25 @@ for _name, _command, *_examples in (
     ("attention", _bench_kernels.attention, "bench attention", "bench attention --kind decode --json attention.json"),
     ("ops", _bench_kernels.ops, "bench ops", "bench ops --json ops.json"),
 ):
-    bench.command(_name, cls=grouped({}, *(f"vllm-hwplugin {one}" for one in _examples)))(_command)
+    bench.command(_name, cls=grouped({}, *(f"vllm-hwplugin {example}" for example in _examples)))(_command)
 
 
 @bench.callback(invoke_without_command=True)
 def measure(
     context: typer.Context,
-    shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(_SHAPES)}; repeat for several.")] = None,
-    method: Annotated[list[str] | None, typer.Option(help=f"{', '.join(METHODS)}; repeat for several.")] = None,
-    k: Annotated[list[int] | None, typer.Option("--k", min=1, help="Drafted tokens a step; repeat.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; repeat (same engine).")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(_SHAPES)}; can be repeated.")] = None,
+    method: Annotated[list[str] | None, typer.Option(help=f"{', '.join(METHODS)}; can be repeated.")] = None,
+    k: Annotated[list[int] | None, typer.Option("--k", min=1, help="Drafted tokens per step; can be repeated.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Concurrent requests; can be repeated (same engine).")
+    ] = None,
     side: MoreSidesOption = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds of each batch size and side.")] = 5,
-    tokens: Annotated[int, typer.Option(min=8, max=380, help="New tokens a request, dummy shapes.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds per batch size and side.")] = 5,
+    tokens: Annotated[int, typer.Option(min=8, max=380, help="New tokens per request, dummy shapes.")] = 256,
     tiny_prompts: Annotated[int, typer.Option(min=1, max=96, help="Prompts of the tiny shape.")] = 32,
-    tiny_tokens: Annotated[int, typer.Option(min=8, max=380, help="New tokens a prompt, tiny shape.")] = 96,
+    tiny_tokens: Annotated[int, typer.Option(min=8, max=380, help="New tokens per prompt, tiny shape.")] = 96,
     acceptance_length: Annotated[
-        float | None, typer.Option(min=1, help="Synthetic acceptance of the dummy shapes; default 1 + k / 2.")
+        float | None, typer.Option(min=1, help="Synthetic acceptance length of dummy shapes; default 1 + k / 2.")
     ] = None,
     cudagraph_mode: GraphsOption = GRAPHS,
     gpu_memory_utilization: UtilizationOption = None,
@@ -104,7 +106,7 @@ def measure(
         typer.Option(
             metavar="FOLDER",
             file_okay=False,
-            help="Instead: where the host's time goes, function by function, and traces for Perfetto there.",
+            help="Instead: profile the host's time by function, and write traces for Perfetto to this folder.",
         ),
     ] = None,
     vllm_arg: VllmArgOption = None,
@@ -115,17 +117,19 @@ def measure(
     timeout: Annotated[float, typer.Option(help="Seconds for a start, and for each measurement.")] = 900,
     time_limit: TimeLimitOption = None,
 ) -> None:
-    """Measure stock and patched on both model runners: milliseconds a step, tokens/s, acceptance, the GPU's idle share.
+    """Benchmark unpatched and patched vLLM on both model runners.
 
-    The engines of a case are alive together and take turns in short rounds, of which the best counts; the time of a
-    fixed piece of Python beside each round says how fast the host was. A step is counted while every request of the
-    batch is drafting.
+    Shows milliseconds per step, tokens/s, acceptance, and the GPU's idle share.
 
-    The tiny shape runs trained checkpoints (real acceptance). The others have the sizes of published models, dummy
-    weights and vLLM's synthetic acceptance; each has drafters for some methods. With `none` nothing drafts. Needs no
-    network. A side that failed has its log's end in the results; exit code 1 when a patched one failed where stock ran
-    on that runner, 2 when it is another, or when Ctrl-C or the time limit left something out: what all sides have
-    measured is in the results then.
+    The engines of a case run at the same time and take turns in short rounds; the best round counts. The time of a
+    fixed piece of Python with each round shows the host's speed. A step counts while every request of the batch is
+    drafting.
+
+    The tiny shape runs trained checkpoints (real acceptance). The other shapes have the sizes of published models,
+    dummy weights and vLLM's synthetic acceptance, and drafters for some methods; `none` means no speculation. No
+    network is needed. The results have the end of a failed side's log. Exit status: 1 a patched side failed whose
+    baseline ran, 2 any other failure, or an incomplete run (Ctrl-C, time limit): the results then have what all sides
+    measured.
     """
     if context.invoked_subcommand is not None:
         return
@@ -133,7 +137,7 @@ def measure(
     methods = known(method or ["eagle3"], METHODS, "--method")
     shapes = known(shape or [TINY], _SHAPES, "--shape")
     planned = [
-        Case(one, by, count) for one in shapes for by in methods for count in ([0] if by == NO_DRAFTS else k or [3])
+        Case(name, by, count) for name in shapes for by in methods for count in ([0] if by == NO_DRAFTS else k or [3])
     ]
     wanted = asked_sides(side)
     environments = {"vllm_environment": pairs(vllm_env or (), "--vllm-env")}
@@ -164,12 +168,12 @@ def measure(
         turns = InTurn(bar, results, json_file, settings.rounds, timeout, limit, module)
         for case in planned:
             jobs = {
-                one: job_for(case, one, settings, host, checkpoints, folder, own_process=profile is None)
-                for one in sides
+                name: job_for(case, name, settings, host, checkpoints, folder, own_process=profile is None)
+                for name in sides
             }
             add = partial(add_case, results, case, settings)
             if profile is not None:
-                jobs = {one: _with_traces(job, profile) for one, job in jobs.items()}
+                jobs = {name: _with_traces(job, profile) for name, job in jobs.items()}
                 add = partial(add_phases, results, case)
             if not turns.measure(
                 jobs,
@@ -186,8 +190,8 @@ def measure(
 def _show(results: Mapping[str, Any], console: Console) -> bool:
     measured = any(side is not None for row in rows(results) for side in row.sides.values())
     if measured:
-        for one in tables(results):
-            console.print(one)
+        for table in tables(results):
+            console.print(table)
         console.print(host_line(results), highlight=False)
         show_verdicts(of_engines(results), results["host"]["device"], console)
     return measured
@@ -204,20 +208,23 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"{folder}: cannot be made ({error.strerror}); name another folder") from error
+        raise OutputError(f"{folder}: cannot be created ({error.strerror}); name another folder") from error
 
 
 def _with_traces(job: Job, folder: Path) -> Job:
     name = job.label.replace(" ", "-")
     workloads = tuple(
-        dataclasses.replace(one, trace=str(folder.resolve() / f"{name}-batch-{one.batch}.json.gz"))
-        for one in job.workloads
+        dataclasses.replace(workload, trace=str(folder.resolve() / f"{name}-batch-{workload.batch}.json.gz"))
+        for workload in job.workloads
     )
     return dataclasses.replace(job, workloads=workloads)
 
 
 def _phase_table(entry: Mapping[str, Any]) -> Table:
-    """Host microseconds of a step by phase; the parts of a phase stand below it."""
+    """Return a table of host time per step by phase.
+
+    Times are in microseconds; the parts of a phase stand below it.
+    """
     busy = entry["profile"].get("gpu_busy_ms")
     gpu = f", GPU busy {busy:.2f} ms" if busy else ""
     title = f"{entry['shape']} {entry['method']} k={entry['k']}, {entry['side']}, batch {entry['batch']}"
@@ -225,13 +232,13 @@ def _phase_table(entry: Mapping[str, Any]) -> Table:
         f"{profiled(entry, name)} {name.replace('_', ' ')} ({profiled(entry, f'draft_{name}')} to draft)"
         for name in ("graph_launches", "kernel_launches")
     )
-    caption = f"Of a step; own: what no row below says. {launches}, {profiled(entry, 'copies')} copies."
-    drawn = Table(title=f"{title}: {entry['step_ms']:.2f} ms a step{gpu}", caption=caption)
+    caption = f"Per step; own: without the rows below. {launches}, {profiled(entry, 'copies')} copies."
+    drawn = Table(title=f"{title}: {entry['step_ms']:.2f} ms per step{gpu}", caption=caption)
     for name in ("phase", "calls", "us", "own us"):
         drawn.add_column(name, justify="left" if name == "phase" else "right")
-    for one in shown_phases(entry["phases"]):
-        indented = "  " * (len(one.path) - 1) + one.path[-1]
-        drawn.add_row(indented, f"{one.calls:.2f}", f"{one.us:.0f}", f"{one.own:.0f}")
+    for phase in shown_phases(entry["phases"]):
+        indented = "  " * (len(phase.path) - 1) + phase.path[-1]
+        drawn.add_row(indented, f"{phase.calls:.2f}", f"{phase.us:.0f}", f"{phase.own:.0f}")
     return drawn
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-hwplugin demo``: the real vLLM on tiny trained checkpoints, stock and patched side by side."""
+"""``vllm-hwplugin demo``: unpatched and patched vLLM on tiny trained checkpoints."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from ._options import JsonFile, console_for, runs
 from ._sides import advance, progress, show_host
 
 WORKLOAD = "demo"
-#: A run takes a second or less, so its best of some says more than one. On a CPU no speed is shown, because there one
-#: and the same engine differs more from run to run than stock from patched; one round is then enough.
+#: A run takes a second or less, so the best of some runs counts. A CPU needs one round: no speed is shown, because runs
+#: of one engine differ more than unpatched and patched engines.
 ROUNDS = 3
-#: Numbers of tokens a step that differ by less are shown alike.
+#: A smaller difference of tokens per step is not reported.
 _SAME = 0.01
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One engine of the demo; ``method`` None is the target alone."""
+    """An engine of the demo; ``method`` None: only the target."""
 
     name: str
     method: str | None
@@ -55,18 +55,21 @@ def demo(
     model: Annotated[
         Path | None, typer.Option("--model", help="Folder with target, eagle3, dflash and prompts.json.")
     ] = None,
-    prompts: Annotated[int, typer.Option("--prompts", min=1, help="How many prompts.")] = 16,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="New tokens a prompt.")] = 64,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Number of prompts.")] = 16,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="New tokens per prompt.")] = 64,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds for an engine's start, and each round.")] = 900,
     verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="Show of each process all features and decisions.")
+        bool, typer.Option("-v", "--verbose", help="Show all features and decisions of each process.")
     ] = False,
 ) -> None:
-    """Run vLLM without speculation, and with Eagle3 and DFlash, stock and patched; compare texts and acceptance.
+    """Compare unpatched and patched vLLM on tiny trained checkpoints.
 
-    Stock is VLLM_HWPLUGIN=0; on MUSA, where vLLM has no platform then, it is the plugin's platform class alone.
-    On a GPU also tokens/s: the best of a few rounds after a whole one that does not count, stock and patched in turn.
-    Exit code 1 when texts differ that must not, or a patched engine failed where stock ran; 2 when another failed.
+    Runs it without speculation, with Eagle3 and with DFlash, and compares texts and acceptance.
+
+    Unpatched means VLLM_HWPLUGIN=0; on MUSA, where vLLM has no platform, only the plugin's platform class.
+    On a GPU also tokens/s: the best of a few rounds after a warm-up round.
+    Exit status: 1 texts differ that must be equal, or a patched engine failed whose baseline ran; 2 another engine
+    failed.
     """
     console = console_for(json_file)
     checkpoints = bench.find_checkpoints(model)
@@ -74,7 +77,9 @@ def demo(
     host = bench.detect_host()
     show_host(host, console)
     if host.device == "musa":
-        console.print("Stock is the plugin's platform class with every feature off: vLLM has none of its own for MUSA.")
+        console.print(
+            "Unpatched: the plugin's platform class with every feature off, because vLLM has no platform for MUSA."
+        )
     jobs = [job_for(c, host, checkpoints, prompts, tokens) for c in CONFIGURATIONS]
     outcomes = run_all(jobs, timeout, console)
     result = compare(outcomes, host)
@@ -116,11 +121,11 @@ def job_for(
 
 
 def run_all(jobs: Sequence[bench.Job], timeout: float, console: Console) -> list[bench.Outcome]:
-    """One engine after the other, so that none disturbs another's figures."""
+    """Run one engine after the other, so that figures are independent."""
     outcomes = []
     with progress(console) as bar:
         for job in jobs:
-            # Its start, and its rounds.
+            # The start, and the rounds.
             task = bar.add_task(f"{job.label}: engine starts", total=1 + job.measurements)
             outcomes.append(bench.launch(job, timeout=timeout, on_event=advance(bar, task, job.label)))
             bar.update(task, description=f"{job.label}: {'failed' if outcomes[-1].error else 'done'}")
@@ -128,7 +133,10 @@ def run_all(jobs: Sequence[bench.Job], timeout: float, console: Console) -> list
 
 
 def compare(outcomes: Sequence[bench.Outcome], host: bench.Host) -> dict[str, Any]:
-    """The demo's result as JSON: one row a configuration, texts compared with those of the run without speculation."""
+    """Return the demo's result as JSON, one row per configuration.
+
+    Texts are compared with the run without speculation.
+    """
     reference = outcomes[0].texts(WORKLOAD)
     rows = []
     for outcome in outcomes:
@@ -160,9 +168,12 @@ def compare(outcomes: Sequence[bench.Outcome], host: bench.Host) -> dict[str, An
 
 
 def exit_status(result: Mapping[str, Any]) -> int:
-    """0 as expected, 1 the plugin does something wrong, 2 an engine failed that says nothing of the plugin."""
+    """Return 0 (correct), 1 (the plugin is wrong) or 2 (not known).
+
+    2: an engine failed, which shows nothing about the plugin.
+    """
     rows = result["configurations"]
-    # bfloat16 on a GPU: the batch's shape moves near-ties, so a differing text is shown there but is no fault.
+    # On a GPU, in bfloat16, near-ties depend on the batch's shape, so a differing text is shown but not a failure.
     exact = result["host"]["device"] == "cpu"
     if exact and any(row["texts_equal"] is not None and row["texts_equal"] != row["texts"] for row in rows):
         return 1
@@ -181,19 +192,19 @@ def equal_texts(texts: Sequence[Sequence[int]], reference: Sequence[Sequence[int
 
 
 def show(result: Mapping[str, Any], console: Console, *, verbose: bool = False) -> None:
-    """Print the table, then one line a process of what it uses and of what is out of the ordinary.
+    """Print the table, and a line per process.
 
     Args:
-        verbose: also why it does not use the others, features that this vLLM does not need, decisions, and the platform
-            class.
+        verbose: Also print unused features with reasons, features that this vLLM does not need, decisions, and the
+            platform class.
     """
     timed = _is_timed(result["host"]["device"])
-    table = Table(title="The same prompts, greedy: tokens a step, and how often each drafted position was accepted")
+    table = Table(title="Equal prompts, greedy: tokens per step, and acceptance of each drafted position")
     table.add_column("configuration", no_wrap=True)
     if timed:
         table.add_column("tokens/s", justify="right")
         table.add_column("CUDA graphs")
-    for name in ("drafts", "tokens a step"):
+    for name in ("drafts", "tokens per step"):
         table.add_column(name, justify="right")
     table.add_column("accepted per position")
     table.add_column("texts equal", justify="right")
@@ -216,18 +227,18 @@ def show(result: Mapping[str, Any], console: Console, *, verbose: bool = False) 
             console.print(_process_line(row["name"], process, verbose), highlight=False, markup=False, soft_wrap=True)
         if verbose and (line := _engine_line(row)):
             console.print(f"{row['name']}: {line}", highlight=False, markup=False, soft_wrap=True)
-    stocks: dict[str | None, str] = {}
-    for row in (one for one in result["configurations"] if one["error"] is not None):
+    baselines: dict[str | None, str] = {}
+    for row in (row for row in result["configurations"] if row["error"] is not None):
         last = telling_line(row["log_tail"])
-        same = row["patched"] and stocks.get(row["method"]) == last
-        stocks.setdefault(row["method"], last)
+        same = row["patched"] and baselines.get(row["method"]) == last
+        baselines.setdefault(row["method"], last)
         console.print(f"\n{row['name']} failed: {row['error']}. End of its log:", style="red", highlight=False)
-        shown = f"as of stock vLLM: {last}" if same else row["log_tail"]
+        shown = f"as unpatched vLLM: {last}" if same else row["log_tail"]
         console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
 
 def verdict(result: Mapping[str, Any]) -> str:
-    """What the demo shows of the plugin, in one line, with the cause."""
+    """Return the demo's result in one line, with the cause."""
     return " ".join(_verdict(result))
 
 
@@ -236,25 +247,26 @@ def _verdict(result: Mapping[str, Any]) -> Iterator[str]:
     failed = [row["name"] for row in rows if row["error"] is not None]
     differing = [row["name"] for row in rows if row["texts_equal"] is not None and row["texts_equal"] != row["texts"]]
     status = exit_status(result)
-    yield {0: "OK.", 1: "NOT OK.", FAILURE: "not known, because stock vLLM itself fails on this host."}[status]
+    yield {0: "OK.", 1: "NOT OK.", FAILURE: "not known, because unpatched vLLM fails on this host."}[status]
     if failed:
         yield f"Failed: {', '.join(failed)}."
     if differing:
-        why = " (in bfloat16 nearly equal tokens may change places)" if status == 0 else ""
-        yield f"Texts differ from those without speculation{why}: {', '.join(differing)}."
+        why = " (bfloat16 has near-ties)" if status == 0 else ""
+        yield f"Texts differ from texts without speculation{why}: {', '.join(differing)}."
     elif not failed:
         yield "Every engine wrote the same texts."
-    for stock, patched in pairwise(rows):
+    for baseline, patched in pairwise(rows):
         if not patched["patched"] or failed:
             continue
         if patched["tokens_per_second"]:
-            ratio = patched["tokens_per_second"] / stock["tokens_per_second"]
+            ratio = patched["tokens_per_second"] / baseline["tokens_per_second"]
             yield f"{patched['name']}: speedup {worth([ratio])}."
-        lengths = [row["acceptance_length"] or 0.0 for row in (stock, patched)]
+        lengths = [row["acceptance_length"] or 0.0 for row in (baseline, patched)]
         if abs(lengths[1] - lengths[0]) > _SAME:
-            used = {name for one in patched["processes"] for name, use in one.get("uses", {}).items() if use["used"]}
+            uses = [use for process in patched["processes"] for use in process.get("uses", {}).items()]
+            used = {name for name, use in uses if use["used"]}
             yield (
-                f"{patched['name']} yields {lengths[0]:.2f} → {lengths[1]:.2f} tokens a step, with "
+                f"{patched['name']} yields {lengths[0]:.2f} → {lengths[1]:.2f} tokens per step, with "
                 f"{', '.join(sorted(used)) or 'no feature'}."
             )
     if not _is_timed(result["host"]["device"]):
@@ -266,7 +278,7 @@ def _graphs(row: Mapping[str, Any]) -> str:
 
 
 def _engine_line(row: Mapping[str, Any]) -> str:
-    """What the engine itself said; empty for one that never stood."""
+    """Return an engine's own facts; empty if it never was ready."""
     parts = (("platform class", row["platform"]), ("CUDA graphs", _graphs(row)))
     return "; ".join(f"{name}: {value}" for name, value in parts if value)
 
@@ -274,11 +286,11 @@ def _engine_line(row: Mapping[str, Any]) -> str:
 def _process_line(name: str, process: Mapping[str, Any], verbose: bool) -> str:
     features = process["features"]
     live = [f for f, state in features.items() if state["state"] == "live"]
-    # A process with no part of an engine in it, such as the caller of an engine core, only says what is in force.
+    # A process without a part of an engine, such as an engine core's caller, only reports what is patched in.
     uses = process.get("uses")
     shown = {name: use for name, use in (uses or {}).items() if verbose or use["used"]}
-    said = sentence(shown) if uses else f"in force: {', '.join(live) or 'nothing'}"
-    line = f"{name}: process {process['pid']} ({process['role']}): {said}"
+    features_used = sentence(shown) if uses else f"patched in: {', '.join(live) or 'nothing'}"
+    line = f"{name}: process {process['pid']} ({process['role']}): {features_used}"
     odd = [f"{f} refused: {state['reason']}" for f, state in features.items() if state["state"] == "refused"]
     if process.get("error"):
         odd.append(f"error: {process['error']}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-hwplugin probe``: run what the attention backends declare on this host's device."""
+"""``vllm-hwplugin probe``: check the declared capabilities of attention backends on this host's device."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _DECLARED = {"yes": "declared", "no": "not declared", "unasked": "vLLM does not 
 def probe(
     backend: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="As vLLM names it, or module.Class; default: all that the host can use."),
+        typer.Option(metavar="NAME", help="vLLM's name, or module.Class; default: all backends of this host."),
     ] = None,
     capability: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help=f"One of {', '.join(CAPABILITIES)}; default: all.")
+        list[str] | None, typer.Option(metavar="NAME", help=f"{', '.join(CAPABILITIES)}; default: all.")
     ] = None,
-    cases: Annotated[int, typer.Option(min=1, help="Random batches for each value of a capability.")] = 5,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same batches; default: new ones in every run.")] = None,
-    factor: Annotated[float, typer.Option(min=1, help="Allowed error, in errors of PyTorch's SDPA.")] = 2.0,
-    strict: Annotated[bool, typer.Option("--strict", help="What works and is not declared is a failure.")] = False,
+    cases: Annotated[int, typer.Option(min=1, help="Random batches per value of a capability.")] = 5,
+    seed: Annotated[int | None, typer.Option(help="Seed of the batches; default: random.")] = None,
+    factor: Annotated[float, typer.Option(min=1, help="Allowed error, in units of the error of PyTorch's SDPA.")] = 2.0,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail if something works that is not declared.")] = False,
     json_file: JsonFile = None,
     timeout: Annotated[
-        float, typer.Option(help="Seconds for one batch, compilation included; the trial has then crashed.")
+        float, typer.Option(help="Seconds per batch, with compilation; a slower trial counts as crashed.")
     ] = 120,
 ) -> None:
-    """Ask this host's attention backends whether they do what they say, and what they can beyond that.
+    """Check each attention backend's declared capabilities against a PyTorch reference.
 
-    Each value of each capability runs through vLLM's real backend on random batches, against attention in float64.
-    Exit status 1 where a declaration and the behaviour differ, each difference with its shape; 2 where no backend could
-    be tried.
+    Runs each value of each capability through vLLM's backend on random batches, and compares with attention in float64.
+    Exit status: 0 as declared, 1 a backend differs from its declaration (printed with the shape), 2 no backend could be
+    tried.
     """
     console = console_for(json_file)
     job = Job(
@@ -79,14 +79,14 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
 
 
 def _sum_up(report: Mapping[str, Any], console: Console) -> None:
-    for one in report["backends"]:
-        if one["left_out"] is not None:
-            console.out(f"left out: {one['left_out']}", highlight=False)
+    for backend in report["backends"]:
+        if backend["left_out"] is not None:
+            console.out(f"left out: {backend['left_out']}", highlight=False)
     host, settings, results = report["host"], report["settings"], report["results"]
-    failed = sum(one["fails"] for one in results)
+    failed = sum(result["fails"] for result in results)
     console.out(
         f"vLLM {host['vllm']}, torch {host['torch']}, {host['device']} ({host['name']}); seed {settings['seed']}, "
-        f"{settings['cases']} batches each: {len(results)} tried, {failed} "
+        f"{settings['cases']} batches per trial: {len(results)} trials, {failed} "
         f"{'differs from its' if failed == 1 else 'differ from their'} declaration",
         highlight=False,
     )

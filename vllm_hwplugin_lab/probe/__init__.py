@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do vLLM's attention backends do, on this host's device, what their classes say?
+"""Check whether attention backends do what their classes declare, on this host's device.
 
-``vllm-hwplugin probe`` starts `_child` in a process of its own, which runs each backend through `_vllm`, and holds the
-answers to `reference`. What is imported here imports neither torch nor vLLM.
+``vllm-hwplugin probe`` starts `_child` in a child process, which runs each backend through `_vllm` and compares it with
+`reference`. This module's imports load neither torch nor vLLM.
 """
 
 from ._cases import CAPABILITIES, Case, Plain, Request, Trial, draw, trials

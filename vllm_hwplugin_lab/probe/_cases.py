@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is tried: the capabilities, and the random batches on which each is run. Pure data, no torch and no vLLM."""
+"""The capabilities to try, and their random batches. Pure data, without torch and vLLM."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ KV_CACHE_DTYPES: Final = ("float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 BLOCK_SIZES: Final = (8, 16, 32, 48, 64, 128, 256)
 GROUPS: Final = (1, 2, 3, 8, 16)
 
-#: In this order over the cases of a trial, from a random one on.
+#: Kinds of batches, in the order of a trial's cases, beginning at a random kind.
 KINDS: Final = ("mixed", "borders", "decode", "prefill", "verify")
 
-#: Above this, vLLM's own kernels end on many devices and others take over, so it is tried with each feature again.
+#: Above this head size other kernels take over on many devices, so every feature is also tried above it.
 USUAL_HEAD_SIZE: Final = 256
 LARGE_HEAD_SIZE: Final = 512
-#: What is compiled at first use is compiled for a shape: few shapes for large heads, whose compilation is slow.
+#: Large heads have few shapes, because kernels are compiled per shape, slowly for large heads.
 LARGE_GROUP: Final = 4
 LARGE_KINDS: Final = ("mixed", "decode")
 
-#: Query tokens of one request in a batch of drafts that are verified.
+#: Fewest and most query tokens of a request whose drafts are verified.
 VERIFY: Final = (2, 32)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One row of a batch: ``query`` new tokens behind ``context`` tokens that are in the KV cache."""
+    """A row of a batch: ``query`` new tokens after ``context`` tokens in the KV cache."""
 
     query: int
     context: int
@@ -43,14 +43,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Case:
-    """One batch through one attention layer.
+    """A batch through an attention layer.
 
-    ``padding`` rows without tokens follow the requests, as the model runner pads a batch to the size of a CUDA graph.
-    Dtypes are vLLM's names of them. ``sliding_window`` counts the token itself; with attention that is not causal,
-    ``window_ahead`` says how many tokens it reaches to the other side (None: all).
-
-    ``graph`` has the query tokens of each row of a captured graph; ``requests`` and each of ``replays`` are then run by
-    it, padded to its rows.
+    Attributes:
+        dtype, kv_cache_dtype: vLLM's names.
+        sliding_window: Tokens, with the query's own.
+        window_ahead: Non-causal: tokens of the window after the query's own; None: all.
+        padding: Rows without tokens after the requests, as the model runner pads a batch to the size of a CUDA graph.
+        graph: Query tokens of each row of a captured graph. It runs ``requests`` and each of ``replays``, padded to its
+            rows.
     """
 
     requests: tuple[Request, ...]
@@ -81,8 +82,8 @@ class Case:
         return sum(request.query for request in self.requests)
 
     def __str__(self) -> str:
-        """The shape on one line, for a report."""
-        batches = (" ".join(f"{one.query}+{one.context}" for one in rows) for rows in (self.requests, *self.replays))
+        """Return the shape on one line, for a report."""
+        batches = (" ".join(f"{row.query}+{row.context}" for row in rows) for rows in (self.requests, *self.replays))
         words = [
             f"requests (query+context) {', then '.join(batches)}",
             f"heads {self.num_heads}/{self.num_kv_heads} of {self.head_size}",
@@ -99,18 +100,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Plain:
-    """What a backend surely does; everything that a trial does not ask for is taken from here."""
+    """Settings that a backend supports, used for everything that a trial does not set."""
 
     dtype: str
     head_size: int
     block_size: int
-    longest: int = 300  # tokens of one request, at most
-    deepest: int = 300  # context of a decode or of drafts that are verified, at most
+    longest: int = 300  # most tokens of a request
+    deepest: int = 300  # longest context of a decode or of drafts to verify
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One value of one capability, and what a `Case` needs for it."""
+    """A value of a capability, and its settings of a `Case`."""
 
     capability: str
     value: str
@@ -126,12 +127,15 @@ class Trial:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of its batches."""
+        """Kinds of the trial's batches."""
         return LARGE_KINDS if self.is_large else KINDS
 
 
 def trials(capabilities: Sequence[str] = ()) -> tuple[Trial, ...]:
-    """What is tried on each backend: some capabilities, or all. The plain batch is always the first."""
+    """Return the trials of some capabilities (empty: all).
+
+    The plain batch is always the first.
+    """
     usual: list[tuple[str, str, dict[str, Any]]] = [
         ("plain", "causal", {}),
         *(("head_size", str(size), {"head_size": size}) for size in HEAD_SIZES),
@@ -157,18 +161,18 @@ def trials(capabilities: Sequence[str] = ()) -> tuple[Trial, ...]:
         ("captured", "non-causal verify", {"graph": "verify", "causal": False}),
     ]
     at = f"head size {LARGE_HEAD_SIZE}"
-    found = [Trial(*one) for one in (*usual, *both)]
+    chosen = [Trial(*fields) for fields in (*usual, *both)]
     for capability, value, settings in large:
         name = at if value == "yes" else f"{value}, {at}"
-        found.append(Trial(capability, name, settings | {"head_size": LARGE_HEAD_SIZE}))
-    return tuple(one for one in found if not capabilities or one.capability in ("plain", *capabilities))
+        chosen.append(Trial(capability, name, settings | {"head_size": LARGE_HEAD_SIZE}))
+    return tuple(trial for trial in chosen if not capabilities or trial.capability in ("plain", *capabilities))
 
 
 CAPABILITIES: Final = tuple(dict.fromkeys(trial.capability for trial in trials()))
 
 
 def draw(trial: Trial, plain: Plain, seed: int, count: int) -> tuple[Case, ...]:
-    """Make the random batches of a trial: same seed, same cases. Each carries a seed of its own for its tensors."""
+    """Draw a trial's batches, each with a seed for its tensors."""
     rng = random.Random(f"{seed} {trial.capability} {trial.value}")
     first = rng.randrange(len(trial.kinds))
     return tuple(_case(trial, plain, rng, trial.kinds[(first + index) % len(trial.kinds)]) for index in range(count))
@@ -177,7 +181,7 @@ def draw(trial: Trial, plain: Plain, seed: int, count: int) -> tuple[Case, ...]:
 def _case(trial: Trial, plain: Plain, rng: random.Random, kind: str) -> Case:
     settings = dict(trial.settings)
     if settings.get("kv_cache_dtype") in DTYPES:
-        # A cache of another 16-bit type than the model's is not something that vLLM's layers convert to.
+        # vLLM's layers do not convert to a cache of another 16-bit type than the model's.
         settings["dtype"] = settings["kv_cache_dtype"]
     block_size: int = settings.pop("block_size", plain.block_size)
     group: int = settings.pop("group", LARGE_GROUP if trial.is_large else rng.choice((1, 2, 4)))
@@ -186,17 +190,17 @@ def _case(trial: Trial, plain: Plain, rng: random.Random, kind: str) -> Case:
         settings["graph"], (requests, *replays) = _captured(settings["graph"], rng, plain)
         settings["replays"] = tuple(replays)
     else:
-        # Rows of one length each: the batches that vLLM pads, whichever of its graph modes is on.
+        # Rows of equal length: vLLM pads such batches in every graph mode.
         requests = _requests("uniform" if "padding" in settings else kind, rng, block_size, plain)
     if "padding" in settings:
         settings["padding"] = rng.choice((1, 3))
     if "sliding_window" in settings:
         window = settings["sliding_window"] = rng.choice((5, block_size, block_size + 3))
-        # With attention that is not causal, tokens in reach and out of it to the other side as well.
+        # Non-causal: also tokens after the query, inside and outside of the window.
         tokens = rng.choice((1, 4)) if settings.get("causal", True) else 2 * window
         requests = (*requests, Request(tokens, 2 * window + rng.randrange(block_size)))
     if "softcap" in settings:
-        # Scores of the inputs have a deviation of 1: a cap far above would change nothing.
+        # Scores have a standard deviation of 1: a cap far above would change nothing.
         settings["softcap"] = rng.choice((0.5, 1.0, 2.0))
     if "causal" in settings and "graph" not in settings and all(request.query == 1 for request in requests):
         requests = (*requests, Request(7, rng.randrange(block_size)))
@@ -222,34 +226,34 @@ def _requests(kind: str, rng: random.Random, block: int, plain: Plain) -> tuple[
         "borders": lambda: _at_border(rng, block),
     }
     mixed = ("decode", "verify", "chunk", "prefill")
-    return tuple(rows[one]() for one in (mixed if kind == "mixed" else (kind,) * rng.choice((1, 2, 3, 5))))
+    return tuple(rows[name]() for name in (mixed if kind == "mixed" else (kind,) * rng.choice((1, 2, 3, 5))))
 
 
 def _verified(rng: random.Random) -> int:
-    """Mostly as many as drafters of today propose, and at times up to the most that is tried."""
+    """Draw query tokens to verify: mostly up to 9, sometimes more."""
     return rng.randint(VERIFY[0], rng.choice((9, VERIFY[1])))
 
 
 def _captured(kind: str, rng: random.Random, plain: Plain) -> tuple[tuple[int, ...], list[tuple[Request, ...]]]:
-    """The rows of a graph as vLLM's model runner captures it, and three batches that it would run with it."""
+    """Return a graph's rows as captured, and three batches to replay."""
 
     def batch(*queries: int) -> tuple[Request, ...]:
         return tuple(Request(query, rng.randrange(plain.deepest)) for query in queries)
 
     if kind == "mixed":
-        # One token a row, as the runner does it; the longest query is then announced to be all tokens.
+        # One token per row, as the runner captures it, with all tokens as the bound of the longest query.
         tokens = rng.choice((16, 24))
         drafts = [rng.randint(2, 9) for _ in range(3)]
         return (1,) * tokens, [batch(1, few, rng.randint(1, tokens - 1 - few)) for few in drafts]
     query = 1 if kind == "decode" else _verified(rng)
     rows = rng.choice((2, 4, 8))
-    # The last one without padding rows.
+    # The last batch has no padding rows.
     counts = (rng.randint(1, rows), rng.randint(1, rows), rows)
     return (query,) * rows, [batch(*[query] * count) for count in counts]
 
 
 def _at_border(rng: random.Random, block: int) -> Request:
-    """A row whose end, or start, lies at a block's border or one token beside it."""
+    """Return a row that ends or starts near a block's border."""
     total = max(1, rng.randint(1, 4) * block + rng.choice((-1, 0, 1)))
     query = max(1, min(total, rng.choice((1, 2, block - 1, block, block + 1))))
     return Request(query, total - query)

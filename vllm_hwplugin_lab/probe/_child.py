@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m vllm_hwplugin_lab.probe._child JOB ANSWER``: the trials of a job, one JSON line an event.
+"""``python -m vllm_hwplugin_lab.probe._child JOB ANSWER``: run a job's trials, and write a JSON line per event.
 
-They run on the backend classes that this host's vLLM would use, or on those that are named.
+The trials run on the backend classes that this host's vLLM can use, or on the named classes.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from ._cases import trials
 from ._session import Job, one_line
 from ._trial import try_out
 
-# A platform may answer with a class of its own for some of them, as this plugin's does for large heads.
+# A platform may use another class for some head sizes, as this plugin's does for large heads.
 _HEAD_SIZES = (128, 320, 512)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def main(job: Job, answer: TextIO) -> None:
-    """Do a job.
+    """Run a job.
 
     Raises:
-        Exception: a backend was named that is none, or a case left the device unusable.
+        Exception: A named backend does not exist, or the device is unusable after a case.
     """
 
     def say(event: str, **body: Any) -> None:
         print(json.dumps({"event": event, **body}), file=answer, flush=True)
 
-    # Linux kills a process at its first AMX instruction unless it has asked for AMX. In a worker of vLLM oneDNN has
-    # done that, in its first matrix product, before attention runs; here attention may be the first to use it.
+    # Linux kills a process at its first AMX instruction unless it has requested AMX. In vLLM's workers oneDNN requests
+    # it in the first matrix product, before attention runs; here attention may run first.
     if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
-        print("Linux does not let this process use AMX: backends that use it will die of SIGILL", file=sys.stderr)
+        print("Linux denies this process AMX: backends that use AMX will die of SIGILL", file=sys.stderr)
     device = _vllm.device()
     name = platform.processor() or platform.machine() if device.type == "cpu" else torch.cuda.get_device_name(device)
     version = importlib.metadata.version(importlib.metadata.packages_distributions()["vllm"][0])
@@ -70,7 +70,7 @@ def main(job: Job, answer: TextIO) -> None:
             labels = {"backend": name, "capability": trial.capability, "value": trial.value}
             say("trial", **labels)
             with torch.inference_mode():
-                found = try_out(
+                result = try_out(
                     host,
                     trial,
                     seed=job.seed,
@@ -78,53 +78,56 @@ def main(job: Job, answer: TextIO) -> None:
                     factor=job.factor,
                     on_case=lambda case, declared: say("case", shape=str(case), declared=declared),
                 )
-            say("result", **labels, **found)
+            say("result", **labels, **result)
     say("done")
 
 
 def chosen(names: Sequence[str]) -> tuple[dict[str, type[Any]], dict[str, str]]:
-    """The classes that names stand for, and why others cannot be asked; both by name.
+    """Return backend classes by name, and why others cannot be asked.
 
     Args:
-        names: vLLM's name of a backend, which may be several classes, or ``module.Class``; none for all that the
+        names: vLLM's backend names, which may have several classes, or ``module.Class``. Empty: all classes that the
             platform would choose for a decoder's attention.
 
     Raises:
-        SystemExit: a name is of no backend of this host.
+        SystemExit: A name has no backend on this host.
     """
     here, broken = ({}, {}) if names and all("." in name for name in names) else _usable()
     if not names:
         return here, broken
-    found: dict[str, type[Any]] = {}
+    classes: dict[str, type[Any]] = {}
     for name in names:
         if "." in name:
-            found[name] = resolve_name(name)
-        elif meant := {key: one for key, one in here.items() if name in (key, one.get_name())}:
-            found.update(meant)
+            classes[name] = resolve_name(name)
+        elif named := {key: backend for key, backend in here.items() if name in (key, backend.get_name())}:
+            classes.update(named)
         else:
             why = broken.get(name, f"expected {', '.join(here) or 'none'}, or module.Class")
             raise SystemExit(f"no backend {name!r} on this host: {why}")
-    return found, {}
+    return classes, {}
 
 
 def _usable() -> tuple[dict[str, type[Any]], dict[str, str]]:
-    """By vLLM's name of a backend; a class that the platform puts in a registered one's place, by ``module.Class``."""
-    found: dict[str, type[Any]] = {}
+    """Return `chosen` for all backends of this host.
+
+    The key of a class that replaces vLLM's is ``module.Class``.
+    """
+    classes: dict[str, type[Any]] = {}
     broken: dict[str, str] = {}
     for member, head_size, dtype in product(AttentionBackendEnum, _HEAD_SIZES, _DTYPES):
         asked = AttentionSelectorConfig(head_size=head_size, dtype=dtype, kv_cache_dtype="auto", block_size=None)
         try:
             path = current_platform.get_attn_backend_cls(member, asked)
             backend = resolve_name(path)
-            # A platform may also answer with its only backend, whatever was named.
+            # A platform with one backend may return it for every name.
             if backend.get_name() == member.name:
-                found.setdefault(member.name if path == member.get_path() else path, backend)
+                classes.setdefault(member.name if path == member.get_path() else path, backend)
         except (ImportError, ValueError, NotImplementedError):
-            continue  # not registered, a package is missing, or the platform says no: not a backend of this host
+            continue  # not registered, a missing package, or refused by the platform: not a backend of this host
         except Exception as error:
-            # Some of vLLM's classes for one maker's devices look for that device when they are asked on another.
+            # Some classes for one vendor's devices fail with any error on another vendor's.
             broken[member.name] = f"{member.name} cannot be asked on this host: {one_line(error)}"
-    return found, broken
+    return classes, broken
 
 
 if __name__ == "__main__":

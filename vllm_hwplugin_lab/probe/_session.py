@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole probe: child processes until every trial has an answer, and what the answers mean.
+"""A probe: run child processes until every trial has a result, and judge the results.
 
-A kernel that gets a shape it was not written for may end its process or leave the device unusable. So the trials run in
-a child; when it dies, the trial that it was at has crashed, and the next child goes on behind it.
+A kernel may end its process or make the device unusable if it gets an unsupported shape. So the trials run in a child
+process. If it dies, its current trial has crashed, and another child continues after that trial.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from vllm_hwplugin.errors import HwpluginError
 
 from ..bench import Ended, run_child
 
-#: What the child process runs.
+#: The module that the child process runs.
 MODULE: Final = "vllm_hwplugin_lab.probe._child"
 FORMAT: Final = 1
 
-#: What a backend's class says; "unasked" where vLLM has no question for it and hands the layer over anyway.
+#: A backend class's declaration; "unasked": vLLM has no question for it, and gives the layer to the backend anyway.
 Declared = Literal["yes", "no", "unasked"]
-#: What a backend did on all cases of a trial, the worst last. "error" is an exception that says neither yes nor no: a
-#: fault of the backend, or of the probe itself.
+#: A backend's behaviour in all cases of a trial, worst last. "error" is an exception that is not a refusal: a bug of
+#: the backend or of the probe.
 Behaviour = Literal["works", "refuses", "wrong", "crashes", "error"]
 
 
@@ -35,33 +35,36 @@ def one_line(error: BaseException) -> str:
 
 
 def judge(declared: Declared, behaviour: Behaviour, *, strict: bool) -> tuple[str, bool]:
-    """The verdict, and whether it is a failure.
+    """Return the verdict, and whether it is a failure.
 
     Args:
-        strict: something that works and is not declared is a failure: the declaration is ours to correct.
+        strict: Whether something that works undeclared is a failure, because the project can correct the declaration.
     """
     if behaviour == "works":
         return ("works-undeclared", strict) if declared == "no" else ("holds", False)
     if behaviour == "refuses":
         return ("refused-though-declared", True) if declared == "yes" else ("refused", False)
-    # Nobody knows what a backend does that ends in an error, and a probe that fails must not look like a no.
+    # An error tells nothing about the backend, and a bug of the probe must not look like a refusal.
     if declared == "no" and behaviour != "error":
-        # vLLM keeps such a layer away; whoever bypasses its checks should know what would happen.
+        # vLLM does not give it such a layer; the verdict is for those who bypass vLLM's checks.
         return f"undeclared, and {behaviour}", False
     return behaviour, True
 
 
 class ProbeError(HwpluginError):
-    """The probe could not be made; says why."""
+    """The probe could not run."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a child is to do.
+    """A child's job.
 
-    ``backends`` are names of vLLM's registry or ``module.Class``; none means those that the platform can use. ``done``
-    holds [backend, capability, value] of earlier children's trials. ``patience`` is in seconds for a batch: a kernel
-    can run without end, and then only the end of its process ends it.
+    Attributes:
+        backends: Names of vLLM's registry or ``module.Class``; empty: all that the platform can use.
+        capabilities: Empty: all.
+        factor: Allowed error in units of SDPA's.
+        patience: Seconds per batch. A kernel can hang, and then only killing its process ends it.
+        done: [backend, capability, value] of trials that earlier children have finished.
     """
 
     backends: Sequence[str] = ()
@@ -86,24 +89,24 @@ def probe(
     """Run a job to its end.
 
     Args:
-        strict: what works undeclared fails, whosever backend it is; always so for the plugin's own.
+        strict: Whether something that works undeclared fails for any backend; for the plugin's backends it always does.
 
     Returns:
-        What the results file says. A result holds what `_trial.try_out` returns, with backend, capability, value,
-        verdict, and whether that ``fails``.
+        The content of the results file. A result has the fields of `_trial.try_out`, and backend, capability, value,
+        verdict and ``fails``.
 
     Raises:
-        ProbeError: a child ended outside of any trial.
+        ProbeError: A child ended outside of a trial.
     """
     settings = dataclasses.asdict(job)
     del settings["done"]
     host: dict[str, Any] = {}
     backends: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
-    trial: dict[str, Any] = {}  # that a child is at
+    trial: dict[str, Any] = {}  # the child's current trial
 
     def add(answer: dict[str, Any]) -> None:
-        own = any(one["name"] == answer["backend"] and one["own"] for one in backends)
+        own = any(backend["name"] == answer["backend"] and backend["own"] for backend in backends)
         verdict, fails = judge(answer["declared"], answer["behaviour"], strict=strict or own)
         results.append({**answer, "verdict": verdict, "fails": fails})
         trial.clear()
@@ -121,17 +124,17 @@ def probe(
             add(facts)
 
     while True:
-        done = [[one["backend"], one["capability"], one["value"]] for one in results]
+        done = [[result["backend"], result["capability"], result["value"]] for result in results]
         asked = dataclasses.replace(job, done=done).to_json()
         ended = run(MODULE, asked, {}, timeout=math.inf, patience=job.patience, on_event=on_event)
         if ended.error is None:
-            found = {"settings": settings, "host": host, "backends": backends, "results": results}
-            return {"format": FORMAT, "ok": not any(one["fails"] for one in results), **found}
+            report = {"settings": settings, "host": host, "backends": backends, "results": results}
+            return {"format": FORMAT, "ok": not any(result["fails"] for result in results), **report}
         if not trial:
             raise ProbeError(
-                f"the probe's process ended outside of any trial: {ended.error}; it needs vLLM and torch, and "
-                f"`vllm-hwplugin doctor` says what is here. End of its log:\n{ended.log_tail}"
+                f"the probe's process ended outside of a trial: {ended.error}; it needs vLLM and torch, check "
+                f"`vllm-hwplugin doctor`. End of its log:\n{ended.log_tail}"
             )
         detail = ": ".join([ended.error, *ended.log_tail.strip().splitlines()[-1:]])
-        untold = {"declared": "unasked", "cases": job.cases, "shape": ""}
-        add({**untold, **trial, "behaviour": "crashes", "detail": detail, "ratio": None})
+        defaults = {"declared": "unasked", "cases": job.cases, "shape": ""}
+        add({**defaults, **trial, "behaviour": "crashes", "detail": detail, "ratio": None})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's step over batches as vLLM's model runner makes them, launched or replayed from a CUDA graph."""
+"""A layer's step over a batch as vLLM's model runner makes it, launched or replayed from a CUDA graph."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .inputs import Inputs
 
 
 class Step:
-    """What a layer does in a step of batches of one size: the cache update of the new tokens, and attention.
+    """A layer's step for batches of one size: the cache update of the new tokens, and attention.
 
-    Its tensors stay at their addresses. With ``case.graph`` the step is captured as vLLM's model runner captures a FULL
-    graph: on a dummy batch that fills all rows, with the bounds that the runner announces then. Before each replay the
-    builder builds the new batch's metadata, which only what it keeps in buffers of its own reaches the graph by.
+    Its tensors keep their addresses. With ``case.graph`` the step is captured as vLLM's model runner captures a FULL
+    graph: on a dummy batch that fills all rows, with the runner's bounds. Before each replay the builder builds the new
+    batch's metadata; it reaches the graph only through the builder's persistent buffers.
 
     Args:
-        layer: whose cache is written and read.
-        case: one of the batches, or with a ``graph``.
-        columns: of the widest block table.
-        place: the device.
+        layer: The layer, with its cache.
+        case: A batch of that size, or a case with a ``graph``.
+        columns: Columns of the widest block table.
+        place: The device.
 
     Raises:
-        Exception: the backend cannot be captured.
+        Exception: The backend cannot be captured.
     """
 
     def __init__(self, layer: Layer, case: Case, columns: int, place: Any) -> None:
@@ -52,23 +52,23 @@ class Step:
         self._replay = capture(lambda: self._dummy(case), self._step) if case.graph else None
 
     def run(self, case: Case, inputs: Inputs) -> Any:
-        """The output of a batch that is in no cache yet: ``[num_tokens, num_heads, head_size]``."""
+        """Return an uncached batch's output: ``[num_tokens, num_heads, head_size]``."""
 
         def parts(tensors: tuple[Any, ...], *, new: bool) -> Any:
             pairs = zip(tensors, case.requests, strict=True)
-            return torch.cat([one[row.context :] if new else one[: row.context] for one, row in pairs])
+            return torch.cat([tensor[row.context :] if new else tensor[: row.context] for tensor, row in pairs])
 
         cached = inputs.keys, inputs.values, inputs.slots
         if any(request.context for request in case.requests):
             self._layer.write(*(parts(tensors, new=False) for tensors in cached))
         keys, values, slots = (parts(tensors, new=True) for tensors in cached)
         positions = torch.cat([torch.arange(request.context, request.total) for request in case.requests])
-        # What is left in the further columns, and in the tokens beyond, belongs to the batch before.
+        # Other columns, and tokens after the batch, keep values of the previous batch, as in vLLM.
         self._table[:, : inputs.block_table.shape[1]] = inputs.block_table
         self._slots.fill_(-1)
         static = self._slots, self._positions, self._query, self._keys, self._values
-        for one, own in zip(static, (slots, positions, inputs.query, keys, values), strict=True):
-            one[: case.num_tokens] = own
+        for buffer, content in zip(static, (slots, positions, inputs.query, keys, values), strict=True):
+            buffer[: case.num_tokens] = content
         self._output.fill_(math.nan)
         metadata = self._layer.builder.build(0, self._metadata(case))
         if self._replay is None:
@@ -78,14 +78,17 @@ class Step:
         return self._output[: case.num_tokens].clone()
 
     def _dummy(self, case: Case) -> Any:
-        """Metadata of a dummy batch without context, whose tokens go nowhere; its bounds are those of any batch."""
+        """Return metadata of a dummy batch with the bounds of any batch.
+
+        The batch has no context and no slots.
+        """
         dummy = dataclasses.replace(case, requests=tuple(Request(query, 0) for query in case.graph), padding=0)
         self._slots.fill_(-1)
         bounds = {"max_query_len": announced(case, self._layer.config), "max_seq_len": MAX_MODEL_LEN}
         return self._layer.builder.build_for_cudagraph_capture(self._metadata(dummy, **bounds))
 
     def _metadata(self, case: Case, **bounds: int) -> Any:
-        """What the model runner hands to metadata builders, with the bounds that it announces if not the batch's."""
+        """Return the runner's metadata; ``bounds`` replace the batch's own."""
         ends = torch.tensor([0, *(row.query for row in case.rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         lengths = torch.tensor([row.total for row in case.rows], dtype=torch.int32)
         self._starts.copy_(ends)
@@ -107,8 +110,8 @@ class Step:
             "_num_computed_tokens_cpu": torch.tensor([row.context for row in case.rows], dtype=torch.int32),
             **bounds,
         }
-        # Each version has other fields.
-        known = {one.name for one in dataclasses.fields(CommonAttentionMetadata)}
+        # The fields differ between versions.
+        known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
         return CommonAttentionMetadata(**{name: value for name, value in given.items() if name in known})
 
     def _step(self, metadata: Any) -> None:
@@ -117,17 +120,17 @@ class Step:
 
 
 def announced(case: Case, config: Any) -> int:
-    """The longest query of a captured batch, as the model runner of a configuration announces it."""
+    """Return the longest query that the runner announces for a capture."""
     uniform = case.graph[0] > 1 or all(request.query == 1 for request in case.requests)
     return max(case.graph) if uniform or captures_short_queries(config) else sum(case.graph)
 
 
 def capture(build: Callable[[], Any], step: Callable[[Any], None]) -> Callable[[], None]:
-    """Capture a step after it has run once; returns what replays it.
+    """Run a step once, capture it, and return its replay.
 
     Args:
-        build: makes the metadata of a run, outside of the graph.
-        step: is captured.
+        build: Makes the metadata of a run, outside of the graph.
+        step: The step to capture.
     """
     step(build())
     torch.cuda.synchronize()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attention layer of the installed vLLM, made as an engine makes it. What differs between versions is here.
+"""An attention layer of the installed vLLM, made as in an engine; has the differences between versions.
 
-The layer is vLLM's own ``Attention`` in a ``VllmConfig`` of its own, so that impl, cache spec and metadata builder get
-what they get in an engine; the cache has the shape and the strides that the backend asks for. Written for 0.20.0 to
-0.33.0 from their sources; executed on a GPU with 0.20.2, 0.24.0 and 0.26.0, and on a CPU with 0.32.0.
+The layer is vLLM's ``Attention`` in its own ``VllmConfig``, so impl, cache spec and metadata builder get the same
+arguments as in an engine; the cache has the backend's shape and strides. Written for 0.20.0 to 0.33.0 from their
+sources; run on a GPU with 0.20.2, 0.24.0 and 0.26.0, and on a CPU with 0.32.0.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ MAX_MODEL_LEN = 16384
 
 
 def device() -> Any:
-    """The device that the platform's workers use."""
+    """Return the device of the platform's workers."""
     kind = current_platform.device_type
-    # With its index, as workers have it: tensors are on cuda:0, and vLLM compares devices.
+    # With its index, as in workers: tensors are on cuda:0, and vLLM compares devices.
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def measured(case: Case, inputs: Inputs, output: Any, quantized_query: bool) -> Measure:
-    """`measure` against what the case means in this version of vLLM; where that is open, the meaning that fits.
+    """Measure an output against the case's meaning in this vLLM.
 
-    A sliding window in attention that is not causal reaches to both sides. In vLLM's FlashAttention before 0.24.0 it
-    looks back only.
+    If the meaning is ambiguous, the better fit counts.
+
+    A sliding window in non-causal attention reaches to both sides; in vLLM's FlashAttention before 0.24.0 only back.
     """
     if case.sliding_window is None or case.causal:
         return measure(case, inputs, output, quantized_query=quantized_query)
@@ -58,12 +59,13 @@ def measured(case: Case, inputs: Inputs, output: Any, quantized_query: bool) -> 
     )
     if Version(__version__).release >= (0, 24):
         return both
-    return min(both, dataclasses.replace(back, note="the window looks back only"), key=lambda found: found.ratio)
+    back = dataclasses.replace(back, note="the window looks back only")
+    return min(both, back, key=lambda measure: measure.ratio)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a backend with its KV cache and metadata builder, in the configuration it was made for."""
+    """A layer of a backend with its KV cache, metadata builder and configuration."""
 
     backend: type[Any]
     config: Any
@@ -83,11 +85,11 @@ class Layer:
 
     @property
     def rounds_query(self) -> bool:
-        """The layer hands the query on in the cache's dtype."""
+        """Whether the layer converts the query to the cache's dtype."""
         return getattr(self.layer, "query_quant", None) is not None and self.layer.impl.supports_quant_query_input
 
     def forward(self, query: Any, keys: Any, values: Any, metadata: Any, output: Any) -> None:
-        """Attention of new tokens, as ``Attention.forward`` has it done."""
+        """Compute attention of new tokens, as ``Attention.forward`` does."""
         if self.rounds_query:
             rounded, _ = self.layer.query_quant(query.flatten(1), self.layer._q_scale)
             query = rounded.view(query.shape)
@@ -96,10 +98,10 @@ class Layer:
 
 @contextlib.contextmanager
 def configuration(backend: type[Any], case: Case) -> Iterator[Any]:
-    """A configuration whose model has one layer of the case's shape; the current one meanwhile."""
+    """Make a one-layer model's configuration vLLM's current one."""
     shape = (case.num_heads, case.num_kv_heads, case.head_size)
     config = _config(backend.__qualname__, case.dtype, case.kv_cache_dtype, *shape)
-    # Not by the constructor: vLLM would take only the sizes that users may choose, and the platform another one.
+    # The constructor accepts only sizes that users may choose, and the platform would change the size.
     config.cache_config.block_size = case.block_size
     if hasattr(config.attention_config, "use_non_causal"):
         config.attention_config.use_non_causal = not case.causal
@@ -112,13 +114,13 @@ def configuration(backend: type[Any], case: Case) -> Iterator[Any]:
 def layer_of(
     backend: type[Any], case: Case, place: Any, inputs: Inputs | None = None, num_blocks: int = 1
 ) -> Iterator[Layer]:
-    """A layer of a backend on a device, in its configuration; what is in its KV cache is undefined.
+    """Make a backend's layer on a device; its KV cache is uninitialized.
 
     Args:
-        inputs: where it has sinks or ALiBi.
+        inputs: The source of sinks and ALiBi slopes; None: neither.
 
     Raises:
-        Refused: the backend does not take the layer.
+        Refused: The backend refuses the layer.
     """
     with configuration(backend, case) as config:
         with refusals():
@@ -132,15 +134,15 @@ def layer_of(
 def _attention(backend: type[Any], case: Case, place: Any, inputs: Inputs | None, config: Any) -> Any:
     extra = {}
     if inputs is not None and inputs.sinks is not None:
-        # Of __init__: a class may be made by a __new__ that hands everything on.
+        # The signature of __init__, because a class may have a __new__ that accepts everything.
         parameters = inspect.signature(backend.get_impl_cls().__init__).parameters.values()
-        if not any(one.name == "sinks" or one.kind is one.VAR_KEYWORD for one in parameters):
+        if not any(parameter.name == "sinks" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             raise Refused(f"{backend.get_impl_cls().__name__} takes no sinks")
         extra["sinks"] = inputs.sinks
     dtype, before = getattr(torch, case.dtype), torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        # As vLLM loads models: what layers keep is on the device. What the runner makes per batch is not made here.
+        # vLLM loads models in this context, and makes batches outside of it.
         with place:
             layer = Attention(
                 case.num_heads,
@@ -163,13 +165,14 @@ def _attention(backend: type[Any], case: Case, place: Any, inputs: Inputs | None
 
 def _cache(backend: type[Any], case: Case, place: Any, num_blocks: int, spec: Any, config: Any) -> Any:
     if hasattr(backend_utils, "get_supported_kv_cache_layouts"):
-        layout = next(one for one in backend_utils.get_supported_kv_cache_layouts([backend]) if one.is_layer_compact)
+        layouts = backend_utils.get_supported_kv_cache_layouts([backend])
+        layout = next(layout for layout in layouts if layout.is_layer_compact)
         backend_utils.record_kv_cache_layout(config.cache_config, layout.name)
         size = torch.empty((), dtype=spec.dtype).element_size()
         shape = (num_blocks, spec.num_heads, case.block_size, spec.state_content_size_bytes // size)
         order = layout.layer_view_order
     else:
-        # Also where none is required: the process may have run a backend that required one.
+        # Also without a required layout: an earlier backend of this process may have set one.
         required = getattr(backend, "get_required_kv_cache_layout", lambda: None)()
         backend_utils.set_kv_cache_layout(required)
         sizes = (num_blocks, case.block_size, case.num_kv_heads, case.head_size)
@@ -184,7 +187,7 @@ def _cache(backend: type[Any], case: Case, place: Any, num_blocks: int, spec: An
 
 @functools.cache
 def _config(backend: str, dtype: str, kv_cache_dtype: str, num_heads: int, num_kv_heads: int, head_size: int) -> Any:
-    # Of each backend, because some write into it.
+    # One per backend, because some backends modify it.
     described = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

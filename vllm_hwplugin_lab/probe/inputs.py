@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a case: fresh random inputs, a shuffled block table, and poison where nothing may be read."""
+"""The tensors of a case: random inputs, a shuffled block table, and poison in memory that must not be read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 from ._cases import Case
 
-#: What no answer may depend on lies in unused blocks, behind the last token and in the unused ends of the block table.
-#: It is finite, because a real cache holds other requests' old values there, never NaN; its scores beat all others.
+#: Fills memory that no result may depend on: unused blocks, slots after the last token, and blocks that unused columns
+#: of the block table name. It is finite, because a real cache holds old values there, never NaN, and its scores
+#: dominate.
 POISON: Final = 64.0
 SPARE_BLOCKS: Final = 3
 SPARE_COLUMNS: Final = 2
@@ -19,9 +20,10 @@ SPARE_COLUMNS: Final = 2
 
 @dataclass(frozen=True)
 class Inputs:
-    """``query`` is packed over the requests; ``keys`` and ``values`` hold one tensor a request, context included.
+    """The tensors of a case.
 
-    ``slots`` are the cache positions of those keys, ``block_table`` has a row for each request and padding row.
+    ``query`` is packed over the requests. ``keys``, ``values`` and ``slots`` (their cache positions) have one tensor
+    per request, with its context. ``block_table`` has a row per request and padding row.
     """
 
     query: Any  # [num_tokens, num_heads, head_size]
@@ -38,8 +40,7 @@ def make_inputs(case: Case, device: Any) -> Inputs:
     """Draw a case's tensors from its seed.
 
     Args:
-        case: the batch.
-        device: where the tensors go. A seed means the same on each kind of device; what is large is drawn there.
+        device: The tensors' device. Large tensors are drawn on it, so a seed is reproducible per kind of device.
     """
     source = torch.Generator().manual_seed(case.seed)
     values_source = torch.Generator(device).manual_seed(case.seed)
@@ -50,7 +51,7 @@ def make_inputs(case: Case, device: Any) -> Inputs:
 
     needed = [-(-request.total // case.block_size) for request in case.requests]
     num_blocks = 1 + sum(needed) + SPARE_BLOCKS
-    # Block 0 is the one that vLLM keeps for padding rows.
+    # vLLM reserves block 0 for padding rows.
     order = 1 + torch.randperm(num_blocks - 1, generator=source)
     owned, spare = order[: sum(needed)].split(needed), order[sum(needed) :]
     rows = len(needed) + case.padding
@@ -68,7 +69,7 @@ def make_inputs(case: Case, device: Any) -> Inputs:
         query=normal(case.num_tokens, heads, case.head_size),
         keys=tuple(normal(request.total, *shape) for request in case.requests),
         values=tuple(normal(request.total, *shape) for request in case.requests),
-        slots=tuple(one.to(device) for one in slots),
+        slots=tuple(positions.to(device) for positions in slots),
         block_table=table.to(device),
         num_blocks=num_blocks,
         sinks=normal(heads) + 2 if case.sinks else None,
@@ -77,11 +78,11 @@ def make_inputs(case: Case, device: Any) -> Inputs:
 
 
 def poison(cache: Any, seed: int) -> None:
-    """Fill a KV cache of any layout with values that would spoil an answer.
+    """Fill a KV cache with values that would spoil a result.
 
     Args:
-        cache: float, or bytes of a float8 format.
-        seed: of the values.
+        cache: Floats, or bytes of a float8 format.
+        seed: Seed of the values.
     """
     source = torch.Generator(cache.device).manual_seed(seed)
     options = {"generator": source, "device": cache.device}

@@ -61,7 +61,7 @@ def test_an_installation_that_says_the_same_is_left_alone(monkeypatch, tmp_path)
 def test_neither_wheel_nor_tree_is_an_error_that_names_the_way_out(monkeypatch, tmp_path):
     monkeypatch.setattr(_entry_points, "declared", lambda: None)
     monkeypatch.setattr(_entry_points, "installed", dict)
-    with pytest.raises(_entry_points.NoEntryPoints, match=r"no pyproject.toml beside it; expected .*: pip install"):
+    with pytest.raises(_entry_points.NoEntryPoints, match=r"no pyproject.toml next to it; expected .*: pip install"):
         _entry_points.provide(tmp_path / "metadata")
 
 

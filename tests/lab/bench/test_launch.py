@@ -66,7 +66,7 @@ def test_a_hang_is_ended_with_its_children(child):
         "time.sleep(300)\n"
     )
     outcome = _launch.run_child(*JOB, timeout=patience(60), patience=0.2)
-    assert outcome.error == "no word for 0.2 s; killed"
+    assert outcome.error == "no event for 0.2 s; killed"
     assert _gone(outcome.events[0]["child"])
 
 
@@ -90,7 +90,7 @@ def test_a_child_may_be_silent_before_its_first_event_and_behind_its_last_and_no
         return _launch.run_child("module", "{}", {"BETWEEN": between}, timeout=patience(60), patience=0.5).error
 
     assert error("0") is None
-    assert error("300") == "no word for 0.5 s; killed"
+    assert error("300") == "no event for 0.5 s; killed"
 
 
 def test_a_terminated_benchmark_takes_its_engine_along(child, tmp_path):

@@ -128,11 +128,11 @@ def test_a_job_has_what_its_shape_needs(
 @pytest.mark.parametrize(
     ("name", "method", "vllm", "words"),
     [
-        ("qwen3.5-4b", "none", "0.26.0", "needs vLLM 0.27.0 or newer with none, and this is 0.26.0"),
+        ("qwen3.5-4b", "none", "0.26.0", "with none needs vLLM 0.27.0 or later, found 0.26.0"),
         ("30b-a3b", "mtp", "0.26.0", "has no drafter for mtp; it has one for eagle3, dflash"),
         ("tiny", "mtp", "0.26.0", "--shape tiny has no drafter for mtp"),
-        ("qwen3.5-4b", "dflash", "0.26.0", "needs vLLM 0.27.0 or newer with dflash, and this is 0.26.0"),
-        ("qwen3-next-4l", "mtp", "0.22.1", "is a hybrid, which Model Runner V2 runs since 0.23.0, and this is 0.22.1"),
+        ("qwen3.5-4b", "dflash", "0.26.0", "with dflash needs vLLM 0.27.0 or later, found 0.26.0"),
+        ("qwen3-next-4l", "mtp", "0.22.1", "is a hybrid, which needs vLLM 0.23.0 or later on Model Runner V2, found"),
         ("8b-fp8-tp2", "eagle3", "0.26.0", "needs 2 GPUs, and this host has 1"),
     ],
 )

@@ -144,16 +144,16 @@ def entry(**changes):
         ({}, None),
         # The target accepts nothing that it would not have said.
         ({"accepted_per_position": [140_000, 90_000]}, None),
-        ({"accepted_per_position": [128_000, 78_000]}, "acceptance at position 1: stock 0.5000, patched 0.4875"),
+        ({"accepted_per_position": [128_000, 78_000]}, "acceptance at position 1: unpatched 0.5000, patched 0.4875"),
         # Chance alone.
         ({"drafts": 9_999, "accepted_per_position": [6_000, 4_000]}, None),
         ({"error": "exit code 99"}, "exit code 99"),
-        ({"steps": 9_999}, "9999 steps of 10000"),
+        ({"steps": 9_999}, "9999 steps, expected 10000"),
         ({"batch_sizes": {"7": 9}}, "no step had 1 or 32 requests"),
         ({"drafts": 0, "accepted_per_position": []}, "nothing was drafted"),
         ({"draft_phases_in_graphs": 0}, "no draft phase replayed a CUDA graph"),
-        ({"requests": 6}, "5 texts of 6 requests"),
-        ({"texts": {"count": 5, "worst_gap": 0.51}}, "a token is 0.5100 nats below .* 0.5 allowed"),
+        ({"requests": 6}, "5 texts, expected 6"),
+        ({"texts": {"count": 5, "worst_gap": 0.51}}, "a token is 0.5100 nats below .* at most 0.5"),
         ({"texts": {"count": 5, "worst_gap": None}}, "its texts were not judged"),
     ],
 )

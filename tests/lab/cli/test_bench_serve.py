@@ -263,7 +263,7 @@ def test_the_tiny_shapes_checkpoints_may_lie_where_the_error_says_that_they_can_
     result, _, asked = run([*arguments, "--model", str(folder)])
     assert (result.exit_code, asked) == (2, [])
     assert f"no checkpoints in {folder}" in result.output
-    assert "give --model FOLDER" in result.output
+    assert "add --model FOLDER" in result.output
     folder.symlink_to(find_checkpoints(None).root)
     _, _, ((jobs, (one,), *_),) = run([*arguments, "--model", str(folder)])
     assert {len(prompt) for prompt in one.round["load"]["prompts"]} == {96}

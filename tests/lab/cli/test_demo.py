@@ -157,7 +157,7 @@ def test_a_verdict_says_what_changed_and_what_was_used(run):
 
     verdicts = {host: command.verdict(run(launch, host)[1]) for host in (CPU, GPU)}
     for said in verdicts.values():
-        assert "DFlash patched yields 2.00 → 2.50 tokens a step, with one." in said
+        assert "DFlash patched yields 2.00 → 2.50 tokens per step, with one." in said
         assert "Eagle3 patched yields" not in said
     assert ["speedup" in said for said in verdicts.values()] == [False, True]
 

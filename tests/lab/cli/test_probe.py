@@ -65,7 +65,7 @@ def test_status_0_where_all_holds(replaced):
     result, jobs = replaced(["--seed", "3", "--cases", "2", "--capability", "sinks", "--backend", "B"], answer())
     assert result.exit_code == 0, result.output
     assert "B sinks yes: holds (declared, 0.50 of SDPA's error)" in result.output
-    assert "seed 3, 2 batches each: 1 tried, 0 differ" in result.output
+    assert "seed 3, 2 batches per trial: 1 trials, 0 differ" in result.output
     assert [jobs[0][name] for name in ("seed", "cases", "capabilities", "backends")] == [3, 2, ["sinks"], ["B"]]
 
 

@@ -137,7 +137,7 @@ def test_each_runner_is_held_to_its_own_stock(run):
     result, found, _ = run(child=child)
     assert result.exit_code == 1
     assert found["failures"] == [
-        "mrv2-patched: acceptance at position 1: stock 0.4000, patched 0.3750; 0.01 less allowed"
+        "mrv2-patched: acceptance at position 1: unpatched 0.4000, patched 0.3750; expected at most 0.01 less"
     ]
 
 
@@ -154,7 +154,7 @@ def test_texts_that_nobody_read_are_a_failure(run):
         (["--method", "ngram"], "choose from eagle3, dflash"),
         (["--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),
         (["--patched-env", "A"], "is not KEY=VAL"),
-        (["--under", "no-such-checker --leak"], "no command 'no-such-checker' on PATH"),
+        (["--under", "no-such-checker --leak"], "'no-such-checker' is not on PATH"),
     ],
 )
 def test_bad_options_start_nothing(run, arguments, message):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single kernels against their rivals: what ``bench attention`` and ``bench ops`` measure with.
+"""Benchmarks of single kernels and their rivals, for ``bench attention`` and ``bench ops``.
 
-What is measured and how often, and what the figures say, is decided without torch; only the child process (``_child``)
-and what it imports needs a GPU.
+Only the child process (``_child``) and its imports need torch and a GPU.
 """
 
 from . import _attention_cases as attention_cases

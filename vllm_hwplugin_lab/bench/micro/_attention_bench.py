@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench attention`` on the device: the time and the error of one kernel on one shape of a paged cache."""
+"""``bench attention`` on the device: time and error of a kernel on a shape of a paged cache."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ._supervise import Refused
 from ._timer import Call, Copies, Timer
 
 DTYPE = torch.bfloat16
-#: Elements that are drawn at once: the generator works in float32.
+#: Elements to draw in one call: the generator works in float32.
 _CHUNK = 1 << 28
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One set of inputs, with the kernel's output.
+    """A set of inputs, with the kernel's output.
 
     Attributes:
         query, output: ``[tokens, heads, head_size]``; the output is NaN before the launch.
         keys, values: ``[blocks, page, kv_heads, head_size]``, the whole cache.
-        block_table: ``[batch, blocks of the longest request]`` int32, in no order; no block is in two sets. Behind
-            those of a shorter request it is 0.
+        block_table: ``[batch, blocks of the longest request]`` int32, shuffled; no block is in two sets. Zero after the
+            blocks of a shorter request.
         query_start_loc: ``[batch + 1]`` int32.
         seq_lens: ``[batch]`` int32.
     """
@@ -49,14 +49,14 @@ class Batch:
         return float(self.case.head_size**-0.5)
 
     def gathered(self, request: int) -> tuple[Any, Any]:
-        """The keys and the values of a request, ``[its length, kv_heads, head_size]`` each, contiguous."""
+        """Return keys and values of a request, contiguous ``[its length, kv_heads, head_size]``."""
         length, pages = self.case.lengths[request], self.case.pages[request]
         rows = self.block_table[request, :pages].long()
         keys, values = (cache[rows].flatten(0, 1)[:length] for cache in (self.keys, self.values))
         return keys, values
 
     def contiguous(self) -> tuple[Any, Any]:
-        """The keys and values of all requests one after the other, ``[sum of lengths, kv_heads, head_size]``."""
+        """Return all requests' keys and values, ``[sum of lengths, kv_heads, head_size]``."""
         parts = [self.gathered(request) for request in range(self.case.batch)]
         return torch.cat([keys for keys, _ in parts]), torch.cat([values for _, values in parts])
 
@@ -65,7 +65,7 @@ class Pool:
     """Keys and values for all cases: every batch reads blocks of the same two buffers.
 
     Args:
-        elements: of the keys alone.
+        elements: Elements of the keys.
     """
 
     def __init__(self, elements: int, device: Any, seed: int) -> None:
@@ -75,7 +75,10 @@ class Pool:
         self._keys, self._values = self._normal(elements), self._normal(elements)
 
     def batches(self, case: AttentionCase, count: int) -> list[Batch]:
-        """``count`` sets of inputs over different blocks, for which there has to be room."""
+        """Return ``count`` sets of inputs over different blocks.
+
+        The pool must be large enough.
+        """
         shape = (-1, case.page, case.kv_heads, case.head_size)
         block = case.page * case.kv_heads * case.head_size
         keys, values = (cache[: self.elements // block * block].view(shape) for cache in (self._keys, self._values))
@@ -84,40 +87,41 @@ class Pool:
         lengths = torch.tensor(case.lengths, dtype=torch.int32, device=self._device)
         pages = torch.tensor(case.pages, device=self._device)
         used = torch.arange(max(case.pages), device=self._device) < pages[:, None]
-        found = []
+        batches = []
         for own in order.split(sum(case.pages))[:count]:
             query = self._normal(case.tokens * case.heads * case.head_size).view(-1, case.heads, case.head_size)
             table = torch.zeros_like(used, dtype=torch.int32).masked_scatter_(used, own)
             output = torch.full_like(query, torch.nan)
-            found.append(Batch(case, query, output, keys, values, table, starts, lengths))
-        return found
+            batches.append(Batch(case, query, output, keys, values, table, starts, lengths))
+        return batches
 
     def _normal(self, elements: int) -> Any:
-        found = torch.empty(elements, dtype=DTYPE, device=self._device)
-        for part in found.split(_CHUNK):
+        tensor = torch.empty(elements, dtype=DTYPE, device=self._device)
+        for part in tensor.split(_CHUNK):
             part.normal_(generator=self._random)
-        return found
+        return tensor
 
 
-#: What a step does once for all layers; the call launches, and returns ``[tokens, heads, head_size]``.
+#: Does the work of a step that all layers share; the returned call launches, and returns ``[tokens, heads,
+#: head_size]``.
 Prepare = Callable[[Batch], Call]
 
 
 def pool_elements(timer: Timer, keys: Sequence[str]) -> int:
-    """Of a pool that has room for some cases, or for as much as this GPU has."""
-    assert timer.l2_bytes is not None  # the attention kernels are for CUDA alone
+    """Return a pool's elements for some cases, within this GPU's memory."""
+    assert timer.l2_bytes is not None  # the attention kernels are only for CUDA
     wanted = max(cases.CASES[key].cache_elements for key in keys)
-    # Two sets at least of the smaller cases, and room for what the kernels and the right answer need.
+    # At least two sets of the smaller cases, and memory for kernels and reference.
     free, _ = torch.cuda.mem_get_info(timer.device)
     return min(max(wanted, 4 * timer.l2_bytes), int(free * 0.6) // 4)
 
 
 class AttentionBench:
-    """Measures cells over one pool of keys and values.
+    """Measure cells over one pool of keys and values.
 
     Args:
-        pool_elements: of the keys alone; cases that need more are refused.
-        kernels: by name.
+        pool_elements: Elements of the pool's keys; larger cases are refused.
+        kernels: Kernels by name.
     """
 
     def __init__(
@@ -129,19 +133,22 @@ class AttentionBench:
         self._inputs: tuple[str, list[Batch], list[Answer]] = ("", [], [])
 
     def measure(self, kernel: str, key: str) -> dict[str, Any]:
-        """The time and the error of a cell.
+        """Measure the time and the error of a cell.
 
         Raises:
-            Missing: the kernel is not on this host.
-            Refused: it does not claim to run the case, or the pool has no room for it.
+            Missing: The kernel is not on this host.
+            Refused: The kernel does not support the case, or the pool is too small.
         """
         case = cases.CASES[key]
         if self._inputs[0] != key:
-            # The kernels of a case come one after the other: its inputs and its right answer are made once.
+            # The kernels of a case are adjacent, and share its inputs and its reference.
             self._inputs = ("", [], [])
             room = self._pool.elements // case.cache_elements
             if not room:
-                raise Refused(f"the cache of {self._pool.elements} elements that fits this device has no room for it")
+                raise Refused(
+                    f"it needs a cache of {case.cache_elements} elements, expected at most {self._pool.elements} on "
+                    "this device"
+                )
             batches = self._pool.batches(case, self._timer.sets(case.bytes_each, room * case.bytes_each))
             self._inputs = (key, batches, right(batches[-1]))
         _, batches, answers = self._inputs
@@ -157,17 +164,20 @@ class AttentionBench:
 
 
 def right(batch: Batch) -> list[Answer]:
-    """Of the requests that are `looked_at`."""
+    """Return the reference of the requests that are `looked_at`."""
     case = batch.case
-    requests = tuple(Request(case.query, case.lengths[one] - case.query) for one in _chosen(case))
-    keys, values = zip(*(batch.gathered(one) for one in _chosen(case)), strict=True)
+    requests = tuple(Request(case.query, case.lengths[index] - case.query) for index in _chosen(case))
+    keys, values = zip(*(batch.gathered(index) for index in _chosen(case)), strict=True)
     shape = (case.head_size, case.heads, case.kv_heads, case.page)
     inputs = Inputs(looked_at(batch.query, case), keys, values, (), None, 0, None, None)
     return answers(Case(requests, "bfloat16", "auto", *shape), inputs)
 
 
 def looked_at(tensor: Any, case: AttentionCase) -> Any:
-    """Of ``[tokens, ...]`` the rows of the first, the last, the longest and the shortest request."""
+    """Return the first, last, longest and shortest request's rows.
+
+    ``tensor`` is ``[tokens, ...]``.
+    """
     return tensor.unflatten(0, (case.batch, case.query))[_chosen(case)].flatten(0, 1)
 
 

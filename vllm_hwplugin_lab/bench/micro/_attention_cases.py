@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention shapes that are measured, and which kernels run which."""
+"""The attention shapes to measure, and the kernels for each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import product
 from ._supervise import Cell
 
 OURS = "hwplugin"
-#: The kernels that serve where the one for Hopper cannot be had.
+#: The plugin's kernels for devices without the kernel for Hopper.
 OURS_TRITON = "hwplugin, Triton"
 TRITON = "TRITON_ATTN"
 FLEX = "FLEX_ATTENTION"
@@ -22,7 +22,7 @@ FA4 = "FLASH_ATTN 4"
 
 #: Bytes of a bfloat16.
 _ELEMENT = 2
-#: A drawn length is so many times the mean at most: no single draw decides how much memory and time a case takes.
+#: Longest drawn length in units of the mean, so that no single draw decides a case's memory and time.
 _LONGEST = 8
 
 
@@ -31,10 +31,10 @@ class AttentionCase:
     """A batch of requests over a paged cache in bfloat16, causal.
 
     Attributes:
-        kind: ``decode`` (verification included) or ``prefill``.
-        context: keys of a request, those of its query tokens included; the mean of what is drawn where they differ.
-        query: query tokens of a request.
-        spread: standard deviation of the logarithm of the requests' lengths; 0 where all are equal.
+        kind: ``decode`` (with verification) or ``prefill``.
+        context: Keys of a request, query tokens included; the mean if lengths are drawn.
+        query: Query tokens of a request.
+        spread: Standard deviation of the logarithm of the requests' lengths; 0: equal lengths.
     """
 
     kind: str
@@ -54,10 +54,10 @@ class AttentionCase:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Keys of each request. Drawn ones are the same in every run, from ``query`` to eight times ``context``."""
+        """Keys of each request. Drawn lengths are reproducible, from ``query`` to eight times ``context``."""
         if not self.spread:
             return (self.context,) * self.batch
-        # Whatever the heads and query tokens are, so that these can be compared.
+        # Independent of heads and query tokens, so that cases can be compared.
         source = random.Random(f"{self.batch} {self.context} {self.spread}")
         draws = [source.gauss(0, self.spread) - self.spread**2 / 2 for _ in range(self.batch)]
         wanted = [round(self.context * math.exp(draw)) for draw in draws]
@@ -69,12 +69,12 @@ class AttentionCase:
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """Of each request."""
+        """Pages of each request."""
         return tuple(-(-length // self.page) for length in self.lengths)
 
     @property
     def cache_elements(self) -> int:
-        """Of the pages for the keys, with what the last page of a request has no key for."""
+        """Elements of the keys' pages, with the unused slots of last pages."""
         return sum(self.pages) * self.page * self.kv_heads * self.head_size
 
     @property
@@ -83,12 +83,12 @@ class AttentionCase:
 
     @property
     def bytes_each(self) -> int:
-        """What a launch has to move: keys and values, query and output."""
+        """Bytes that a launch moves: keys, values, query and output."""
         return self.kv_bytes + 2 * self.tokens * self.heads * self.head_size * _ELEMENT
 
     @property
     def flops(self) -> int:
-        """Of both products, over the pairs that the causal mask leaves."""
+        """FLOPs of both products, over the unmasked pairs."""
         earlier = sum(self.lengths) - self.tokens
         pairs = self.query * earlier + self.tokens * (self.query + 1) // 2
         return 4 * self.heads * self.head_size * pairs
@@ -106,14 +106,14 @@ NO_POWER_OF_TWO = tuple(
     AttentionCase("decode", batch, context, query, 1)
     for batch, context, query in product((24, 100), (1024, 8192), (1, 8))
 )
-#: Batches as a server has them, which no goal speaks of.
+#: Batches as in a server; the project's goals are not about these.
 AS_SERVED = (*UNEVEN, *NO_POWER_OF_TWO)
 #: 8k tokens, as one request and as four.
 PREFILL = tuple(
     AttentionCase("prefill", batch, length, length, kv_heads)
     for kv_heads, (batch, length) in product((1, 4), ((1, 8192), (4, 2048)))
 )
-#: The same tokens at the head size that FlashAttention 3 was made for.
+#: The same tokens with FlashAttention 3's largest head size.
 PREFILL_256 = tuple(AttentionCase("prefill", c.batch, c.context, c.query, c.kv_heads, head_size=256) for c in PREFILL)
 CASES = {case.key: case for case in (*PREFILL, *PREFILL_256, *DECODE, *AS_SERVED)}
 
@@ -121,9 +121,11 @@ _PREFILL_KERNELS = (OURS, OURS_TRITON, SDPA, SDPA_REPEATED, TRITON, FA4, FLEX)
 
 
 def plan() -> tuple[Cell, ...]:
-    """Every cell, the ones that matter most first: a run whose time is over loses the end.
+    """Return all cells, the most important first.
 
-    The kernels of a case stand side by side, so that a clock that changes in the course of the run treats them alike.
+    A run at its time limit drops the end.
+
+    The kernels of a case are adjacent, so that a changing clock affects them equally.
     """
     prefill = product(PREFILL, _PREFILL_KERNELS)
     prefill_256 = product(PREFILL_256, (FA3,))

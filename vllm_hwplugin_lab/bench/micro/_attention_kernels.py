@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's attention, PyTorch's own, and that of vLLM's backends, called as the backends call them.
+"""Attention of the plugin, of PyTorch and of vLLM's backends, called as the backends call it.
 
-Each function is a `Prepare`. It raises `Missing` or `Refused` where there is no call.
+Each function is a `Prepare`. It raises `Missing` or `Refused` if it has no call for the batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ._timer import Call
 
 
 def ours(batch: Batch, *, triton: bool = False) -> Call:
-    """``vllm_hwplugin.attention.paged``, by the kernel that it takes on this device, or by its Triton kernels."""
+    """Prepare ``vllm_hwplugin.attention.paged`` with this device's kernel, or with its Triton kernels."""
     case = batch.case
     if reason := paged.refuse(case.head_size, DTYPE, DTYPE, case.page):
         raise Refused(reason)
@@ -54,10 +54,10 @@ def _loaded(device: Any, triton: bool) -> tuple[Any, Any]:
 
 
 def sdpa(batch: Batch, *, repeated: bool) -> Call:
-    """``scaled_dot_product_attention``: PyTorch chooses the kernel.
+    """Prepare ``scaled_dot_product_attention``, for which PyTorch chooses the kernel.
 
-    With ``repeated`` the heads of keys and values are repeated before the clock starts, which opens kernels that cannot
-    do grouped queries.
+    With ``repeated`` the heads of keys and values are repeated before the clock starts, for kernels without grouped
+    queries.
     """
     case = batch.case
     if set(case.lengths) != {case.query}:
@@ -65,25 +65,27 @@ def sdpa(batch: Batch, *, repeated: bool) -> Call:
         raise Refused("its causal flag is for queries as long as the keys")
     pair = batch.contiguous()
     if repeated:
-        pair = tuple(one.repeat_interleave(case.heads // case.kv_heads, dim=1) for one in pair)
+        pair = tuple(tensor.repeat_interleave(case.heads // case.kv_heads, dim=1) for tensor in pair)
     query, key, value = (
         tensor.unflatten(0, (case.batch, -1)).transpose(1, 2).contiguous() for tensor in (batch.query, *pair)
     )
 
     def call() -> Any:
-        found = torch.nn.functional.scaled_dot_product_attention(
+        output = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=batch.scale, enable_gqa=not repeated
         )
-        return found.transpose(1, 2).flatten(0, 1)
+        return output.transpose(1, 2).flatten(0, 1)
 
     return call
 
 
 def flex(batch: Batch) -> Call:
-    """FlexAttention, compiled, with the block sizes and kernel options of vLLM's FLEX_ATTENTION backend.
+    """Prepare FlexAttention, compiled as in vLLM's FLEX_ATTENTION backend.
 
-    The backend masks the whole paged cache; here the same tokens lie side by side, which spares the kernel the way
-    through the block table. The copy of the result into the layer's output is part of the backend and not of this.
+    It has the backend's block sizes and kernel options.
+
+    The backend masks the whole paged cache; here the tokens are contiguous, so the kernel needs no block table. The
+    backend also copies the result into the layer's output, which is not measured.
     """
     case = batch.case
     if set(case.lengths) != {case.query}:
@@ -110,18 +112,18 @@ def _mask(requests: int, length: int, block: tuple[int, int], device: str) -> An
 
 
 def unified(batch: Batch) -> Call:
-    """vLLM's unified attention, split over the context as the TRITON_ATTN backend asks for it.
+    """Prepare vLLM's unified attention, with the TRITON_ATTN backend's split of the context.
 
-    The backend moves its threshold to the nearest capture size of the engine; here it is the backend's own.
+    In an engine the backend rounds its threshold to a capture size; here it is unrounded.
     """
     backend = needed("vllm.v1.attention.backends.triton_attn")
     function: Callable[..., Any] = needed("vllm.v1.attention.ops.triton_unified_attention").unified_attention
     case = batch.case
-    # The backend's own numbers: below that many requests the context is split into so many segments.
+    # The backend's constants: with fewer requests than the threshold, the context is split into segments.
     threshold, segments = backend.MIN_LAUNCH_GRID_SIZE_2D // case.kv_heads, backend.NUM_PAR_SOFTMAX_SEGMENTS
     rows = (threshold, case.heads, segments)
     empty = partial(torch.empty, dtype=torch.float32, device=batch.query.device)
-    one = torch.ones(1, dtype=torch.float32, device=batch.query.device).expand(case.batch, case.kv_heads)
+    ones = torch.ones(1, dtype=torch.float32, device=batch.query.device).expand(case.batch, case.kv_heads)
     arguments = {
         "q": batch.query,
         "k": batch.keys,
@@ -137,15 +139,15 @@ def unified(batch: Batch) -> Call:
         "block_table": batch.block_table,
         "softcap": 0,
         "q_descale": None,
-        "k_descale": one,
-        "v_descale": one,
+        "k_descale": ones,
+        "v_descale": ones,
         "seq_threshold_3D": threshold,
         "num_par_softmax_segments": segments,
         "softmax_segm_output": empty(*rows, 1 << (case.head_size - 1).bit_length()),
         "softmax_segm_max": empty(rows),
         "softmax_segm_expsum": empty(rows),
     }
-    # Versions before the split by segments lack the last five; what later ones add has defaults.
+    # Versions without the split lack the last five arguments; arguments of later versions have defaults.
     known = inspect.signature(function).parameters
     chosen = {name: value for name, value in arguments.items() if name in known}
 
@@ -157,11 +159,11 @@ def unified(batch: Batch) -> Call:
 
 
 def flash_attention(batch: Batch, *, version: int, largest: int) -> Call:
-    """vLLM's FlashAttention of one version."""
+    """Prepare a version of vLLM's FlashAttention."""
     case = batch.case
     interface = needed("vllm.vllm_flash_attn.flash_attn_interface")
     if version == 4:
-        # That it is supported says only that its file exists.
+        # `is_fa_version_supported` only checks that its file exists.
         needed("vllm.vllm_flash_attn.cute.interface")
     if not interface.is_fa_version_supported(version):
         raise Missing(str(interface.fa_version_unsupported_reason(version)))

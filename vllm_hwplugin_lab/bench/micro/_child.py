@@ -59,17 +59,17 @@ def run_cells(
     check_device: Callable[[], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Run ``todo`` in its order and say of each cell that it begins, and what became of it.
+    """Run ``todo`` in order; report each cell's begin and outcome.
 
     Args:
-        measure: what the results file says of a kernel and a case.
-        end: cells that would begin after that time are left, and nothing is said of them.
-        check_device: raises where the device is not usable.
+        measure: Measures a kernel on a case; returns its fields of the results file.
+        end: Time after which no cell begins; later cells are not reported.
+        check_device: Raises if the device is unusable.
 
     Raises:
-        SystemExit: the device is not usable after a cell, which has begun and no end.
+        SystemExit: The device is unusable after a cell, whose begin was reported and no outcome.
     """
-    # Of the kernels of a kind of attention, or of an operation: some take a compiler's time to say it.
+    # Reasons by kernel and kind of attention or operation: finding one may take a compilation.
     absent: dict[tuple[str, str], str] = {}
     for cell in todo:
         if clock() > end:
@@ -80,19 +80,19 @@ def run_cells(
         try:
             if of in absent:
                 raise Missing(absent[of])
-            found = outcome(cell, MEASURED, None, **measure(kernel, case))
+            result = outcome(cell, MEASURED, None, **measure(kernel, case))
         except Missing as error:
             absent[of] = str(error)
-            found = outcome(cell, MISSING, str(error))
+            result = outcome(cell, MISSING, str(error))
         except Refused as error:
-            found = outcome(cell, REFUSED, str(error))
-        except Exception as error:  # of a rival's as of ours: the table says which
-            found = outcome(cell, FAILED, one_line(error))
+            result = outcome(cell, REFUSED, str(error))
+        except Exception as error:  # any error of a rival or of the plugin's kernel
+            result = outcome(cell, FAILED, one_line(error))
             try:
                 check_device()
-            except Exception:  # what it raises says only that an earlier launch failed
-                raise SystemExit(f"the device was not usable after it: {found['reason']}") from None
-        say("cell", outcome=found)
+            except Exception:  # its message only tells that an earlier launch failed
+                raise SystemExit(f"the device was not usable after it: {result['reason']}") from None
+        say("cell", outcome=result)
 
 
 def _version(name: str) -> str | None:

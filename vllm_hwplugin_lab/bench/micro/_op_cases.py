@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations that stand under vLLM's names: their arguments, their shapes and the bytes that a launch moves.
+"""The operations under vLLM's names: arguments, shapes and bytes moved per launch.
 
-The arguments are those of the operations' schemas in vLLM 0.20.2 (``vllm/_custom_ops.py``), in their order.
+Arguments follow the operations' schemas in vLLM 0.20.2 (``vllm/_custom_ops.py``).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ VLLM = "vllm"
 
 SMALL = "small"
 LARGE = "large"
-#: Tokens: a few, where latency counts, and many, where bandwidth does.
+#: Numbers of tokens: latency bounds the small ones, bandwidth the large ones.
 TOKENS = {1: SMALL, 8: SMALL, 64: SMALL, 8192: LARGE, 65536: LARGE}
 
 SIZES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "int32": 4, "int64": 8}
-#: Rows of the table that positions point into.
+#: Rows of the table that positions index.
 POSITIONS = 40960
 
 
@@ -32,15 +32,14 @@ class Operand:
     """A tensor argument.
 
     Attributes:
-        role: ``in`` is read once, ``out`` written once, ``inout`` both.
-        fill: how an input is filled; an output is spoiled instead.
-        token_dim: which dimension is the tokens', None for what all tokens share.
-        used: elements that a launch touches, where that is not all of them.
-        transposed: memory order of a matrix with its dimensions swapped.
-        tolerance: how far an output may be from the reference, relative to the larger of the right value and a quarter
-            of the outputs' root mean square; 0 for equality. It finds a wrong kernel; the operation's own tests are
-            stricter. None where an output depends on the number of tokens in the batch, so that single rows say
-            nothing.
+        role: ``in``: read once; ``out``: written once; ``inout``: both.
+        fill: The values of an input; outputs are spoiled instead.
+        token_dim: The dimension of the tokens; None: shared by all tokens.
+        used: Elements that a launch touches; None: all.
+        transposed: Whether the memory order of the matrix has swapped dimensions.
+        tolerance: Allowed error, relative to the larger of the reference value and a quarter of the outputs' root mean
+            square; 0: equality. It finds a wrong kernel; the operation's tests are stricter. None: the output depends
+            on the number of tokens in the batch, so single rows cannot be compared.
     """
 
     name: str
@@ -61,10 +60,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class OpCase:
-    """One operation on one shape.
+    """An operation on a shape.
 
     Attributes:
-        arguments: in the schema's order; what is no ``Operand`` is passed as it is.
+        arguments: In the schema's order; values that are not an ``Operand`` are passed unchanged.
     """
 
     op: str
@@ -82,11 +81,11 @@ class OpCase:
 
     @property
     def bytes_moved(self) -> int:
-        """Each input read once and each output written once."""
-        return sum(one.bytes_moved for one in self.arguments if isinstance(one, Operand))
+        """Bytes moved if each input is read once and each output written once."""
+        return sum(argument.bytes_moved for argument in self.arguments if isinstance(argument, Operand))
 
 
-#: Relative errors that rounding to the type explains, a few units in the last place.
+#: Relative rounding errors of the types, a few units in the last place.
 _BF16 = 4 * 2.0**-8
 _FP8 = 2.0**-3
 _SCALE = 2.0**-6
@@ -200,5 +199,8 @@ CASES = {
 
 
 def plan() -> tuple[Cell, ...]:
-    """Every cell; the kernels of a case stand side by side, so that a clock that changes treats them alike."""
+    """Return all cells.
+
+    The kernels of a case are adjacent, so that a changing clock affects them equally.
+    """
     return tuple((kernel, key) for key in CASES for kernel in (OURS, VLLM))

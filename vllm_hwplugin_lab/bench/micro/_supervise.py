@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure cells in child processes: where one dies or hangs in a cell, another goes on behind it."""
+"""Measure cells in child processes; if a process dies or hangs in a cell, another continues after it."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from ...probe import one_line
 from .._job import Event
 from .._launch import Ended, run_child
 
-#: One kernel on one case: its name, and the case's key.
+#: A kernel's name and a case's key.
 Cell = tuple[str, str]
 
 MEASURED = "measured"
 #: The kernel is not on this host.
 MISSING = "missing"
-#: It does not claim to run the case.
+#: The kernel does not support the case.
 REFUSED = "refused"
-#: It raised an exception.
+#: The kernel raised an exception.
 FAILED = "failed"
-#: Its process died, or was killed because it took too long.
+#: The process died, or was killed at its time limit.
 CRASHED = "crashed"
 NOT_RUN = "not run"
 
 MODULE = "vllm_hwplugin_lab.bench.micro._child"
-#: The rivals are stock vLLM's: the platform class and the operations that the plugin would put in their place are off.
+#: The rivals are unpatched vLLM's, so the plugin's platform class and operations are off.
 ENVIRONMENT = {"VLLM_HWPLUGIN": "0"}
-#: Seconds beyond the run's own that a child may take: its start, and the cell that is on its way at the end.
+#: Extra seconds for a child beyond the run's limit: its start, and its last cell.
 _START = 180.0
-#: A kernel whose cells ended so many processes is not tried again.
+#: A kernel is skipped after it has ended this many processes.
 _MOST_CRASHES = 2
 
 
 class Missing(HwpluginError):
-    """The kernel is not on this host; says why."""
+    """The kernel is not on this host."""
 
 
 class Refused(HwpluginError):
-    """The kernel does not claim to run a case; says why."""
+    """The kernel does not support a case."""
 
 
 def needed(module: str) -> Any:
-    """A module of a rival.
+    """Import a rival's module.
 
     Raises:
-        Missing: it cannot be imported.
+        Missing: The import fails.
     """
     try:
         return importlib.import_module(module)
-    except Exception as error:  # an extension that does not fit raises all kinds of errors
+    except Exception as error:  # an incompatible extension raises any error
         raise Missing(f"{module} is not importable: {one_line(error)}") from error
 
 
@@ -75,18 +75,20 @@ def supervise(
     run: Callable[..., Ended] = run_child,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Run all cells; returns their outcomes and the processes, which the outcomes name by index.
+    """Run all cells; return outcomes and processes.
+
+    An outcome has the index of its process.
 
     Args:
-        job: what every child gets besides its cells and its time.
-        seconds: for the whole run; cells that would begin later are not run.
-        limit: seconds for one cell, compilation included.
-        keep: called after each cell with what would be returned if the run ended there.
+        job: The job of every child, without its cells and its time.
+        seconds: Limit of the run: later cells are not run.
+        limit: Seconds per cell, with compilation.
+        keep: Called after each cell with the result so far.
     """
     end, left, crashes = clock() + seconds, list(todo), Counter[str]()
     outcomes: list[dict[str, Any]] = []
     processes: list[dict[str, Any]] = []
-    begun: list[Cell] = []  # what a process is at, or died of
+    begun: list[Cell] = []  # the process's current cell
 
     def over(cells: Sequence[Cell], status: str, reason: str | None, process: int | None = None) -> None:
         outcomes.extend({**outcome(cell, status, reason), "process": process} for cell in cells)
@@ -123,6 +125,6 @@ def supervise(
                 again = f"not tried again: {kernel} ended {_MOST_CRASHES} processes"
                 over([cell for cell in left if cell[0] == kernel], NOT_RUN, again)
         elif ended.error is not None or clock() < end:
-            # Nothing was on its way: another process would end the same way.
-            over(left, NOT_RUN, f"the process ended before it: {ended.error or 'it said that it was done'}")
+            # No cell was running: another process would end in the same way.
+            over(left, NOT_RUN, f"the process ended before it: {ended.error or 'it reported that it was done'}")
     return outcomes, processes

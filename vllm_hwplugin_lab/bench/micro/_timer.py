@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time on the device: launches are captured into a graph, which is replayed between two events.
+"""Device time of launches, captured into a graph that is replayed between two events.
 
-`triton.testing.do_bench_cudagraph` does the like, but for CUDA alone, and gives no chance to spoil what the warm
-launches wrote.
+`triton.testing.do_bench_cudagraph` is similar, but only for CUDA, and cannot spoil the output of the warm-up launches.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from typing import Any
 
 import torch
 
-#: One launch on one set of inputs; returns what it wrote.
+#: A launch on a set of inputs; returns its output.
 Call = Callable[[], Any]
 
-#: Seconds that one timed replay lasts at least (events resolve half a microsecond), and all of a figure's about.
+#: Least seconds of a timed replay (events resolve half a microsecond), and approximate seconds of all replays.
 REPLAY, FIGURE = 2e-3, 0.04
-#: Timed replays, however long or short one is.
+#: Fewest and most timed replays.
 REPEATS = (5, 50)
-#: Launches in one graph at most.
+#: Most launches of a graph.
 MOST_LAUNCHES = 512
-#: The rotated sets of inputs are together larger than the L2 cache so many times...
+#: Size of all sets of inputs in units of the L2 cache.
 L2_FACTOR = 4
-#: ...but no more than so many: small problems whose sets are smaller in sum are served by L2 in part.
+#: Most sets of inputs; with smaller problems a part of the reads hits L2.
 MOST_SETS = 128
-#: Bytes of the large copy's source. It moves twice as many: each is read and written.
+#: Bytes of the large copy's source. The copy moves twice as many: it reads and writes each.
 LARGE = 2 << 30
 
 
@@ -36,39 +35,40 @@ class Timer:
     """Graphs and events of a device.
 
     Args:
-        device: of type ``cuda`` or ``musa``.
+        device: A device of type ``cuda`` or ``musa``.
     """
 
     def __init__(self, device: Any) -> None:
         self.device = device
         self._module: Any = torch.get_device_module(device)
-        #: None where the device does not say it, as torch_musa's.
+        #: None if torch does not report it, as with torch_musa.
         self.l2_bytes: int | None = getattr(self._module.get_device_properties(device), "L2_cache_size", None)
 
-    def sets(self, bytes_each: int, room: int) -> int:
-        """How many sets of inputs to rotate: more than `L2_FACTOR` times L2 in sum, two at least if they fit.
+    def sets(self, bytes_each: int, most_bytes: int) -> int:
+        """Return how many sets of inputs to rotate.
+
+        Together they exceed `L2_FACTOR` × L2; at least two if they fit.
 
         Args:
-            bytes_each: what one launch reads and writes.
-            room: bytes that all sets together may take; one set is taken even where it is larger.
+            bytes_each: Bytes that a launch reads and writes.
+            most_bytes: Most bytes of all sets; the result is at least one set.
         """
         wanted = MOST_SETS if self.l2_bytes is None else L2_FACTOR * self.l2_bytes // max(bytes_each, 1) + 1
-        return max(1, min(max(2, wanted), MOST_SETS, room // max(bytes_each, 1)))
+        return max(1, min(max(2, wanted), MOST_SETS, most_bytes // max(bytes_each, 1)))
 
     def measure(self, calls: Sequence[Call], poison: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], Any]:
-        """Time one launch, in rotation over ``calls``, each of which is launched equally often.
+        """Time a launch, in rotation over ``calls``.
 
         Args:
-            calls: the launch on each set of inputs. Each is run twice before anything is timed: the first run may
-                compile.
-            poison: called before the timed launches, to spoil what the earlier ones have written.
+            calls: The launch on each set of inputs. Each runs twice before the timing: the first run may compile.
+            poison: Called before the timed launches, to spoil the output of the earlier launches.
 
         Returns:
-            What the results file says: seconds of one launch (the median over the replays, the fastest and the slowest
-            replay), ``launches`` in a replay, ``repeats``, and ``sets``. Beside it what the last timed launch wrote.
+            Fields of the results file: seconds of a launch (median, fastest and slowest replay), ``launches`` of a
+            replay, ``repeats`` and ``sets``; and the output of the last timed launch.
 
         Raises:
-            Exception: one of the calls fails, or cannot be part of a graph.
+            Exception: A call fails, or cannot be captured.
         """
         rotation, written = list(calls), None
 
@@ -85,7 +85,7 @@ class Timer:
         poison()
         first = self._seconds(replay, 1)[0]
         repeats = max(REPEATS[0], min(REPEATS[1], int(FIGURE / max(first, 1e-9))))
-        times = [one / len(rotation) for one in self._seconds(replay, repeats)]
+        times = [seconds / len(rotation) for seconds in self._seconds(replay, repeats)]
         facts = {"seconds": statistics.median(times), "fastest": min(times), "slowest": max(times)}
         return {**facts, "launches": len(rotation), "repeats": repeats, "sets": len(calls)}, written
 
@@ -98,7 +98,7 @@ class Timer:
         return replay
 
     def _seconds(self, replay: Callable[[], object], repeats: int) -> list[float]:
-        """Run ``replay`` so often and return the device's time of each, when all are done."""
+        """Run ``replay`` repeatedly, and return the device time of each run."""
         pairs = [[self._module.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
         for start, end in pairs:
             start.record()
@@ -109,10 +109,10 @@ class Timer:
 
 
 class Copies:
-    """Times of device-to-device copies within two buffers of random numbers, each size measured once.
+    """Times of device-to-device copies between two buffers of random numbers; each size is measured once.
 
-    The faster of PyTorch's ``copy_`` and of an elementwise kernel (``neg``) counts, so that neither the copy engine's
-    latency nor a slow kernel makes the yardstick short.
+    The faster of PyTorch's ``copy_`` and an elementwise kernel (``neg``) counts, so that neither the copy engine's
+    latency nor a slow kernel distorts the reference.
     """
 
     def __init__(self, timer: Timer) -> None:
@@ -121,13 +121,16 @@ class Copies:
         self._known: dict[int, float] = {}
 
     def bandwidth(self) -> float:
-        """Bytes read and written a second, by the large copy."""
+        """Return the large copy's bytes read and written per second."""
         seconds = self.seconds(2 * LARGE)
         assert seconds is not None  # the buffers are of that size
         return 2 * LARGE / seconds
 
     def seconds(self, moved: int) -> float | None:
-        """Of a copy that reads ``moved / 2`` bytes and writes as many; None where the buffers are too small."""
+        """Return a copy's time for ``moved / 2`` bytes, or None.
+
+        None: the buffers are too small.
+        """
         if moved > 2 * LARGE:
             return None
         if moved not in self._known:
@@ -141,5 +144,5 @@ class Copies:
             ]
             ways = (lambda source, target: target.copy_(source)), (lambda source, target: torch.neg(source, out=target))
             figures = [self._timer.measure([partial(way, *part) for part in parts])[0] for way in ways]
-            self._known[moved] = min(one["seconds"] for one in figures)
+            self._known[moved] = min(figure["seconds"] for figure in figures)
         return self._known[moved]

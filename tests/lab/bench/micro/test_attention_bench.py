@@ -85,7 +85,7 @@ def test_the_error_is_that_of_the_timed_launches(measured):
 
 
 def test_a_case_that_the_cache_has_no_room_for_is_refused(measured):
-    with pytest.raises(Refused, match="no room"):
+    with pytest.raises(Refused, match="needs a cache of"):
         measured(plain(), HUGE)
 
 

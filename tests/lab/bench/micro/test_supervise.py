@@ -132,7 +132,7 @@ def test_a_kernel_that_kills_twice_is_given_up_and_another_is_not():
     ("children", "reason"),
     [
         (Children(starts=False), "the process ended before it: killed by SIGSEGV"),
-        (Children(forgotten=TODO), "the process ended before it: it said that it was done"),
+        (Children(forgotten=TODO), "the process ended before it: it reported that it was done"),
     ],
 )
 def test_a_child_that_ends_before_a_cell_is_not_followed_by_another(children, reason):
