@@ -53,7 +53,7 @@ class Host:
     cpus: int
     #: GPUs that this process may use.
     gpus: int = 1
-    #: Bytes of a GPU; 0 where it is not known.
+    #: Bytes per GPU; 0 if unknown.
     memory: int = 0
 
 

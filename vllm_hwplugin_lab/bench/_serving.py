@@ -3,12 +3,12 @@
 
 It is ``python -m vllm_hwplugin_lab.bench._serving JOB ANSWER``.
 
-It holds what ``vllm serve`` holds behind its HTTP: vLLM's asynchronous engine, whose core is a process of its own. It
-waits for commands on its standard input, one line of JSON each, so that several such processes can take turns:
+It runs vLLM's asynchronous engine, as ``vllm serve`` does behind HTTP, with the engine core in a separate process. It
+waits for commands on its standard input, one line of JSON each, so that several processes can take turns:
 
     {"do": "warm-up" | "round" | "profile", "workload": NAME}, {"do": "end"}
 
-The plugin is not named here: vLLM finds it by its entry points (see ``_entry_points``), as it does for a user.
+vLLM finds the plugin by its entry points (see ``_entry_points``), as it does for a user.
 """
 
 from __future__ import annotations
@@ -38,14 +38,10 @@ class Moment:
 
 
 class Window:
-    """The part of a batch in which every request is drafting: from the last first token to the first last one.
+    """The part of a batch in which every request decodes: from the last first token to the first last one.
 
-    Before it prompts are still read, after it the batch is smaller than it is called. With coin-flipped acceptance both
+    Before it the engine prefills; after it the batch is smaller than ``size`` requests. With synthetic acceptance both
     ends differ from run to run.
-
-    Args:
-        size: requests in it.
-        now: what the engine has done by now.
     """
 
     def __init__(self, size: int, now: Callable[[], Moment]) -> None:
@@ -54,18 +50,18 @@ class Window:
         self._end: Moment | None = None
 
     def begun(self) -> None:
-        """A request has its first token."""
+        """Note that a request has its first token."""
         self._missing -= 1
         if not self._missing and self._end is None:
             self._start = self._now()
 
     def finished(self) -> None:
-        """A request has its last token."""
+        """Note that a request has its last token."""
         if self._end is None:
             self._end = self._now()
 
     def facts(self) -> dict[str, float]:
-        """``seconds``, ``steps`` and ``tokens`` of the window; zeros where one request ended before another began."""
+        """Return the window's sums; zeros if a request ended before another began."""
         if self._start is None or self._end is None:
             return {"seconds": 0.0, "steps": 0, "tokens": 0}
         return {
@@ -76,12 +72,12 @@ class Window:
 
 
 def added(windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The facts of several windows as those of one."""
-    return {name: sum(one[name] for one in windows) for name in ("seconds", "steps", "tokens")}
+    """Add up the facts of several windows."""
+    return {name: sum(window[name] for window in windows) for name in ("seconds", "steps", "tokens")}
 
 
 class Serving:
-    """One engine, and what can be asked of it."""
+    """One engine, and the commands that it follows."""
 
     def __init__(self, engine: Any, job: Job, answer: Answer) -> None:
         self._engine, self._job, self._answer = engine, job, answer
@@ -92,7 +88,7 @@ class Serving:
         await self._batch(workload, workload.prompts[: workload.batch], workload.warmup_tokens)
 
     async def measure(self, workload: Workload, number: int) -> dict[str, Any]:
-        """One round: each group of ``batch`` prompts until all its requests have ended."""
+        """Run one round: each group of ``batch`` prompts until all have ended."""
         speed, before, windows = host_us(), _totals(), []
         for first in range(0, len(workload.prompts), workload.batch):
             prompts = workload.prompts[first : first + workload.batch]
@@ -107,7 +103,7 @@ class Serving:
         }
 
     async def profile(self, workload: Workload) -> None:
-        """What is launched a step, and how long the GPU works; slows the engine for good."""
+        """Profile launches and GPU time per step; the engine stays slower afterwards."""
         await self._ask_worker("hwplugin_start_profile")
         await self._batch(workload, workload.prompts[: workload.batch], workload.profile_tokens)
         await self._ask_worker("hwplugin_stop_profile")
@@ -120,15 +116,15 @@ class Serving:
         return facts
 
     async def do(self, command: dict[str, Any]) -> None:
-        """Do what a command says, and answer it."""
-        what = command["do"]
+        """Run a command and write its answer."""
+        action = command["do"]
         workload = self._workloads[command["workload"]]
-        if what == "warm-up":
+        if action == "warm-up":
             await self.warm_up(workload)
             self._answer.say("warm", workload=workload.name)
-        elif what == "round":
+        elif action == "round":
             self._answer.say("measured", workload=workload.name, **await self.measure(workload, command["round"]))
-        elif what == "profile":
+        elif action == "profile":
             await self.profile(workload)
         else:
             raise ValueError(f"no such command: {command}")
@@ -169,19 +165,19 @@ def _totals() -> dict[str, Any]:
 
 
 def _now() -> Moment:
-    at, found = time.perf_counter(), _totals()
-    return Moment(at, found["steps"], found["tokens"])
+    at, counts = time.perf_counter(), _totals()
+    return Moment(at, counts["steps"], counts["tokens"])
 
 
 async def serve(job: Job, answer: Answer) -> None:
-    """Start the job's engine, and follow commands until there are no more."""
+    """Start the job's engine and run commands until the last one."""
     started = time.perf_counter()
 
     from vllm import AsyncEngineArgs, AsyncLLMEngine
     from vllm.usage.usage_lib import UsageContext
 
     arguments = AsyncEngineArgs(**{"worker_extension_cls": EXTENSION, **job.options})
-    # What vLLM's server says of itself: it decides some defaults.
+    # The usage context of vLLM's server: it decides some defaults.
     engine = AsyncLLMEngine.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
     try:
         serving = Serving(engine, job, answer)
@@ -190,7 +186,7 @@ async def serve(job: Job, answer: Answer) -> None:
         while (line := await asyncio.to_thread(sys.stdin.readline)) and (command := json.loads(line))["do"] != "end":
             await serving.do(command)
     finally:
-        # An engine core that is not told outlives this process.
+        # The engine core outlives this process unless it is shut down.
         engine.shutdown()
     answer.say("done")
 

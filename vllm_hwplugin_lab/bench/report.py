@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of ``bench serve`` as one HTML page that opens from disk, and the drawings in it.
+"""The results of ``bench serve`` as one HTML page that opens from disk, with its plots.
 
-The extra ``lab`` has matplotlib, which draws them. Nothing else here imports it.
+They need matplotlib, which the extra ``lab`` installs. No other module here imports it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .running import in_words, servers
 from .serve import LATENCIES, Measured, frontend, groups, tables
 from .table import SIDE_NAMES, Compared, headline, reasons
 
-#: Told apart by those who do not see red and green, too.
+#: A palette that is also readable with red-green colour blindness.
 COLOURS = {
     "stock": "#b0b0b0",
     "plugin": "#56b4e9",
@@ -33,13 +33,13 @@ COLOURS = {
     "before": "#b0b0b0",
     "after": "#0072b2",
 }
-#: The same results give the same file: no random ids, no date, and text as text, which can be searched too.
+#: Same results, same file: no random ids and no date. Text stays text, so that it can be searched.
 matplotlib.rcParams.update({"svg.hashsalt": "vllm-hwplugin", "svg.fonttype": "none", "font.size": 8})
-#: 900 pixels of 96 to the inch.
+#: Inches: 900 pixels at 96 per inch.
 WIDTH = 9.375
 _Load = Mapping[str, Any]
 _LATENCIES_SHOWN = "Latencies in milliseconds by concurrency: P50 as lines, P99 dotted; the table has each figure."
-#: Drawings are dark on white, so they keep a white ground in the dark scheme.
+#: Plots are dark on white, so they keep a white background in the dark scheme.
 _STYLE = """
 :root { color-scheme: light dark; --line: #ccc; --ground: #fff; --text: #1a1a1a; --soft: #f4f4f4; }
 @media (prefers-color-scheme: dark) { :root { --line: #555; --ground: #161616; --text: #e6e6e6; --soft: #242424; } }
@@ -67,7 +67,7 @@ figcaption, .note { font-size: .9rem; margin: .4rem 0 0; }
 
 
 def svg(figure: Figure, title: str) -> str:
-    """A drawing as text that begins with the element ``svg``; ``title`` says what it shows to who cannot see it."""
+    """Return a plot as an ``svg`` element; screen readers read ``title``."""
     text = StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Title": title})
     lines = (line.rstrip() for line in text.getvalue().splitlines())
@@ -75,7 +75,7 @@ def svg(figure: Figure, title: str) -> str:
 
 
 def panels(rows: int, columns: int, height: float) -> tuple[Figure, Any]:
-    """A drawing as wide as a page, and its axes as a matrix; ``height`` of a row in inches."""
+    """Return a page-wide plot and its axes; ``height`` per row in inches."""
     figure = Figure(figsize=(WIDTH, 0.5 + height * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for panel in axes.flat:
@@ -84,29 +84,29 @@ def panels(rows: int, columns: int, height: float) -> tuple[Figure, Any]:
 
 
 def throughput(results: Mapping[str, Any]) -> str:
-    """Tokens/s by concurrency, a panel for each case and temperature."""
-    found = list(groups(results))
-    figure, axes = panels(-(-len(found) // 2), min(len(found), 2), 2.6)
-    for panel, (name, loads) in zip(axes.flat, found, strict=False):
+    """Plot tokens/s by concurrency, a panel per case and temperature."""
+    cases = list(groups(results))
+    figure, axes = panels(-(-len(cases) // 2), min(len(cases), 2), 2.6)
+    for panel, (name, loads) in zip(axes.flat, cases, strict=False):
         for side, points in _sides(loads):
             speeds = [load["tokens_per_second"] for _, load in points]
-            places, best = [at for at, _ in points], [one["best"] for one in speeds]
+            places, best = [at for at, _ in points], [speed["best"] for speed in speeds]
             panel.plot(places, best, color=COLOURS[side], marker="o", label=SIDE_NAMES[side])
-            panel.fill_between(places, [min(one["all"]) for one in speeds], best, color=COLOURS[side], alpha=0.25)
+            panel.fill_between(places, [min(speed["all"]) for speed in speeds], best, color=COLOURS[side], alpha=0.25)
         _finish(panel, name, "tokens/s")
         panel.legend(frameon=False)
     return svg(figure, "Throughput by concurrency")
 
 
 def latencies(results: Mapping[str, Any]) -> str:
-    """P50 and P99 of each latency, a row of panels for each case and temperature."""
-    found = list(groups(results))
-    figure, axes = panels(len(found), len(LATENCIES), 2.4)
-    for row, (name, loads) in zip(axes, found, strict=True):
+    """Plot latencies' P50 and P99, a row per case and temperature."""
+    cases = list(groups(results))
+    figure, axes = panels(len(cases), len(LATENCIES), 2.4)
+    for row, (name, loads) in zip(axes, cases, strict=True):
         for panel, latency in zip(row, LATENCIES, strict=True):
             for side, points in _sides(loads):
                 for percentile, line in (("p50", "-"), ("p99", ":")):
-                    # No number where nothing was answered, and so a gap.
+                    # A gap where no request was answered.
                     values = [load[latency][percentile] if load[latency] else math.nan for _, load in points]
                     label = f"{SIDE_NAMES[side]}, {percentile.upper()}"
                     places = [at for at, _ in points]
@@ -117,16 +117,13 @@ def latencies(results: Mapping[str, Any]) -> str:
     return svg(figure, "Latencies by concurrency")
 
 
-def page(results: Mapping[str, Any], found: Sequence[Compared]) -> str:
-    """The HTML page.
-
-    Args:
-        results: of ``bench serve``.
-        found: what was compared in them.
-    """
-    title = "; ".join(map(headline, found)) or "No verdict: nothing was compared"
+def page(results: Mapping[str, Any], verdicts: Sequence[Compared]) -> str:
+    """Return the HTML page of results of ``bench serve`` and their verdicts."""
+    title = "; ".join(map(headline, verdicts)) or "No verdict: nothing was compared"
     device = results.get("host", {}).get("device")
-    lines = "".join(f"<p>{_text(' '.join(why))}</p>\n" for one in found if (why := list(reasons(one, device))))
+    lines = "".join(
+        f"<p>{_text(' '.join(why))}</p>\n" for verdict in verdicts if (why := list(reasons(verdict, device)))
+    )
     parts = (part for name, loads in groups(results) for part in _group(name, loads))
     sentences = "".join(f"<li>{_text(sentence)}</li>" for sentence in _settings(results))
     return (
@@ -139,24 +136,24 @@ def page(results: Mapping[str, Any], found: Sequence[Compared]) -> str:
     )
 
 
-def _text(said: str) -> str:
-    """A sentence whose names stand between backquotes."""
-    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(said))
+def _text(sentence: str) -> str:
+    """Convert a sentence with names in backquotes to HTML."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(sentence))
 
 
 def _group(name: str, loads: Sequence[Measured]) -> Iterator[str]:
-    """The tables of a case: the figures of its loads, and what explains them."""
+    """Yield a case's tables: its loads' figures, then what explains them."""
     first, *rest = tables(loads)
     yield f"<h2>{escape(name)}</h2>\n{_table(*first)}"
     yield "<h3>Conditions, and where the time goes</h3>\n"
-    yield from (_table(*one) for one in rest)
+    yield from (_table(*table) for table in rest)
 
 
-def _table(told: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    heads = "".join(f'<th scope="col">{escape(one)}</th>' for one in columns)
+def _table(text: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    heads = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>\n" for line in lines)
     return (
-        f'<p class="note">{_text(told)}</p>\n<div class="wide"><table>\n'
+        f'<p class="note">{_text(text)}</p>\n<div class="wide"><table>\n'
         f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table></div>\n"
     )
 
@@ -166,22 +163,25 @@ def _figure(drawing: str, summary: str) -> str:
 
 
 def _throughput_in_words(results: Mapping[str, Any]) -> str:
-    """What the drawing of tokens/s shows, for who cannot see it."""
-    said = [
-        f"{name}: {', '.join(f'{one} at {at}' for at, one in _best(loads).items())}." for name, loads in groups(results)
+    """Describe the plot of tokens/s for people who cannot see it."""
+    sentences = [
+        f"{name}: {', '.join(f'{values} at {at}' for at, values in _best(loads).items())}."
+        for name, loads in groups(results)
     ]
-    return " ".join(["Tokens/s of the best round by concurrency; a band reaches down to the slowest round.", *said])
+    return " ".join(
+        ["Tokens/s of the best round by concurrency; a band reaches down to the slowest round.", *sentences]
+    )
 
 
 def _best(loads: Iterable[Measured]) -> dict[str, str]:
-    found: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     for at, side, load in loads:
-        found.setdefault(at, []).append(f"{SIDE_NAMES[side]} {load['tokens_per_second']['best']:.0f}")
-    return {at: ", ".join(one) for at, one in found.items()}
+        values.setdefault(at, []).append(f"{SIDE_NAMES[side]} {load['tokens_per_second']['best']:.0f}")
+    return {at: ", ".join(parts) for at, parts in values.items()}
 
 
 def _settings(results: Mapping[str, Any]) -> Iterator[str]:
-    """What was sent, to what, and by what, as sentences."""
+    """Yield sentences on the load, the servers and the client."""
     settings = results["settings"]
     yield _prompts(settings)
     yield (
@@ -195,14 +195,14 @@ def _settings(results: Mapping[str, Any]) -> Iterator[str]:
         yield from _engines(results)
     else:
         client = results["client"]
-        yield f"The server at {settings['url']} serves {settings['checkpoint']} as {settings['model']}."
+        yield f"Server at {settings['url']}: {settings['checkpoint']} as {settings['model']}."
         for side, entry in servers(results):
-            yield f"What it says of itself ({SIDE_NAMES[side]}): {in_words(entry)}. All else of it is not known."
+            yield f"Reported by the server ({SIDE_NAMES[side]}): {in_words(entry)}. Its other settings are unknown."
         yield (
             f"Measured by vllm-hwplugin {client['vllm-hwplugin']} with the client of vLLM {client['vllm']}, "
             f"{_dates(results)}."
         )
-    yield "".join(f"{name[:-3].upper()}: {what}. " for name, what in LATENCIES.items()).strip()
+    yield "".join(f"{name[:-3].upper()}: {definition}. " for name, definition in LATENCIES.items()).strip()
 
 
 def _prompts(settings: Mapping[str, Any]) -> str:
@@ -211,7 +211,7 @@ def _prompts(settings: Mapping[str, Any]) -> str:
         chat = " through the chat template" if settings["chat"] else ""
         return f"Prompts: the file {settings['prompts']}{chat}; {answers}."
     if settings.get("shape") == TINY:
-        return f"Prompts: those of the tiny checkpoints; {answers}."
+        return f"Prompts: from the tiny checkpoints; {answers}."
     spread = f", lengths within {settings['range_ratio']:.0%}" if settings["range_ratio"] else ""
     return f"Prompts: {settings['input_len']} random tokens; {answers}{spread}."
 
@@ -223,10 +223,10 @@ def _engines(results: Mapping[str, Any]) -> Iterator[str]:
         f"{host['name']}{driver}, vLLM {host['vllm']}, torch {host['torch']}, vllm-hwplugin {results['plugin']}"
         f"{' at ' + results['commit'] if results['commit'] else ''}; {results['date'][:10]}."
     )
-    what = settings["target"] if settings["shape"] is None else f"the shape {settings['shape']}"
+    target = settings["target"] if settings["shape"] is None else f"the shape {settings['shape']}"
     drafter = f" with the drafter {settings['draft']}" if settings["draft"] else ""
     yield (
-        f"Engines: {what}{drafter}, method {settings['method']}; cudagraph_mode {settings['cudagraph_mode']}; tensor "
+        f"Engines: {target}{drafter}, method {settings['method']}; cudagraph_mode {settings['cudagraph_mode']}; tensor "
         f"parallel size {settings['tensor_parallel_size']}; {frontend(settings)}."
     )
     for whose, name in (("All engines", "vllm_environment"), ("Patched engines", "patched_environment")):
@@ -237,7 +237,7 @@ def _engines(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _listed(values: Iterable[float], zero: str = "0") -> str:
-    return ", ".join(f"{one:g}" if one else zero for one in values)
+    return ", ".join(f"{value:g}" if value else zero for value in values)
 
 
 def _dates(results: Mapping[str, Any]) -> str:
@@ -251,9 +251,9 @@ def _minute(date: str) -> str:
 
 
 def _sides(loads: Iterable[Measured]) -> Iterator[tuple[str, list[tuple[str, _Load]]]]:
-    """Side -> its loads and their names."""
+    """Yield each side with its loads and their concurrencies."""
     for side in SIDE_NAMES:
-        if points := [(at, load) for at, one, load in loads if one == side]:
+        if points := [(at, load) for at, measured_side, load in loads if measured_side == side]:
             yield side, points
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``bench serve`` measures: a user's own target, drafter and prompts, as clients of ``vllm serve`` see them.
+"""What ``bench serve`` measures: a user's target, drafter and prompts, as clients of ``vllm serve`` see them.
 
-vLLM's own client makes the requests and times them (``vllm bench serve``, see ``_server``). Here are the servers and
-the loads of a case, and what is made of the times of a load's requests.
+vLLM's client sends the requests and times them (``vllm bench serve``, see ``_server``). This module has the servers and
+the loads of a case, and the statistics of a load's requests.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from .table import NOT_MEASURED, SIDE_NAMES, case_name, speedup
 from .turns import Measurement
 
 FORMAT = "serve 2"
-#: Of the servers' processes.
+#: The servers' processes run it.
 MODULE = "vllm_hwplugin_lab.bench._server"
-#: The name in the command -> vLLM's speculative config. P-EAGLE is Eagle3 that drafts every token in one pass.
+#: Value of ``--method`` -> vLLM's speculative config. P-EAGLE is Eagle3 that drafts all tokens in one pass.
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "eagle": {"method": "eagle"},
     "eagle3": {"method": "eagle3"},
@@ -54,47 +54,47 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "draft_model": {"method": "draft_model"},
     NO_DRAFTS: {},
 }
-#: Whose drafter is in the target's own checkpoint, or that have none.
+#: Methods without a drafter, or with the drafter in the target's checkpoint.
 BUILT_IN = frozenset({"mtp", NO_DRAFTS})
-#: What the files of known sets hold: MT-Bench (its first turn), HumanEval, GSM8K, Alpaca.
+#: A prompt's key in the files of MT-Bench (its first turn), HumanEval, GSM8K and Alpaca.
 KEYS = ("turns", "prompt", "question", "instruction")
-#: Name -> what it is.
+#: Name -> definition.
 LATENCIES = {
     "ttft_ms": "time to the first token",
     "tpot_ms": "time per output token after the first",
-    "itl_ms": "time between two parts of the stream",
+    "itl_ms": "time between two chunks of the stream",
     "e2e_ms": "time to the last token",
 }
 _LATENCY_NAMES = tuple(name[:-3].upper() for name in LATENCIES)
-#: Share of a round's requests that only warm it up.
+#: Share of a round's requests that are warm-up.
 WARM = 1 / 3
-#: Of a row of kinds of steps, what is added up.
+#: Columns of a row of kinds of steps that are added up.
 _SUMS = ("steps", "seconds", "host_seconds")
 #: Seconds of arrivals in a round.
 _ARRIVALS = 10
-#: Seconds that a round is to take at least.
+#: Minimum seconds of a round.
 LEAST_SECONDS = 5.0
-#: Requests of a round are so many more than a trial says that it takes: the trial fills and empties the engine, too.
+#: Factor on the requests that a trial predicts for a round: a trial also fills and empties the engine.
 _MORE = 1.2
-#: A random prompt may come out longer than asked for, because it is text on its way.
+#: Spare tokens: a random prompt is sent as text and may have more tokens than asked for.
 _ROOM = 64
-#: Requests sent within less than this share of a round say nothing of a steady load.
+#: Requests sent within less than this share of a round are no steady load.
 _STEADY = 0.1
 
 #: A text, or token ids.
 Prompt = str | tuple[int, ...]
-#: Of a results file.
+#: A load's entry in a results file.
 _Load = Mapping[str, Any]
 #: Concurrency and rate in words, a side, and its entry in a results file.
 Measured = tuple[str, str, _Load]
-#: Part of a GPU's memory that the KV caches of all sides may take.
+#: Maximum share of GPU memory for the KV caches of all sides.
 _MOST_CACHE = 0.85
 #: Side -> its baseline in the tables of loads, on the same model runner.
 _BASELINE = {**STOCK_OF, "after": "before"}
 
 
 class PromptsUnreadable(HwpluginError):
-    """A prompts file is not there, or holds something else."""
+    """A prompts file is missing, or its contents are no prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +102,13 @@ class LoadSettings:
     """What clients send.
 
     Attributes:
-        prompts: the file; None: the tiny shape's own, or random tokens, ``input_len`` of them.
-        num_prompts: requests of a load; None: at least ``per_slot`` for each that runs at the same time, or as many as
-            take some seconds.
-        range_ratio: lengths of random prompts and their answers are drawn from within this share of them.
-        concurrency: concurrent requests; 0: no bound.
-        request_rate: requests a second; 0: all at the start.
-        client: more arguments of ``vllm bench serve``, which outweigh these.
+        prompts: the file; None for the tiny shape's prompts, or for ``input_len`` random tokens.
+        num_prompts: requests of a load; None for at least ``per_slot`` per concurrent request, or as many as take
+            `LEAST_SECONDS`.
+        range_ratio: lengths of random prompts and their answers differ by up to this share.
+        concurrency: concurrent requests; 0 for no bound.
+        request_rate: requests per second; 0 for all at the start.
+        client: further arguments of ``vllm bench serve``; they override these.
     """
 
     prompts: str | None
@@ -132,11 +132,11 @@ class ServeSettings(LoadSettings, Asked):
     """What all engines and loads of ``bench serve`` share.
 
     Attributes:
-        target: a folder or a name; None where ``shape`` says what the target and the drafter are.
-        shape: as ``bench --shape`` names them; None where they are the user's own.
-        k: drafted tokens a step, one after the other.
-        kv_cache_gib: of each engine; None: vLLM measures free memory, so engines start one after the other.
-        api_server_count: API server processes of a side; 0: no HTTP, the client's process holds vLLM's `AsyncLLM`.
+        target: a folder or a name; None with ``shape``.
+        shape: of target and drafter, as ``bench --shape`` names it; None for the user's checkpoints.
+        k: drafted tokens per step, measured one after the other.
+        kv_cache_gib: per engine; None: vLLM measures free memory, so engines start one after the other.
+        api_server_count: API server processes of a side; 0: no HTTP, the client's process has vLLM's `AsyncLLM`.
     """
 
     target: str | None
@@ -150,9 +150,9 @@ class ServeSettings(LoadSettings, Asked):
     api_server_count: int = 1
 
     def length(self, k: int) -> int:
-        """A model length at whose end no request comes.
+        """Return a model length that no request reaches.
 
-        There vLLM schedules fewer drafts, and steps under way count as if all of theirs were accepted.
+        At its end vLLM schedules fewer drafts, and pending steps count as if all drafts were accepted.
         """
         longest = math.ceil((self.input_len + self.output_len) * (1 + self.range_ratio))
         return self.max_model_len or longest + 4 * (k + 1) + _ROOM
@@ -173,13 +173,13 @@ class LoadCase:
         return f"{bound}{rate}, temperature {self.temperature:g}"
 
     def requests(self, settings: LoadSettings) -> int:
-        """How many a round has, at least."""
+        """Return the minimum requests of a round."""
         closed = self.concurrency * settings.per_slot
         return settings.num_prompts or max(closed, math.ceil(self.request_rate * _ARRIVALS)) or settings.per_slot
 
 
 def load_cases(settings: LoadSettings) -> list[LoadCase]:
-    """Every concurrency with every rate and every temperature."""
+    """Combine every concurrency, rate and temperature."""
     return [
         LoadCase(concurrency, rate, temperature)
         for concurrency in settings.concurrency
@@ -191,15 +191,15 @@ def load_cases(settings: LoadSettings) -> list[LoadCase]:
 def serve_job(
     k: int, side: str, settings: ServeSettings, host: Host, checkpoints: Checkpoints | None, folder: Path
 ) -> Job:
-    """The server of one side.
+    """Return the job of one side's server.
 
     Args:
-        k: drafted tokens a step; 0 without drafts.
+        k: drafted tokens per step; 0 without drafts.
         side: one of `ALL_SIDES` or `PLUGIN_SIDES`.
         settings: of the case.
-        host: decides type and graphs.
+        host: decides data type and graphs.
         checkpoints: of the tiny shape.
-        folder: an existing one for the config files of a dummy shape.
+        folder: existing, for the config files of a dummy shape.
     """
     options = engine_options(
         host.device,
@@ -207,19 +207,19 @@ def serve_job(
         cudagraph_mode=settings.cudagraph_mode,
         max_num_seqs=max(settings.concurrency),
     )
-    del options["disable_log_stats"]  # a server has no such option for what it does by default
+    del options["disable_log_stats"]  # a server's default, without an option for it
     if 0 in settings.concurrency:
-        del options["max_num_seqs"]  # as many as vLLM takes by default
+        del options["max_num_seqs"]  # vLLM's default
     if settings.max_model_len is None and settings.prompts is not None:
-        del options["max_model_len"]  # the model's own: nobody has counted the prompts' tokens
+        del options["max_model_len"]  # the model's: the prompts' tokens are not counted
     options |= _models(k, side, settings, checkpoints, folder)
     if settings.api_server_count:
         options["api_server_count"] = settings.api_server_count
     if host.device != "cpu":
-        # The checkpoint's own type; on a CPU float32 is what can be compared.
+        # The checkpoint's data type; on a CPU only float32 gives comparable outputs.
         options |= {
             "dtype": "auto",
-            # A shape may be one for several GPUs.
+            # A shape may need several GPUs.
             "tensor_parallel_size": max(settings.tensor_parallel_size, options.get("tensor_parallel_size", 1)),
             "gpu_memory_utilization": share_of_gpu(settings.gpu_memory_utilization, settings.sides),
         }
@@ -231,7 +231,10 @@ def serve_job(
 
 
 def kv_cache_size(k: int, settings: ServeSettings, host: Host) -> int | None:
-    """Return the bytes of each engine's KV cache; None where vLLM measures free memory, one engine at a time."""
+    """Return bytes of each engine's KV cache.
+
+    None: vLLM measures free memory, and engines run one at a time. So it is if the caches of all sides do not fit.
+    """
     if settings.kv_cache_gib is not None:
         return int(settings.kv_cache_gib * (1 << 30))
     if settings.shape is None or 0 in settings.concurrency or settings.prompts is not None:
@@ -239,7 +242,7 @@ def kv_cache_size(k: int, settings: ServeSettings, host: Host) -> int | None:
     assert settings.method is not None
     case = Case(settings.shape, settings.method, k)
     size = kv_cache_bytes(case, max(settings.concurrency), settings.length(k))
-    # Weights and activations need the rest. On several GPUs each holds a part of the cache.
+    # Weights and activations need the rest. Several GPUs share a cache.
     room = int(host.memory * host.gpus * _MOST_CACHE / len(settings.sides))
     return size if size <= room or not host.memory else None
 
@@ -266,12 +269,12 @@ def _models(
 def serve_measurements(
     settings: LoadSettings, prompts: Sequence[Prompt] | None, requests: Mapping[str, int] | None = None
 ) -> list[Measurement]:
-    """What every side is asked for.
+    """Return the measurements of every side.
 
     Args:
         settings: of the case.
-        prompts: of the requests; None: those that vLLM's client makes.
-        requests: of a round of each load, by name; a trial says how many a load has that is not named.
+        prompts: of the requests; None: vLLM's client makes them.
+        requests: per round, by the load's name; a trial decides for loads that are not in it.
     """
     return [_measurement(case, settings, prompts, (requests or {}).get(case.name)) for case in load_cases(settings)]
 
@@ -289,14 +292,14 @@ def _measurement(
     def sized(seconds: float) -> dict[str, Any]:
         return {"requests": max(count, math.ceil(_MORE * LEAST_SECONDS * half / seconds))}
 
-    # Arrivals at a rate take their time in any case.
+    # A rate fixes how long a round takes.
     half, fixed = math.ceil(count / 2), requests or settings.num_prompts is not None or case.request_rate
     warm_up, trial = asked("warm-up", min(case.concurrency or count, count)), None if fixed else asked("trial", half)
     return Measurement(case.name, asked("load", count), "loaded", warm_up, trial=trial, sized=sized)
 
 
 def client_arguments(settings: LoadSettings, case: LoadCase, prompts: Sequence[Prompt] | None) -> list[str]:
-    """Of ``vllm bench serve``, without the server's and the number of requests."""
+    """Return the load's arguments of ``vllm bench serve``."""
     options = {
         "backend": "openai",
         "endpoint": "/v1/completions",
@@ -312,18 +315,20 @@ def client_arguments(settings: LoadSettings, case: LoadCase, prompts: Sequence[P
         }
         options |= {"dataset-name": "random", **{f"random-{name}": value for name, value in random.items()}}
     else:
-        options["dataset-name"] = "custom"  # which is not asked: the prompts come with the load
+        options["dataset-name"] = "custom"  # not read: the prompts come with the load
     arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return [*arguments, *(["--ignore-eos"] if settings.ignore_eos else []), "--disable-tqdm", *settings.client]
 
 
 def read_prompts(file: Path) -> list[str]:
-    """The prompts of a file: of each line, a JSON object, what stands under one of `KEYS`; the first of several turns.
+    """Read the prompts of a JSONL file.
+
+    Each line is an object with one of `KEYS`; of a list of turns only the first is a prompt.
 
     Raises:
-        PromptsUnreadable: the file cannot be read, is no JSON, or an object has none of `KEYS`; says where.
+        PromptsUnreadable: the file cannot be read, is no JSON, or an object has none of `KEYS`.
     """
-    found = []
+    prompts = []
     try:
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
             if line.strip():
@@ -332,27 +337,27 @@ def read_prompts(file: Path) -> list[str]:
                 text = texts[0][0] if texts and isinstance(texts[0], list) and texts[0] else next(iter(texts), None)
                 if not isinstance(text, str):
                     raise PromptsUnreadable(f"{file}, line {number}: no text under {', '.join(KEYS)}; found {line:.80}")
-                found.append(text)
+                prompts.append(text)
     except ValueError as error:
         raise PromptsUnreadable(f"{file}: no JSON ({error}); expected one object a line") from error
     except OSError as error:
         raise PromptsUnreadable(f"{file}: cannot be read ({error}); name a JSONL file") from error
-    if not found:
+    if not prompts:
         raise PromptsUnreadable(f"{file}: holds no prompt; expected an object a line with one of {', '.join(KEYS)}")
-    return found
+    return prompts
 
 
 def loads_entry(outcome: Outcome, settings: LoadSettings) -> dict[str, Any]:
-    """Name of each load -> its entry in a results file; None where it was not measured."""
+    """Return each load's results entry by name; None if not measured."""
     loads: dict[str, Any] = {}
     for case in load_cases(settings):
-        found = load_entry(outcome.of("loaded", case.name))
-        loads[case.name] = None if found is None else {**dataclasses.asdict(case), **found}
+        entry = load_entry(outcome.of("loaded", case.name))
+        loads[case.name] = None if entry is None else {**dataclasses.asdict(case), **entry}
     return loads
 
 
 def side_entry(outcome: Outcome, settings: ServeSettings) -> dict[str, Any]:
-    """What a results file has of one side of a case."""
+    """Return the entry of a case's side in a results file."""
     ready = outcome.ready()
     return {
         "error": outcome.error,
@@ -367,53 +372,53 @@ def side_entry(outcome: Outcome, settings: ServeSettings) -> dict[str, Any]:
 
 
 def load_entry(rounds: Sequence[Event]) -> dict[str, Any] | None:
-    """Some rounds of one load as one entry of a results file; None without a round.
+    """Merge a load's rounds into one results entry; None without rounds.
 
-    Latencies are those of all requests together that were sent in the steady part of a round (:func:`steady`).
+    Latencies are of all requests sent in the steady part of a round (:func:`steady`).
 
     Args:
         rounds: events ``loaded`` of one side.
     """
     if not rounds:
         return None
-    everyone = [request for one in rounds for request in one["requests"]]
-    counted = [request for one in rounds for request in _counted(one)]
-    # One that was given up has waited for nothing, which is not the quickest answer.
+    everyone = [request for measured in rounds for request in measured["requests"]]
+    counted = [request for measured in rounds for request in _counted(measured)]
+    # A failed request has no latency; its zeros would count as the fastest.
     answered = [request for request in counted if request["tokens"]]
-    # One token has no time per token after the first.
+    # TPOT needs a second token.
     several = [request for request in answered if request["tokens"] > 1]
-    speeds = [speed(one) for one in rounds]
-    ends = [[_end_to_end(request) for request in _counted(one) if request["tokens"]] for one in rounds]
-    busy = [share for one in rounds for share in one["gpu_busy"]]
+    speeds = [speed(measured) for measured in rounds]
+    ends = [[_end_to_end(request) for request in _counted(measured) if request["tokens"]] for measured in rounds]
+    busy = [share for measured in rounds for share in measured["gpu_busy"]]
     waited = [request["ttft"] for request in everyone if request["tokens"]]
-    until_first = sum(one["until_first"] for one in rounds)
-    ended, whole = sum(one["ended"] for one in rounds), sum(one["seconds"] for one in rounds)
+    until_first = sum(measured["until_first"] for measured in rounds)
+    ended, whole = sum(measured["ended"] for measured in rounds), sum(measured["seconds"] for measured in rounds)
     kinds: dict[str, dict[str, Any]] = {}
-    for row in (row for one in rounds for row in one["kinds"]):
+    for row in (row for measured in rounds for row in measured["kinds"]):
         names = {name: value for name, value in row.items() if name not in _SUMS}
-        kept = kinds.setdefault(json.dumps(names), {**names, **dict.fromkeys(_SUMS, 0)})
-        kept.update({name: kept[name] + row[name] for name in _SUMS})
+        total = kinds.setdefault(json.dumps(names), {**names, **dict.fromkeys(_SUMS, 0)})
+        total.update({name: total[name] + row[name] for name in _SUMS})
     return {
         "rounds": len(rounds),
         "requests": len(everyone),
         "counted": len(counted),
         "unanswered": sum(not request["tokens"] for request in everyone),
-        "seconds": [one["seconds"] for one in rounds],
-        "host_us": [one["host_us"] for one in rounds],
+        "seconds": [measured["seconds"] for measured in rounds],
+        "host_us": [measured["host_us"] for measured in rounds],
         "prompt_tokens": sum(request["prompt_tokens"] for request in everyone),
         "tokens": sum(request["tokens"] for request in everyone),
-        "steps": sum(one["steps"] for one in rounds),
+        "steps": sum(measured["steps"] for measured in rounds),
         "tokens_per_second": {"best": max(speeds), "all": speeds},
         "ttft_ms": spread([request["ttft"] for request in answered]),
         "ttft_tail": ttft_tail(rounds),
-        "tpot_ms": spread([sum(one["gaps"]) / (one["tokens"] - 1) for one in several]),
+        "tpot_ms": spread([sum(request["gaps"]) / (request["tokens"] - 1) for request in several]),
         "itl_ms": spread([gap for request in answered for gap in request["gaps"]]),
         "e2e_ms": spread([_end_to_end(request) for request in answered]),
-        "round_e2e_ms": [1e3 * sum(one) / len(one) for one in ends if one],
-        # What the client waits for a first token beyond what the engine's core takes, of all requests.
+        "round_e2e_ms": [1e3 * sum(latencies) / len(latencies) for latencies in ends if latencies],
+        # Mean TTFT beyond the engine core's time, over all requests.
         "outside_ms": 1e3 * (sum(waited) / len(waited) - until_first / ended) if waited and ended else None,
-        # Of one core. Both are single threads for the most part.
-        "cpu": {name: sum(one["cpu"][name] for one in rounds) / whole for name in rounds[0]["cpu"]},
+        # Share of one core: both are mostly single-threaded.
+        "cpu": {name: sum(measured["cpu"][name] for measured in rounds) / whole for name in rounds[0]["cpu"]},
         **acceptance(rounds),
         "kinds": list(kinds.values()),
         "gpu_busy": sum(busy) / len(busy) if busy else None,
@@ -424,9 +429,9 @@ def ttft_tail(rounds: Sequence[Event]) -> dict[str, Any] | None:
     """Return when the requests with the slowest 5% of TTFTs were sent.
 
     Returns:
-        ``p95_ms`` of all answered requests, and for ``burst`` (sent before any request of their round had ended, so
-        while the concurrency only rises) and ``steady`` (sent later): ``requests``; ``above_p95``, how many of them
-        took longer; and ``ttft_ms``. None if nothing was answered.
+        ``p95_ms`` of all answered requests, and for ``burst`` (sent before any request of their round had ended, while
+        the concurrency only rises) and ``steady`` (sent later): ``requests``; ``above_p95``, the number above P95; and
+        ``ttft_ms``. None if no request was answered.
     """
     parts: dict[str, list[float]] = {"burst": [], "steady": []}
     for measured in rounds:
@@ -439,31 +444,31 @@ def ttft_tail(rounds: Sequence[Event]) -> dict[str, Any] | None:
         "p95_ms": everyone["p95"],
         **{
             name: {
-                "requests": len(some),
-                "above_p95": sum(1e3 * ttft > everyone["p95"] for ttft in some),
-                "ttft_ms": spread(some, (50, 90, 99)),
+                "requests": len(ttfts),
+                "above_p95": sum(1e3 * ttft > everyone["p95"] for ttft in ttfts),
+                "ttft_ms": spread(ttfts, (50, 90, 99)),
             }
-            for name, some in parts.items()
+            for name, ttfts in parts.items()
         },
     }
 
 
 def _shares(load: _Load, name: str) -> dict[str, tuple[str, str]]:
-    """What steps have under ``name``, or made of them by that path -> their shares of all, and milliseconds of one."""
+    """Return shares and ms per step, by column or path ``name``."""
     rows = load.get("kinds", ())
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    by_value: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        found.setdefault(row.get(name, row["paths"].get(name)), []).append(row)
+        by_value.setdefault(row.get(name, row["paths"].get(name)), []).append(row)
 
-    def sums(some: Iterable[Mapping[str, Any]]) -> Iterator[float]:
-        return (sum(row[part] for row in some) for part in _SUMS)
+    def sums(group: Iterable[Mapping[str, Any]]) -> Iterator[float]:
+        return (sum(row[part] for row in group) for part in _SUMS)
 
-    (all_steps, all_seconds, _), told = sums(rows), {}
-    for value, some in found.items():
-        steps, seconds, host = sums(some)
+    (all_steps, all_seconds, _), shares = sums(rows), {}
+    for value, group in by_value.items():
+        steps, seconds, host = sums(group)
         ms = f"{1e3 * seconds / steps:.2f} ({1e3 * host / steps:.2f})"
-        told[value] = f"{steps / all_steps:.0%} / {seconds / all_seconds:.0%}", ms
-    return told
+        shares[value] = f"{steps / all_steps:.0%} / {seconds / all_seconds:.0%}", ms
+    return shares
 
 
 def _load_row(load: _Load, baseline: _Load | None) -> Iterator[list[str]]:
@@ -474,7 +479,7 @@ def _load_row(load: _Load, baseline: _Load | None) -> Iterator[list[str]]:
         f"{min(speeds['all']):.0f}",
         f"{ratio:.2f}×" if ratio else NOT_MEASURED,
         *(
-            _digits(one[percentile]) if (one := load[name]) else NOT_MEASURED
+            _digits(latency[percentile]) if (latency := load[name]) else NOT_MEASURED
             for name in LATENCIES
             for percentile in ("p50", "p99")
         ),
@@ -495,7 +500,7 @@ def _condition_row(load: _Load, _: _Load | None) -> Iterator[list[str]]:
 
 
 def _digits(milliseconds: float) -> str:
-    """Three of them, more before the point."""
+    """Format with three significant digits, or all before the point."""
     return f"{milliseconds:.{2 if milliseconds < 10 else 1 if milliseconds < 100 else 0}f}"
 
 
@@ -514,17 +519,17 @@ def _tail_row(load: _Load, _: _Load | None) -> Iterator[list[str]]:
 def _kind_row(load: _Load, _: _Load | None) -> Iterator[list[str]]:
     if load.get("kinds"):
         kinds, graphs = _shares(load, "kind"), _shares(load, "graph")
-        yield [*(", ".join(kinds.get(one, ())) for one in KINDS), *(graphs.get(one, ("",))[0] for one in GRAPHS)]
+        yield [*(", ".join(kinds.get(kind, ())) for kind in KINDS), *(graphs.get(kind, ("",))[0] for kind in GRAPHS)]
 
 
 def _path_rows(load: _Load, _: _Load | None) -> Iterator[list[str]]:
     for path in dict.fromkeys(path for row in load.get("kinds", ()) for path in row["paths"]):
-        found = {outcome: shares for outcome, (shares, _) in _shares(load, path).items() if outcome is not None}
-        served = found.pop(SERVED, "0% / 0%")
-        yield [path, served, ", ".join(f"{reason} {shares}" for reason, shares in found.items())]
+        outcomes = {outcome: shares for outcome, (shares, _) in _shares(load, path).items() if outcome is not None}
+        served = outcomes.pop(SERVED, "0% / 0%")
+        yield [path, served, ", ".join(f"{reason} {shares}" for reason, shares in outcomes.items())]
 
 
-#: What a table of a load says, its columns after the side's, and its rows of a side and its baseline.
+#: A table's text, its columns after the side's, and the function that makes its rows of a side and its baseline.
 TABLES: tuple[tuple[str, tuple[str, ...], Callable[[_Load, _Load | None], Iterator[list[str]]]], ...] = (
     (
         "Speedup is over the baseline: of the best round's tokens/s, or of its mean E2E where requests come at a rate. "
@@ -563,21 +568,21 @@ TABLES: tuple[tuple[str, tuple[str, ...], Callable[[_Load, _Load | None], Iterat
         _tail_row,
     ),
     (
-        "Shares of the steps / of the time that they took, until the next one began. By what is in a step, with the "
-        "milliseconds of one (of these the host's in the model runner), and by the CUDA graphs that the target ran in.",
+        "Share of the steps / share of the time (until the next step began). By what is in a step, with the "
+        "milliseconds per step (in brackets the host's, in the model runner), and by the target's CUDA graphs.",
         (*KINDS.values(), *GRAPHS),
         _kind_row,
     ),
     (
-        "Steps by the plugin's fast path: served, or left to vLLM and why; shares as above.",
-        ("fast path", "served", "left to vLLM, because"),
+        "Steps by the plugin's fast path: served, or run by vLLM and the reason; shares as above.",
+        ("fast path", "served", "run by vLLM, because"),
         _path_rows,
     ),
 )
 
 
 def frontend(settings: Mapping[str, Any]) -> str:
-    """Return in words what the requests of a results file went to."""
+    """Return in words where the requests of a results file went."""
     count = settings.get("api_server_count", 1)
     if not count:
         return "no HTTP"
@@ -585,14 +590,14 @@ def frontend(settings: Mapping[str, Any]) -> str:
 
 
 def groups(results: Mapping[str, Any]) -> Iterator[tuple[str, list[Measured]]]:
-    """Name of each case and temperature -> what was measured; the sides of a load stand next to each other."""
+    """Yield each case and temperature with its loads, sorted by concurrency."""
     for case in results["cases"]:
         entries = [(side, load) for side, entry in case["sides"].items() for load in entry["loads"].values() if load]
         for temperature in sorted({load["temperature"] for _, load in entries}):
-            some = [(side, load) for side, load in entries if load["temperature"] == temperature]
-            some.sort(key=lambda one: (one[1]["concurrency"] or math.inf, one[1]["request_rate"]))
+            measurements = [(side, load) for side, load in entries if load["temperature"] == temperature]
+            measurements.sort(key=lambda pair: (pair[1]["concurrency"] or math.inf, pair[1]["request_rate"]))
             name = f"{case_name(results, case)}, temperature {temperature:g}"
-            yield name, [(_where(load), side, load) for side, load in some]
+            yield name, [(_where(load), side, load) for side, load in measurements]
 
 
 def _where(load: _Load) -> str:
@@ -601,21 +606,22 @@ def _where(load: _Load) -> str:
 
 
 def tables(loads: Sequence[Measured]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Of one of :func:`groups`: what each table says, its columns, and its lines."""
+    """Yield text, columns and lines of each table of a group."""
     of_load = {at: {side: load for other, side, load in loads if other == at} for at, *_ in loads}
-    for told, columns, rows in TABLES:
+    for text, columns, rows in TABLES:
         if lines := [
             [at, SIDE_NAMES[side], *row]
             for at, side, load in loads
             for row in rows(load, of_load[at].get(_BASELINE.get(side, "")))
         ]:
-            yield told, ["concurrency", "side", *columns], lines
+            yield text, ["concurrency", "side", *columns], lines
 
 
 def steady(requests: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
-    """From when the first `WARM` of a round's requests were sent until the last one was; None if that is no part of it.
+    """Return begin and end of a round's steady part; None without one.
 
-    Before that the engine fills, after that it empties.
+    It begins once the share `WARM` of the requests is sent and ends with the last request sent: before it the engine
+    fills, after it the engine empties.
     """
     starts = sorted(request["start"] for request in requests)
     begin, end = starts[int(len(starts) * WARM)], starts[-1]
@@ -623,23 +629,23 @@ def steady(requests: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
     return (begin, end) if end - begin > _STEADY * whole else None
 
 
-def speed(one: Event) -> float:
-    """Tokens a second of the steady part of a round, or of all of it where it has none."""
-    part = steady(one["requests"])
+def speed(measured: Event) -> float:
+    """Return tokens/s of a round's steady part, else of the round."""
+    part = steady(measured["requests"])
     if part is None:
-        return float(sum(request["tokens"] for request in one["requests"]) / one["seconds"])
+        return float(sum(request["tokens"] for request in measured["requests"]) / measured["seconds"])
     begin, end = part
     tokens = 0.0
-    for request in one["requests"]:
+    for request in measured["requests"]:
         times = _times(request)
-        # A part of the stream is a step's tokens, of which the client sees the sum alone.
+        # A chunk of the stream has a step's tokens; the client knows only their total.
         tokens += sum(begin < time <= end for time in times) * request["tokens"] / max(len(times), 1)
     return tokens / (end - begin)
 
 
-def _counted(one: Event) -> list[Mapping[str, Any]]:
-    part = steady(one["requests"])
-    return [request for request in one["requests"] if part is None or request["start"] >= part[0]]
+def _counted(measured: Event) -> list[Mapping[str, Any]]:
+    part = steady(measured["requests"])
+    return [request for request in measured["requests"] if part is None or request["start"] >= part[0]]
 
 
 def _end_to_end(request: Mapping[str, Any]) -> float:
@@ -647,12 +653,12 @@ def _end_to_end(request: Mapping[str, Any]) -> float:
 
 
 def _times(request: Mapping[str, Any]) -> list[float]:
-    """When each part of the stream came."""
+    """Return when each chunk of the stream came."""
     return [] if request["ttft"] is None else list(accumulate((request["start"] + request["ttft"], *request["gaps"])))
 
 
 def spread(seconds: Sequence[float], percentiles: Sequence[int] = (50, 99)) -> dict[str, float] | None:
-    """Mean and percentiles in milliseconds; None of nothing."""
+    """Return mean and percentiles in milliseconds; None without values."""
     if not seconds:
         return None
     import numpy

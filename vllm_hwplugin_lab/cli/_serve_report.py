@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``bench serve`` shows of its results: tables, the verdict, and a page with drawings."""
+"""The output of ``bench serve``: tables, the verdict, and a page with plots."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from ..bench import serve as serving
 from ..bench.table import SIDE_NAMES, of_loads
 from ._sides import NO_BASELINE, show_verdicts
 
-#: Characters of a table's labels, and of a column of figures.
+#: Widths in characters of a table's labels and of a column of figures.
 _LABELS, _CELLS = 22, 15
-#: So many columns fit on a narrow terminal.
+#: Columns that fit on a narrow terminal.
 _FEW = 5
-_ONE = "only one server was measured; compare two runs with --against FILE"
-_NOTHING_SHARED = "no load was measured in as many rounds before and after"
+_ONE = "only one server measured; compare two runs with --against FILE"
+_NOTHING_SHARED = "no load has the same number of rounds before and after"
 
 
 def show(results: Mapping[str, Any], console: Console, html: Path | None) -> bool:
-    """Print tables and verdicts of what at least one side has measured, and write them as a page.
+    """Print tables and verdicts of all measured sides, and write the page.
 
     Returns:
-        Whether there is a figure.
+        Whether any side was measured.
     """
-    found = list(of_loads(results))
+    verdicts = list(of_loads(results))
     groups = list(serving.groups(results))
     for name, loads in groups:
         console.print(name, style="bold", highlight=False)
-        for told, columns, lines in serving.tables(loads):
-            console.print(f"\n{told}", highlight=False)
-            for drawn in _fitting(columns, lines, console.width):
-                console.print(drawn)
+        for text, columns, lines in serving.tables(loads):
+            console.print(f"\n{text}", highlight=False)
+            for table in _fitting(columns, lines, console.width):
+                console.print(table)
     if groups:
         for side, entry in running.servers(results):
             console.print(f"{SIDE_NAMES[side]}: {running.in_words(entry)}.", highlight=False, soft_wrap=True)
         why = NO_BASELINE if "host" in results else _NOTHING_SHARED if "dates" in results else _ONE
-        show_verdicts(found, results.get("host", {}).get("device"), console, why)
+        show_verdicts(verdicts, results.get("host", {}).get("device"), console, why)
     if groups and html is not None:
         from ..bench.report import page
 
-        write_text(page(results, found), html)
+        write_text(page(results, verdicts), html)
     return bool(groups)
 
 
 def _fitting(columns: Sequence[str], lines: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
-    """A row of many figures would be cut: then a load and side is a column, and as many stand side by side as fit."""
+    """Yield the table, transposed and split if wider than the terminal."""
     whole, fit = len(columns) <= _FEW, max((width - _LABELS) // _CELLS, 1)
     for part in [lines] if whole else [lines[first : first + fit] for first in range(0, len(lines), fit)]:
         heads, *rows = [columns, *part] if whole else zip(columns, *part, strict=True)
-        drawn = Table(*heads)
+        table = Table(*heads)
         for row in rows:
-            drawn.add_row(*row)
-        yield drawn
+            table.add_row(*row)
+        yield table

@@ -197,7 +197,7 @@ def test_another_load_is_refused_by_name_and_sends_nothing(run, tmp_path):
         (["--against", "FILE"], "expected one file with --url, or two"),
         (["--against", "FILE", "--against", "FILE", "--against", "FILE"], "expected one file with --url, or two"),
         (["--against", "FILE", "--against", "FILE"], "expected results of `bench serve --url`"),
-        (["--against", "FILE", "--against", "FILE", "--method", "mtp"], "settled that"),
+        (["--against", "FILE", "--against", "FILE", "--method", "mtp"], "running server decides it"),
     ],
 )
 def test_what_is_no_run_is_named(tmp_path, arguments, message):
