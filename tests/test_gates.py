@@ -156,7 +156,7 @@ def test_a_misspelt_gate_is_found_with_the_name_that_was_meant() -> None:
     assert line.endswith(f"did you mean {GRAPH.name}?")
     # One of a catalogue that is not in force has no other name.
     (line,) = settings_of({f"{gates.CATALOGUE_PREFIX}ACME_FIX": "on"}).unknown()
-    assert line.endswith("its folder has to be in VLLM_HWPLUGIN_PATCHES")
+    assert line.endswith("its folder must be in VLLM_HWPLUGIN_PATCHES")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_every_variable_changes_the_compile_key_or_there_is_a_reason(monkeypatch
     declared = {
         item.gate
         for item in load_catalogue().features
-        if not tomllib.loads((folder / item.id / "patch.toml").read_text()).get("compile_key", True)
+        if not tomllib.loads((folder / item.home / "patch.toml").read_text()).get("compile_key", True)
     }
     assert same == NOT_COMPILED.keys() | declared
     # An older name and a bad value count, too.
@@ -248,7 +248,7 @@ def test_every_variable_changes_the_compile_key_or_there_is_a_reason(monkeypatch
 )
 def test_a_catalogue_takes_no_variable_of_vllm_or_of_others(catalogue: str, name: str) -> None:
     assert gates.feature_gate("ACME_FIX", "a fix", catalogue="acme").name == "ACME_FIX"
-    with pytest.raises(gates.GateError, match=f"'{name}' is no name for a gate"):
+    with pytest.raises(gates.GateError, match=f"'{name}' is no name for a switch"):
         gates.feature_gate(name, "a fix", catalogue=catalogue)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check of a DFlash engine's configuration and patches.
+"""Checks of a DFlash engine's configuration and patches.
 
 vLLM calls a platform at the end of `VllmConfig.__post_init__`: for each configuration, also for copies by
 `dataclasses.replace` and for the draft's, in the parent and in workers. On another plugin's platform the V1 runner's
@@ -27,13 +27,13 @@ _FAMILIES = ("dflash-", "draft-")
 def check_and_update_config(vllm_config: Any) -> None:
     """Check a DFlash configuration, and that DFlash's patches are active.
 
-    For `check_and_update_config` of a platform, after its base class has decided the cudagraph mode, and for the
+    A platform's `check_and_update_config` calls it after its base class has decided the cudagraph mode, and so does the
     patched `DFlashProposer`. Other configurations are not touched.
 
     Raises:
         DFlashConfigError: draft, target and settings do not fit together.
         InstallError: a module was imported too early to be patched and a feature would be half patched; or a switch at
-            `on` or strict mode demands a feature that this, or an internal error, takes away.
+            `on` or strict mode demands a feature that is lost by this or by an internal error.
     """
     spec = vllm_config.speculative_config
     if spec is None or not spec.use_dflash():

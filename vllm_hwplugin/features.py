@@ -30,7 +30,7 @@ BACKPORT_PIPELINE_DRAFTS: Final = "backport-pipeline-drafts"
 
 
 def gate_of(feature: str) -> str:
-    """The environment variable that switches ``feature``, which a test compares with the catalogue's."""
+    """Return the variable that switches a feature; a test compares the catalogue's."""
     name = f"{PREFIX}_{feature.upper().replace('-', '_')}"
-    # It has modes, and `off` is one of them.
+    # nwor's variable takes modes, and `off` is one of them.
     return f"{name}_MODE" if feature == NWOR else name

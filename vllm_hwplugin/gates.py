@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every environment variable that the plugin reads: one table, but for those of features, which their `patch.toml`
-declares; and one parser.
+"""The plugin's environment variables and their parser. Each feature declares its own switch in `patch.toml`.
 
-docs/gates.md shows the table, ``doctor`` prints it, and :func:`register_with_vllm` tells vLLM about it. Only the
-standard library is imported, because every vLLM process reads the gates before anything else of the plugin. For the
-same reason the records are named tuples, which take a fifth of the time of a frozen dataclass to define, and no
-annotation is a text, because a named tuple compiles each of them.
+`docs/gates.md` shows the table, ``doctor`` prints it, and :func:`register_with_vllm` tells vLLM about it. Every vLLM
+process reads the variables before anything else of the plugin. So only the standard library is imported, the records
+are named tuples, which take a fifth of the time of a frozen dataclass to define, and no annotation is a string, because
+a named tuple compiles each string.
 """
 
 import os
@@ -21,11 +20,11 @@ Value = bool | str | tuple[str, ...] | None
 
 PREFIX: Final = "VLLM_HWPLUGIN"
 
-# Of the gates that catalogues from outside bring with them; no gate of the table begins so.
+# Prefix of switches of external catalogues; no variable of the table begins with it.
 CATALOGUE_PREFIX: Final = "VLLM_HWPLUGIN_PATCH_"
 
 # The fingerprint of the patch set: a computed value in vLLM's table, and in the environment that the first process of
-# an engine leaves to its children. It is not something to set.
+# an engine leaves to its children. Users do not set it.
 FINGERPRINT: Final = "VLLM_HWPLUGIN_FINGERPRINT"
 
 PLAIN_DECODE: Final = "VLLM_HWPLUGIN_PLAIN_DECODE"
@@ -38,7 +37,7 @@ WORDS_FALSE: Final = ("0", "false", "no", "off")
 
 
 class GateError(HwpluginError, ValueError):
-    """A variable holds a value that its gate does not know. The message names it and lists the good values.
+    """A variable holds an unknown value. The message names it and lists the good values.
 
     Attributes:
         source: see :class:`GateValue`.
@@ -51,10 +50,10 @@ class GateError(HwpluginError, ValueError):
 
 
 class Alias(NamedTuple):
-    """Another name under which a gate may be set, with its own spelling of the values.
+    """Another name of a variable, with its own spelling of the values.
 
-    ``mapping`` takes the lower-cased raw text to a text that the gate itself accepts, so an inverted variable
-    (``DISABLE_X=1``) is only a different mapping.
+    Attributes:
+        mapping: lower-cased raw text -> a text that the variable itself accepts; inverted for ``DISABLE_X=1``.
     """
 
     name: str
@@ -62,7 +61,7 @@ class Alias(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """One variable; ``since`` is the first release in which it has an effect."""
+    """An environment variable; ``since`` is the first release in which it has an effect."""
 
     name: str
     kind: Kind
@@ -75,12 +74,12 @@ class Gate(NamedTuple):
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Every variable that sets it."""
+        """Its name and its aliases."""
         return (self.name, *(alias.name for alias in self.aliases))
 
     @property
     def switches(self) -> bool:
-        """Whether it can switch a feature: it has the value `off`, and others with which the feature may be live."""
+        """Whether it can switch a feature: it takes `off`, and values that let the feature be patched in."""
         return self.kind == "switch" or (self.kind == "choice" and "patches" in self.affects)
 
     @property
@@ -90,7 +89,7 @@ class Gate(NamedTuple):
 
     @property
     def good_values(self) -> str:
-        """The accepted values, as a reader should see them in an error or in the documentation."""
+        """The accepted values, for errors and documentation."""
         if self.kind == "bool":
             return "1, 0 (or true/false, yes/no, on/off)"
         if self.kind == "path":
@@ -103,10 +102,11 @@ class Gate(NamedTuple):
 
 
 class GateValue(NamedTuple):
-    """What a gate is set to, and by whom.
+    """A variable's value and its source.
 
-    ``source`` is ``default``, ``environment`` (the gate's own name) or ``alias NAME``. ``conflict`` is a sentence when
-    another name of the same gate is set and was not followed.
+    Attributes:
+        source: ``default``, ``environment`` (its own name) or ``alias NAME``.
+        conflict: a sentence if another name of the same variable is set to a different value and is not followed.
     """
 
     gate: Gate
@@ -121,30 +121,30 @@ class GateValue(NamedTuple):
 
     @property
     def flag(self) -> bool:
-        """The value of a ``bool`` gate."""
+        """The value of a ``bool`` variable."""
         assert isinstance(self.value, bool), self.gate.name
         return self.value
 
     @property
     def text(self) -> str:
-        """The value of a ``switch`` or ``choice`` gate."""
+        """The value of a ``switch`` or ``choice`` variable."""
         assert isinstance(self.value, str), self.gate.name
         return self.value
 
     @property
     def choice(self) -> str:
-        """What a gate says of the feature that it switches: ``auto``, ``on`` or ``off``; a mode of it is ``auto``."""
+        """``auto``, ``on`` or ``off`` for the feature that it switches; a mode counts as ``auto``."""
         return self.text if self.text in _SWITCH else "auto"
 
     @property
     def path(self) -> Path | None:
-        """The value of a ``path`` gate; None when it is not set and has no default."""
+        """The value of a ``path`` variable; None if it is not set and has no default."""
         assert isinstance(self.value, str | None), self.gate.name
         return None if self.value is None else Path(self.value)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The value of a ``list`` or ``paths`` gate."""
+        """The value of a ``list`` or ``paths`` variable."""
         assert isinstance(self.value, tuple), self.gate.name
         return self.value
 
@@ -172,7 +172,7 @@ GATES: Final[tuple[Gate, ...]] = (
         STRICT,
         "bool",
         False,
-        "Stop the process with an error where the plugin would otherwise fall back to stock vLLM.",
+        "Stop the process with an error where the plugin would otherwise fall back to unpatched vLLM.",
         affects=("errors",),
     ),
     Gate(
@@ -186,7 +186,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_CACHE_DIR",
         "path",
         None,
-        "Folder for patched copies, kernels, journals and the drift check's sources. Default: the user's cache.",
+        "Folder for patched copies, kernels, run records and the drift check's sources. Default: the user's cache.",
         affects=("cache",),
     ),
     Gate(
@@ -209,7 +209,8 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_ATTENTION",
         "switch",
         "auto",
-        "The plugin's FLASH_ATTN for heads above 256 on CUDA: where it is faster or alone, wherever it fits, or never.",
+        "The plugin's FLASH_ATTN for heads above 256 on CUDA: where it is faster or the only backend, where it fits, "
+        "or never.",
         affects=("attention backend",),
         choices=_SWITCH,
     ),
@@ -227,7 +228,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_OPS_SKIP",
         "list",
         (),
-        "Operations that keep vLLM's own kernel whatever VLLM_HWPLUGIN_OPS says, such as topk_softmax.",
+        "Operations that keep vLLM's own kernel with any VLLM_HWPLUGIN_OPS, such as topk_softmax.",
         affects=("operations",),
     ),
     Gate(
@@ -312,16 +313,16 @@ GATES: Final[tuple[Gate, ...]] = (
 
 BY_NAME: Final[Mapping[str, Gate]] = MappingProxyType({gate.name: gate for gate in GATES})
 
-#: Variables of older builds that neither vLLM nor the plugin reads: by name, what to use in their place.
+#: Variable of older builds that neither vLLM nor the plugin reads -> what to use in its place.
 REPLACED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "VLLM_ATTENTION_BACKEND": "name the target's backend with --attention-backend, and from vLLM 0.21.0 on a "
         "draft's with attention_backend in --speculative-config; VLLM_HWPLUGIN_ATTENTION says where the plugin's "
-        "FLASH_ATTN serves heads above 256",
+        "FLASH_ATTN handles heads above 256",
         "VLLM_MUSA_EAGLE_RUNNER": "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH puts each pass of a drafter into a CUDA graph, "
-        "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH all one-token steps into one; both are live by default",
-        "VLLM_MUSA_DRAFT_COPY_DEFAULT_STREAM": "it worked around a fault of the runner that VLLM_MUSA_EAGLE_RUNNER "
-        "chose, which is gone; nothing is to be set",
+        "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH all one-token steps into one; both are on by default",
+        "VLLM_MUSA_DRAFT_COPY_DEFAULT_STREAM": "it worked around a bug of the runner that VLLM_MUSA_EAGLE_RUNNER "
+        "chose, which is gone; set nothing",
     }
 )
 
@@ -339,21 +340,20 @@ def feature_gate(
     aliases: Iterable[str] = (),
     since: str = "0.1.0",
 ) -> Gate:
-    """The switch of a feature, as its `patch.toml` declares it.
+    """Return a feature's switch, as its `patch.toml` declares it.
 
     Args:
-        catalogue: the one from outside that brings it; empty for the project's own.
-        compile_key: whether what vLLM compiles may differ with it.
+        catalogue: the external catalogue that has the feature; empty for the project's own.
+        compile_key: whether the switch may change what vLLM compiles.
         aliases: older variables that turn the feature on or off.
 
     Raises:
-        GateError: the name is no name of a variable, or one that is not the catalogue's to give; or the default is no
-            value of a switch.
+        GateError: the name is malformed or not the catalogue's to give, or the default is no value of a switch.
     """
     own = f"{catalogue.upper().replace('-', '_')}_"
     letters = name.replace("_", "")
     well_formed = name[:1].isalpha() and letters.isascii() and letters.isalnum() and letters.isupper()
-    # Others may have a meaning: HOME, LD_PRELOAD, and the variables of vLLM and of the plugin.
+    # Other names may have a meaning: HOME, LD_PRELOAD, and the variables of vLLM and of the plugin.
     named = name.startswith(CATALOGUE_PREFIX) or (name.startswith(own) and not name.startswith("VLLM"))
     if not catalogue:
         own = f"{PREFIX}_"
@@ -362,7 +362,7 @@ def feature_gate(
         whose = f"the catalogue {catalogue}" if catalogue else "a feature of the plugin"
         beginnings = f"{CATALOGUE_PREFIX} or {own}" if catalogue else own
         raise GateError(
-            f"{name!r} is no name for a gate of {whose}; expected capitals, digits and `_`, and at its beginning "
+            f"{name!r} is no name for a switch of {whose}; expected capitals, digits and `_`, and at its beginning "
             f"{beginnings}"
         )
     if default not in _SWITCH:
@@ -373,25 +373,25 @@ def feature_gate(
 
 
 def read(name: str | Gate, environ: Mapping[str, str] | None = None) -> GateValue:
-    """Read one gate from the environment.
+    """Read a variable from the environment.
 
-    The gate's own name wins over its aliases. A variable that is set but empty counts as not set, because shells and
-    container files have no better way to take one back. Values are compared without case and outer blanks.
+    Its own name wins over its aliases. A variable that is set but empty counts as not set, because shells and container
+    files have no better way to unset it. Values are compared without case and outer blanks.
 
     Args:
-        name: the gate's own name; or a gate that is not in the table, because a feature declares it.
-        environ: where to look; ``os.environ`` by default.
+        name: its own name; or the `Gate`, if a feature declares it and the table does not have it.
+        environ: None: ``os.environ``.
 
     Raises:
-        GateError: the variable that decides holds a value that the gate does not know.
+        GateError: the name that wins holds an unknown value.
     """
     gate = BY_NAME[name] if isinstance(name, str) else name
     environ = os.environ if environ is None else environ
     ways = {gate.name: None, **{alias.name: alias for alias in gate.aliases}}
-    said = {way: raw for way in ways if (raw := _present(way, environ)) is not None}
-    if not said:
+    raws = {way: raw for way in ways if (raw := _present(way, environ)) is not None}
+    if not raws:
         return GateValue(gate, gate.default, "default", None)
-    (winner, raw), *others = said.items()
+    (winner, raw), *others = raws.items()
     value = _value(gate, ways[winner], raw)
     passed_over = [f"{way}={_shown(other)}" for way, other in others if _disagrees(gate, ways[way], other, value)]
     conflict = f"{' and '.join(passed_over)} is not followed, because {winner}={_shown(raw)} is set"
@@ -399,17 +399,16 @@ def read(name: str | Gate, environ: Mapping[str, str] | None = None) -> GateValu
 
 
 def demands(name: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a feature's gate says ``on``: an engine that cannot have the feature does not start then."""
+    """Whether a switch is ``on``: no engine starts without the feature."""
     return (_present(name, os.environ if environ is None else environ) or "").strip().lower() in WORDS_TRUE
 
 
 class Settings:
-    """One reading of the environment, which a start hands on.
+    """The values of one reading of the environment; a start passes them on.
 
     Attributes:
-        environ: where it was read.
-        values: by gate; the default where the value is bad.
-        errors: by gate, what is wrong with its value.
+        values: by variable; the default if the value is bad.
+        errors: by variable, why its value is bad.
     """
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
@@ -419,7 +418,7 @@ class Settings:
         self.read(GATES)
 
     def read(self, gates: Iterable[Gate]) -> None:
-        """Read further gates, once it is known which features declare them."""
+        """Read further variables, once the features that declare them are known."""
         for gate in gates:
             try:
                 self.values[gate.name] = read(gate, self.environ)
@@ -429,11 +428,11 @@ class Settings:
 
     @property
     def process_errors(self) -> list[str]:
-        """Return what is wrong with process-wide variables; the plugin then does nothing."""
+        """Why values of process-wide variables are bad; the plugin then does nothing."""
         return [str(self.errors[gate.name]) for gate in GATES if gate.name in self.errors and not gate.of_feature]
 
     def require_process(self) -> None:
-        """Raise a GateError with one line per bad value of a process-wide variable."""
+        """Raise a GateError that lists the bad values of process-wide variables."""
         if self.process_errors:
             raise GateError("\n".join(self.process_errors))
 
@@ -443,35 +442,35 @@ class Settings:
 
     @property
     def switched_on(self) -> bool:
-        """Whether the plugin is to do anything; a bad value is for the engine to report."""
+        """Whether the plugin does anything; the engine reports a bad value."""
         return self.values[PREFIX].flag
 
     @property
     def strict(self) -> bool:
-        """Whether strict mode is on; a bad value asked for it in a wrong word."""
+        """Whether strict mode is on; a bad value counts as on."""
         return STRICT in self.errors or self.values[STRICT].flag
 
     @property
     def choices(self) -> dict[str, str]:
-        """Return by switch of a feature ``auto``, ``on`` or ``off``; ``auto`` where its value is bad."""
+        """A feature's switch -> ``auto``, ``on`` or ``off``; ``auto`` if its value is bad."""
         of_features = {name: value for name, value in self.values.items() if value.gate.of_feature}
         return {name: "auto" if name in self.errors else value.choice for name, value in of_features.items()}
 
     @property
     def demanded(self) -> bool:
-        """Whether strict mode or a feature's switch does not let an unpatched vLLM pass."""
+        """Whether strict mode or a feature's switch forbids an unpatched vLLM."""
         return self.strict or "on" in self.choices.values() or bool(self.unclaimed)
 
     @property
     def unclaimed(self) -> tuple[str, ...]:
-        """Variables that say ``on`` and can only be switches of features that are not here."""
-        # Without the project's own catalogue any variable may be one.
+        """Variables at ``on`` that can only be switches of missing features."""
+        # Before the project's own catalogue is read, any variable may be the switch of a feature in it.
         prefix = CATALOGUE_PREFIX if len(self.values) > len(GATES) else f"{PREFIX}_"
         names = sorted(name for name in self.environ if name.startswith(prefix) and name not in self.values)
         return tuple(name for name in names if demands(name, self.environ))
 
     def unknown(self) -> tuple[str, ...]:
-        """Return a line for each variable that is set and changes nothing: a mistyped gate, or an older one."""
+        """Return a line per mistyped or older variable, which changes nothing."""
         import difflib  # a third of this module's import time, and only a mistaken user needs it
 
         lines = []
@@ -479,7 +478,7 @@ class Settings:
             if not name.startswith(PREFIX) or name in self.values or name == FINGERPRINT:
                 continue
             if name.startswith(CATALOGUE_PREFIX):
-                hint = "; a catalogue of your own may have it: its folder has to be in VLLM_HWPLUGIN_PATCHES"
+                hint = "; a catalogue of your own may have it: its folder must be in VLLM_HWPLUGIN_PATCHES"
             else:
                 nearest = next(iter(difflib.get_close_matches(name, sorted(self.values), n=1)), None)
                 hint = f"; did you mean {nearest}?" if nearest else ""
@@ -489,16 +488,15 @@ class Settings:
 
 
 def register_with_vllm(envs_module: Any, more: Iterable[Gate] = ()) -> None:
-    """Enter the gates and their aliases in ``vllm.envs.environment_variables``.
+    """Enter the variables and their aliases in ``vllm.envs.environment_variables``.
 
-    vLLM then does not call them unknown, copies them to Ray workers, and, as ``compile_factors()`` asks every entry of
-    that table for its value, has those that change compiled code in its compile-cache key. Entries that cannot change
-    compiled code answer with a constant: a cache folder that moves must not invalidate every compiled graph. A name
-    that vLLM already has is left to vLLM.
+    vLLM then does not call them unknown, and copies them to Ray workers. ``compile_factors()`` asks every entry of that
+    table for its value, so variables that change compiled code are in the compile-cache key. Other entries answer with
+    a constant: a cache folder that moves must not invalidate every compiled graph. Names that vLLM has stay vLLM's.
 
     Args:
         envs_module: the module ``vllm.envs`` (all supported versions have the same table).
-        more: gates that features declare.
+        more: switches that features declare.
     """
     table = envs_module.environment_variables
     for gate in (*GATES, *more):
@@ -506,19 +504,19 @@ def register_with_vllm(envs_module: Any, more: Iterable[Gate] = ()) -> None:
         table.setdefault(gate.name, _key_getter(gate) if in_key else _no_factor)
         for alias in gate.aliases:
             table.setdefault(alias.name, _no_factor)
-    # Of features that this process has not read, because the plugin is switched off or they cannot be; and what the
-    # first process of an engine left, where this one is another engine's and has the plugin switched off.
+    # Switches of features that this process has not read, because the plugin is off or they cannot be read; and what
+    # the first process of an engine left, if this process is another engine's and has the plugin switched off.
     for name in os.environ:
-        # The latter are older names of features' gates.
+        # VLLM_MUSA_ begins older names of features' switches.
         if name.startswith((f"{PREFIX}_", "VLLM_MUSA_")):
             table.setdefault(name, _no_factor)
 
 
 def show(value: Value, kind: Kind = "list") -> str:
-    """A value as a user would write it in the environment; empty for "not set".
+    """Return a value as a user writes it; empty if not set.
 
     Args:
-        kind: the gate's, where the value may be several.
+        kind: the variable's; it decides what separates several values.
     """
     if value is None:
         return ""
@@ -533,7 +531,7 @@ def _present(name: str, environ: Mapping[str, str]) -> str | None:
 
 
 def _shown(raw: str) -> str:
-    """A raw value for a message: one line, and not longer than a reader reads."""
+    """Return a raw value as one line, cut at `_LONGEST`, for messages."""
     text = raw if raw.isprintable() else repr(raw)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(raw)} characters)"
 
@@ -543,11 +541,7 @@ def _source(way: Alias | None) -> str:
 
 
 def _value(gate: Gate, way: Alias | None, raw: str) -> Value:
-    """The value of a gate that is set by its own name (None) or an alias.
-
-    Raises:
-        GateError: it does not know that value.
-    """
+    """Parse a value set by own name (`way` None) or alias."""
     text = raw.strip() if way is None else way.mapping.get(raw.strip().lower())
     value = None if text is None else _parse(gate, text)
     if value is None:
@@ -559,14 +553,14 @@ def _value(gate: Gate, way: Alias | None, raw: str) -> Value:
 
 
 def _parse(gate: Gate, text: str) -> Value:
-    """None where it is no value of this gate."""
+    """Return the parsed value, or None if it is bad."""
     if gate.kind == "path":
         return _path(text)
     if gate.kind == "paths":
         paths = [_path(part.strip()) for part in text.split(os.pathsep) if part.strip()]
         return None if None in paths else tuple(dict.fromkeys(filter(None, paths)))
     if gate.kind == "list":
-        return tuple(dict.fromkeys(item for item in (part.strip() for part in text.split(",")) if item))
+        return tuple(dict.fromkeys(name for name in (part.strip() for part in text.split(",")) if name))
     text = text.lower()
     if gate.kind == "bool":
         return text in WORDS_TRUE if text in WORDS_TRUE + WORDS_FALSE else None
@@ -582,18 +576,18 @@ def _path(text: str) -> str | None:
     except RuntimeError:
         # No such user, or a user without a home.
         return None
-    # A relative folder would be another one in each process that changes its working directory.
+    # A relative folder would differ in each process that changes its working directory.
     return str(path) if path.is_absolute() else None
 
 
 def _disagrees(gate: Gate, way: Alias | None, raw: str, value: Value) -> bool:
     try:
-        said = _value(gate, way, raw)
+        asked = _value(gate, way, raw)
     except GateError:
         return True
     # `on` and `auto` both ask for the feature; an alias has no word for the difference.
     asks = ("auto", "on")
-    return said != value and not (gate.kind == "switch" and said in asks and value in asks)
+    return asked != value and not (gate.kind == "switch" and asked in asks and value in asks)
 
 
 def _key_getter(gate: Gate) -> Any:
@@ -601,7 +595,7 @@ def _key_getter(gate: Gate) -> Any:
         try:
             return show(read(gate).value)
         except GateError as error:
-            # vLLM would log a warning of its own and leave the gate out of the key. The plugin has already reported the
+            # vLLM would log its own warning and leave the variable out of the key. The plugin has already reported the
             # bad value, and two different bad values must not share compiled graphs with a good one.
             return str(error)
 

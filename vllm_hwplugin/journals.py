@@ -54,9 +54,9 @@ def read_latest(process: tuple[str, int]) -> Journal | None:
 
 
 def families(journals: Sequence[Journal]) -> dict[tuple[str, int], list[Journal]]:
-    """Group processes with their ancestors' children, by their `process`.
+    """Return each process's family (itself, ancestors, their children), by `process`.
 
-    An id may be reused: the newest process counts, and a parent's record is older than its child's. So `journals` are
+    Ids are reused: the newest process counts, and a parent's record is older than its child's. So `journals` must be
     ordered from the oldest, as :func:`read_all` returns them.
     """
     groups: dict[tuple[str, int], list[Journal]] = {}
@@ -77,7 +77,7 @@ def is_running(journal: Journal) -> bool:
 
 
 def _load(path: Path) -> Journal | None:
-    """Load a record; None if removed meanwhile or of another format."""
+    """Return a record; None if removed meanwhile or of another format."""
     data = read_private(path)
     if data is None:
         if not os.path.lexists(path):

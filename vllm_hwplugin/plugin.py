@@ -3,17 +3,15 @@
 
 vLLM only logs an error that is raised while a plugin is *imported*, and goes on without the plugin. So this module
 imports nothing at its top, and everything that can fail happens in the functions. Errors of the general function do
-reach the user; those of the platform function do not, so it raises none.
+reach the user; errors of the platform function do not, so it raises none.
 """
 
 
 def platform() -> str | None:
-    """Offer a platform class (entry point ``hwplugin`` of the group ``vllm.platform_plugins``).
+    """Return a platform class's name, or None to leave it to vLLM.
 
-    vLLM calls it while vLLM is being imported, so it imports neither vLLM nor torch nor the patch engine.
-
-    Returns:
-        The qualified name of the class, or None to leave the choice to vLLM.
+    vLLM calls it, as entry point ``hwplugin`` of the group ``vllm.platform_plugins``, while vLLM is being imported. So
+    it imports neither vLLM nor torch nor the patch engine.
     """
     try:
         from . import log
@@ -30,12 +28,14 @@ def platform() -> str | None:
 
 
 def register() -> None:
-    """Put patches and kernels into force (entry point ``hwplugin`` of the group ``vllm.general_plugins``).
+    """Apply the patches and register the kernels.
+
+    vLLM calls it as entry point ``hwplugin`` of the group ``vllm.general_plugins``.
 
     Raises:
         PatchingError, GateError, OverrideError, PlatformError: only in strict mode (``VLLM_HWPLUGIN_STRICT=1``), for a
-            feature whose gate says ``on``, or where half a feature would run; otherwise an error is logged and vLLM
-            runs stock. docs/failures.md has the table.
+            feature whose switch is ``on``, or where half a feature would run. Otherwise the error is logged and vLLM
+            runs unpatched (docs/failures.md).
     """
     import sys
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The terms of `uses_when` in a `patch.toml`: what an engine must be to use a feature.
 
-`spec_decode.worker_use` asks a worker about each. docs/your-own-patches.md has the table.
+`spec_decode.worker_use` asks a worker about each term. docs/your-own-patches.md has the table.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from .versions import Versions
 
-#: By name, why an engine that does not fit leaves the feature unused. Values follow a colon, separated by commas.
+#: Term -> why an engine without it leaves the feature unused. Values follow a colon, separated by commas.
 TERMS: Final = {
     "attention-backend": "no attention backend is named, so the draft selects its own anyway",
     "capture-sizes": "the capture sizes are vLLM's: {}",
@@ -42,7 +42,7 @@ TERMS: Final = {
     "triton": "there is no Triton, and vLLM sorts",
     "windowed-draft": "no layer of the draft has a sliding window",
 }
-#: The values that some terms take, and no others.
+#: The only values that these terms take; other terms take any.
 VALUES: Final = {"runner:": ("v1", "v2"), "drafter:": ("cached", "masks")}
 
 
@@ -51,7 +51,7 @@ class Term(NamedTuple):
 
     Attributes:
         name: one of `TERMS`.
-        versions: the releases of vLLM that it is asked on; None: on all of them.
+        versions: the releases of vLLM that it is asked on; None: all.
     """
 
     name: str
@@ -66,7 +66,7 @@ def read_term(text: str) -> Term:
     """Read a term, such as `runner:v1`, `method:eagle,mtp` or `images if >=0.28`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no term, or has a value that the term does not take.
     """
     stated, condition, versions = text.partition(" if ")
     name, colon, listed = stated.strip().partition(":")
