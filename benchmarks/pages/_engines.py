@@ -23,10 +23,8 @@ _RUNNERS = {"V1": _BOTH, "V2": ("mrv2", "mrv2-patched")}
 
 _HEAD = """# Benchmarks of engines
 
-Made from the results files of `vllm-hwplugin bench` by `make docs`; do not edit. Every figure is in
-[benchmarks/results/engines.md](../benchmarks/results/engines.md), what clients of a server see in
-[benchmarks/results/serve.md](../benchmarks/results/serve.md), single kernels are in
-[kernel-benchmarks.md](kernel-benchmarks.md).
+How much faster an engine is with the plugin. Every figure: [engines](../benchmarks/results/engines.md), [clients of a
+server](../benchmarks/results/serve.md), [single kernels](kernel-benchmarks.md).
 """
 
 _SIDES = (
@@ -58,15 +56,15 @@ vllm-hwplugin bench --shape 0.6b --shape 8b --method dflash --k 7 --json engines
 vllm-hwplugin bench --shape tiny --method eagle3 --k 3 --model FOLDER --json engines.json
 ```
 
-It needs no network and no model: the shapes have dummy weights, and FOLDER is `tests/assets/small` of the source tree.
-The table at the end is the answer, and the verdict below it says why. `--profile FOLDER` shows instead where the host's
+No network and no model is needed: the shapes have dummy weights, and FOLDER is `tests/assets/small` of the source tree.
+The run ends with a table and a verdict. `--profile FOLDER` shows instead where the host's
 time of a step goes, function by function, and leaves traces for Perfetto. `--time-limit SECONDS`, or Ctrl-C, ends a run
-with what all sides have measured. `--side plugin --side patched --patched-env GATE=VALUE` measures one variable against
-the plugin without it. With `--method none` nothing drafts: `--side mrv2 --side mrv2-patched --patched-env
+with what all sides have measured. `--side plugin --side patched --patched-env VARIABLE=VALUE` measures one variable
+against the plugin without it. With `--method none` nothing drafts: `--side mrv2 --side mrv2-patched --patched-env
 VLLM_HWPLUGIN_PLAIN_DECODE=1` says what [graphs without a drafter](model-runner-v2.md#without-a-drafter) gain.
 
 Your own target, drafter and prompts, as clients see them (TTFT, TPOT, ITL, end to end, acceptance by position), and
-the kinds of steps that the time goes to; what stands behind `--` is for vLLM's own client, `vllm bench serve`. `--html
+the kinds of steps that the time goes to; arguments after `--` go to vLLM's own client, `vllm bench serve`. `--html
 FILE` writes a page with drawings that opens from disk. `--url` measures a server that runs already, without kinds of
 steps, and its results hold what was sent and what the server says of itself. `--against FILE` compares with such a run:
 the table of both, the spread of their rounds, a verdict, and exit code 1 where a load is slower. Start the server with
@@ -82,6 +80,8 @@ vllm-hwplugin bench serve --shape 0.6b --method eagle3 --concurrency 256 --api-s
 vllm-hwplugin bench serve --url http://127.0.0.1:8000 --concurrency 1 --concurrency 16 --json before.json
 vllm-hwplugin bench serve --url http://127.0.0.1:8000 --against before.json --html report.html
 ```
+
+This page is made from the results files of `vllm-hwplugin bench` by `make docs`.
 """
 
 
@@ -134,8 +134,9 @@ def first_screen(files: Sequence[Found]) -> str:
     drafters = sorted({case.drafter for case in cases})
     batches = sorted({int(row.batch) for case in cases for row in case.rows})
     text = (
-        f"One {' or '.join(devices)}; {' and '.join(drafters)}; vLLM {', '.join(versions)}; every request decodes, in "
-        f"batches of {batches[0]} to {batches[-1]}; dummy weights, and as many drafts accepted on all sides."
+        f"One {' or '.join(devices)}; {' and '.join(drafters)}; vLLM {', '.join(versions)}; decode-only "
+        f"batches of {batches[0]} to {batches[-1]} requests, no prefill; dummy weights; equal acceptance with and "
+        "without the plugin."
     )
     return "\n".join([*table(["target", *(f"{runner}, speedup" for runner in _RUNNERS)], lines), "", paragraph(text)])
 

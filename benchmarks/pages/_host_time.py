@@ -107,10 +107,16 @@ _RUNNER = Part(
 _REST = Part("engine core, executor, worker", (), "nothing")
 PARTS = (*_PARTS, _RUNNER, _WAITING, _REST)
 
+_FOOT = (
+    paragraph(
+        "This page is made from the files `phases-*.json` of [benchmarks/results](../benchmarks/results/README.md), "
+        "which have every function, by `make docs`."
+    )
+    + "\n"
+)
 _HEAD = """# Where a step's time goes on the host
 
-Made from the files `phases-*.json` of [benchmarks/results](../benchmarks/results/README.md) by `make docs`; do not
-edit. These files have every function, speed is in [benchmarks.md](benchmarks.md).
+What the CPU does in a decode step, with the plugin and without. Speed is in [benchmarks.md](benchmarks.md).
 """
 _HOW = (
     "Host time in a decode step, in microseconds: the median step of the quickest round. Each microsecond is in "
@@ -138,7 +144,7 @@ def page(files: Sequence[Found]) -> str:
             cases.setdefault(_case(engine), {})[engine["side"]] = engine
         for name, engines in cases.items():
             lines += [*_chapter(name, engines), ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, _FOOT])
 
 
 def parts_us(rows: Sequence[Sequence[Any]]) -> dict[str, float]:

@@ -19,10 +19,9 @@ from ._text import NONE, escaped, item, paragraph, table
 
 _HEAD = """# Benchmarks of single kernels
 
-Made from the results files of `vllm-hwplugin bench attention` and `vllm-hwplugin bench ops` by `make docs`; do not
-edit. Every figure, and how it was taken, is in
-[benchmarks/results/kernels.md](../benchmarks/results/kernels.md). A kernel is a part of a step: what whole engines gain
-is in [benchmarks.md](benchmarks.md).
+Where the plugin's kernels are faster than vLLM's and PyTorch's. A kernel is a part of a step; whole engines are in
+[benchmarks.md](benchmarks.md). Every figure, and how it was taken:
+[benchmarks/results/kernels.md](../benchmarks/results/kernels.md).
 """
 
 _AGAIN = """## Measure it on your host
@@ -32,7 +31,9 @@ vllm-hwplugin bench attention --json attention.json
 vllm-hwplugin bench ops --json ops.json
 ```
 
-Both need a GPU and no model, and end with a table of what is faster there and whether it is right.
+Both need a GPU and no model. The table at the end says which kernel is faster there, and whether its results are right.
+
+This page is made from the results files of both commands by `make docs`.
 """
 
 _KINDS = (attention.PREFILL, attention.DECODE)

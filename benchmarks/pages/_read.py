@@ -71,7 +71,12 @@ class Found:
     def conditions(self) -> str:
         """Remarks in the file about the host's other load."""
         conditions = self.results.get("conditions")
-        return f", {conditions}" if conditions else ""
+        words = (
+            (conditions or "")
+            .replace("busy host", "loaded machine")
+            .replace("busy GPU and host", "loaded machine and GPU")
+        )
+        return f", {words}" if words else ""
 
     @property
     def asked(self) -> str:

@@ -72,8 +72,8 @@ def starts_in_short(files: Sequence[Found]) -> str:
     seconds = between((after["seconds"] - before["seconds"] for before, after in both), "+.0f")
     blocks = between((after["num_gpu_blocks"] / before["num_gpu_blocks"] - 1 for before, after in both), "+.1%")
     return paragraph(
-        f"It changes the time of a start with filled caches by {seconds} s, and the number of KV cache blocks by "
-        f"{blocks}, on {len(both)} engines of one {' or '.join(sorted({file.device for file in files}))} "
+        f"With warm caches, startup time changes by {seconds} s and the number of KV cache blocks by {blocks}: "
+        f"{len(both)} engines on one {' or '.join(sorted({file.device for file in files}))} "
         "([docs/benchmarks.md](docs/benchmarks.md#what-does-a-start-cost))."
     )
 

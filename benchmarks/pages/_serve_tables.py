@@ -79,7 +79,7 @@ def live(files: Sequence[Found]) -> str:
     )
     text = (
         f"Ratios, plugin / unpatched vLLM. Throughput: higher is better. TTFT, TPOT: lower is better. On {numbers} "
-        f"{devices}; {loads}.{waits if full else ''} Busy host: other engines started or ran on another GPU meanwhile, "
+        f"{devices}; {loads}.{waits if full else ''} Loaded machine: other engines started or ran on another GPU, "
         "which may slow unpatched vLLM more. Every figure and its conditions: [serve.md](benchmarks/results/serve.md)."
     )
     return "\n".join([*table(names, rows), "", paragraph(text)])

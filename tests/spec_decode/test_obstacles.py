@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands against graphs of a step, each row of the table by itself, and the page that is made from it.
+"""When CUDA graphs of a step are not used, each row of the table by itself, and the page that is made from it.
 
 `python -m tests.spec_decode.test_obstacles` writes docs/obstacles.md.
 """
@@ -44,20 +44,23 @@ from .host_runner import BACKENDS, FLASH_MLA, FLASHINFER, FLEX, builder
 from .v2.samplers import sampler
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "obstacles.md"
-TEXT: Final = """# What stands against graphs
+TEXT: Final = """# When CUDA graphs are not used
 
-An engine has graphs of each part of a step by itself. Where something in this table stands against one part, vLLM does
-that part as without the plugin, and the log and `vllm-hwplugin doctor` say all that was found. `…` is a name.
-This page is made from `vllm_hwplugin/spec_decode/obstacles.py` (`make docs`).
+Each part of a step has its own CUDA graphs. For each reason that holds, the parts marked *no* run as in unpatched vLLM;
+the log and `vllm-hwplugin doctor` list all reasons. `…` stands for a name.
 
-On V1 `v1-draft-phase` samples in graphs only where it drafts in them, and it and `draft-loop-graph` need the graphs of
-`draft-full-graph`. On Model Runner V2 `v2-step-inputs` needs a graph of `v2-tail-graph`. Where vLLM drafts, vLLM makes
-each step's attention metadata, which its drafter takes. An engine without a drafter has graphs only with
-`VLLM_HWPLUGIN_PLAIN_DECODE=1`: of inputs, of sampling and of mixed batches.
+- On V1, `v1-draft-phase` samples in graphs only if it also drafts in them. It and `draft-loop-graph` need the graphs of
+  `draft-full-graph`.
+- On Model Runner V2, `v2-step-inputs` needs a graph of `v2-tail-graph`.
+- If vLLM drafts, vLLM also makes each step's attention metadata, which its drafter reads.
+- An engine without a drafter has graphs only with `VLLM_HWPLUGIN_PLAIN_DECODE=1`, of inputs, sampling and mixed
+  batches.
 
 | | {columns} |
 |---|{lines}
 {rows}
+
+This page is made from `vllm_hwplugin/spec_decode/obstacles.py` by `make docs`.
 """
 COLUMNS: Final = {
     Part.V1_PASSES: "`draft-full-graph`",
