@@ -88,10 +88,8 @@ def _report(error: Exception, with_traceback: bool) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Replace closed standard streams (`>&-`) with /dev/null.
-
-    The caller still wants the exit status.
-    """
+    """Replace closed standard streams (`>&-`) with /dev/null."""
+    # The caller still wants the exit status.
     # open() takes the lowest free descriptor: in this order each stream gets its own number.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -142,8 +142,6 @@ def diagnose(
     """Collect the data of ``doctor``.
 
     Args:
-        environ: Environment variables; None: ``os.environ``.
-        catalogue: The features to decide about; None: the project's own.
         engine: Id of a process of the engine to show; None: the newest running engine, else the newest.
         command: A server command to foresee, see :func:`plan`.
         gpu: The compute capability to assume for `command`.
@@ -282,10 +280,8 @@ def _check_entry_points(look: _Look) -> None:
 def _decide(
     installed: Installed | None, own: Catalogue | None, outside: Found, cache: _Cache, look: _Look
 ) -> tuple[tuple[FeatureRow, ...], str]:
-    """Return a new vLLM process's feature states and fingerprint.
-
-    A problem stops that process or leaves it without any patch; the process itself logs the warnings.
-    """
+    """Return a new vLLM process's feature states and fingerprint."""
+    # A problem stops that process or leaves it without any patch; the process itself logs the warnings.
     if own is None:
         return (), "none"
     catalogue, settings = outside.behind(own), look.settings
@@ -344,11 +340,9 @@ def _decide(
 
 
 def _platform_class(installed: Installed | None, platform: _host.Platform, look: _Look) -> dict[str, str | None]:
-    """Return the platform class that a vLLM process would be offered.
-
-    A process asks vLLM's detection and the other plugins. That would import vLLM, so this function derives their
-    answers from the driver and the installed packages.
-    """
+    """Return the platform class that a vLLM process would be offered."""
+    # A process asks vLLM's detection and the other plugins. That would import vLLM, so this function derives their
+    # answers from the driver and the installed packages.
     choice = look.settings.values[platforms.GATE].text
     if not look.settings.errors.keys().isdisjoint((platforms.GATE, gates.PREFIX)):
         return {"class": None, "reason": "an environment variable has an invalid value"}

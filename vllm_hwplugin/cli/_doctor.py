@@ -243,10 +243,8 @@ def _feature_cells(process: Journal, name: str, feature: Mapping[str, str]) -> t
 
 
 def _serves(paths: Collection[Mapping[str, int]]) -> bool:
-    """Whether a decode step was served, or there were only prompt steps.
-
-    Few features serve prompt steps.
-    """
+    """Whether a decode step was served, or there were only prompt steps."""
+    # Few features serve prompt steps.
     decode = [outcome for outcomes in paths for outcome in outcomes if outcome != Reason.PROMPT.label]
     return not decode or SERVED in decode
 

@@ -42,10 +42,8 @@ def gates(arguments: Sequence[str]) -> int:
 
 
 def _settings() -> table_of_gates.Settings:
-    """Read the environment with the features' switches.
-
-    `doctor` reports problems of a catalogue.
-    """
+    """Read the environment with the features' switches."""
+    # `doctor` reports problems of a catalogue.
     settings = table_of_gates.Settings()
     with contextlib.suppress(HwpluginError):
         own = load_catalogue()

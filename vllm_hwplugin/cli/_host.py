@@ -84,8 +84,6 @@ def find_platform(
     """Find this host's accelerators.
 
     Args:
-        ask: Runs a command.
-        root: Root of the host's file system.
         gpus: Returns the GPU names of the Moore Threads driver; may raise any error.
     """
     fields = "name,memory.total,driver_version,compute_cap"

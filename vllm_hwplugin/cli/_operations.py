@@ -40,9 +40,8 @@ def operation_rows(
 ) -> tuple[OperationRow, ...]:
     """Return a row for each operation with a kernel or a definition.
 
-    Definitions count only if vLLM has no kernels.
-
-    vLLM's schema is not compared, which would need a process that imports vLLM; run records have that result.
+    Definitions count only if vLLM has no kernels. vLLM's schema is not compared, which would need a process that
+    imports vLLM; run records have that result.
 
     Args:
         kind: The platform: ``cuda``, ``musa`` or ``cpu``.

@@ -93,11 +93,7 @@ def _from_folder(name: str, catalogues: list[Outside], own: Catalogue) -> Outsid
 
 
 def find_feature(catalogue: Catalogue, name: str) -> Feature:
-    """Return the feature with this id.
-
-    Raises:
-        UnknownFeature: No feature has this id; the message lists all ids.
-    """
+    """Return the feature with this id; raise UnknownFeature with all ids."""
     for feature in catalogue.features:
         if feature.id == name:
             return feature

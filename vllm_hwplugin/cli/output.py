@@ -28,13 +28,8 @@ class OutputError(HwpluginError):
 
 
 def writable(text: str) -> Path:
-    """Check that an option's output file can be written.
-
-    A benchmark must not lose its results at the end.
-
-    Raises:
-        argparse.ArgumentTypeError: The file is a folder, or its folder is missing or not writable.
-    """
+    """Raise argparse.ArgumentTypeError unless an option's output file can be written."""
+    # A benchmark must not lose its results at the end.
     file = Path(text)
     if file == STANDARD_OUTPUT or (file.exists() and not file.is_file() and not file.is_dir()):
         return file
@@ -79,11 +74,7 @@ def for_a_reader(json_file: Path | None) -> TextIO:
 
 
 def write_json(results: Mapping[str, Any], json_file: Path) -> None:
-    """Write results atomically as JSON.
-
-    Raises:
-        OutputError: The file cannot be written.
-    """
+    """Write results atomically as JSON; raise OutputError if that fails."""
     # A CI runner takes `##[...]` in a step's output for a command.
     write_text(json.dumps(results, indent=1).replace("##[", "##\\u005b") + "\n", json_file)
 
@@ -104,10 +95,8 @@ def write_text(text: str, file: Path) -> None:
 
 
 def _mode(file: Path) -> int:
-    """Return the mode of the replaced file, or the user's default.
-
-    Other users may read results.
-    """
+    """Return the mode of the replaced file, or the user's default."""
+    # Other users may read results.
     if file.exists():
         return stat.S_IMODE(file.stat().st_mode)
     # The umask can only be read by setting it.

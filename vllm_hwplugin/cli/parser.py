@@ -42,11 +42,7 @@ class Command(NamedTuple):
     extra: str = ""
 
     def load(self) -> Run:
-        """Import the command's module and return its function.
-
-        Raises:
-            MissingExtra: A library is not installed.
-        """
+        """Return the command's function; raise MissingExtra without its libraries."""
         try:
             function: Run = getattr(importlib.import_module(self.module), self.function)
         except ModuleNotFoundError as error:

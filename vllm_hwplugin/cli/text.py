@@ -23,12 +23,7 @@ _COLOURS = {"red": 31, "green": 32, "yellow": 33}
 
 
 def printable(text: str, keep: str = "\n") -> str:
-    """Escape control characters, and commands for a CI runner.
-
-    Args:
-        text: Any text.
-        keep: Control characters to leave unescaped.
-    """
+    """Escape control characters other than ``keep``, and a CI runner's commands."""
     if not text.isprintable():
         text = "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
     return _COMMAND.sub(lambda match: f"{match[0]}\\", text)
@@ -60,9 +55,8 @@ def coloured(text: str, colour: Literal["red", "green", "yellow", ""]) -> str:
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a table that fits the terminal, without splitting words.
 
-    Words are names and paths.
-
-    If the longest words do not fit side by side, each row becomes a paragraph under its first cell.
+    Words are names and paths. If the longest words do not fit side by side, each row becomes a paragraph under its
+    first cell.
     """
     if not rows:
         return ""

@@ -78,9 +78,8 @@ class Schedules:
     def splits(self, num_reqs: int) -> int:
         """Return the number of parts that fill the device.
 
-        It is 1 if the requests' KV heads fill it already.
-
-        The number depends only on a graph's shape, so capture and replay have the same number of parts.
+        It is 1 if the requests' KV heads fill it already. The number depends only on a graph's shape, so capture and
+        replay have the same number of parts.
         """
         return max(1, min(self._most, -(-self._units // (num_reqs * self._kv_heads)))) if self._heads else 1
 

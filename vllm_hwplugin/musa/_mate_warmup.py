@@ -20,10 +20,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 def query_lengths(longest: int) -> list[int]:
     """Return query lengths that cover all classes of rows.
 
-    A class ends at a multiple of 32 rows, up to 256.
-
-    Rows are queries, or queries × query heads per KV head. In the second case class ends are less than 16 lengths apart
-    only up to length 64, so the result has every length up to there.
+    A class ends at a multiple of 32 rows, up to 256. Rows are queries, or queries × query heads per KV head. In the
+    second case class ends are less than 16 lengths apart only up to length 64, so the result has every length up to
+    there.
 
     Args:
         longest: The longest query that serving can have.
@@ -38,8 +37,6 @@ def dummy_batches(builder: Any, *, causal: bool, drafts: bool) -> Iterator[tuple
     """Yield ``CommonAttentionMetadata``, and whether to build a drafter's metadata from it.
 
     Args:
-        builder: A metadata builder of the backend on MUSA.
-        causal: Mask of all batches.
         drafts: Whether the builder is a drafter's: then all batches are.
     """
     config = builder.vllm_config
@@ -61,10 +58,8 @@ def dummy_batches(builder: Any, *, causal: bool, drafts: bool) -> Iterator[tuple
 
 
 def _batch(builder: Any, requests: int, length: int, causal: bool) -> Any:
-    """Return requests of equal length without context, in the null block.
-
-    No request writes to the null block.
-    """
+    """Return requests of equal length without context, in the null block."""
+    # No request writes to the null block.
     config, device = builder.vllm_config, builder.device
     starts = torch.arange(requests + 1, dtype=torch.int32) * length
     lengths = torch.full((requests,), length, dtype=torch.int32)

@@ -99,10 +99,8 @@ def _first(members: Sequence[Any], config: Any, capability: Any, *, named: bool)
 
 
 def _triton_troubles(member: Any) -> list[str]:
-    """Return why Triton cannot compile the backend's kernels.
-
-    Empty if a plugin has replaced the kernels.
-    """
+    """Return why Triton cannot compile the backend's kernels."""
+    # Empty if a plugin has replaced the kernels.
     if member.name not in _IN_TRITON or member.is_overridden():
         return []
     trouble = versions.triton_trouble(versions.installed("triton"))
@@ -110,10 +108,8 @@ def _triton_troubles(member: Any) -> list[str]:
 
 
 def _unavailable(member: Any, error: Exception) -> str:
-    """Return why a backend cannot be imported.
-
-    Any reason but a missing package is also logged.
-    """
+    """Return why a backend cannot be imported."""
+    # Any reason but a missing package is also logged.
     needed = f"; it needs {MUSA.needs}" if _is_own(member) else ""
     reason = f"{type(error).__name__}: {error}{needed}"
     if not isinstance(error, ModuleNotFoundError):

@@ -43,10 +43,8 @@ def triton_has_knobs() -> bool:
 
 
 def switch_off_jit_warmup(vllm_config: Any) -> bool:
-    """Switch off kernel compilation at warm-up; return whether it was on.
-
-    vLLM has this option from 0.27 on.
-    """
+    """Switch off kernel compilation at warm-up; return whether it was on."""
+    # vLLM has this option from 0.27 on.
     kernel_config: Any = getattr(vllm_config, "kernel_config", None)
     changes: bool = getattr(kernel_config, "enable_jit_warmup", False)
     if changes:
@@ -55,10 +53,8 @@ def switch_off_jit_warmup(vllm_config: Any) -> bool:
 
 
 def switch_off_jit_monitor() -> None:
-    """Disable this process's monitor of late compilation, which needs ``triton.knobs``.
-
-    Up to 0.29 vLLM's worker always starts the monitor.
-    """
+    """Disable this process's monitor of late compilation, which needs ``triton.knobs``."""
+    # Up to 0.29 vLLM's worker always starts the monitor.
     for name in _JIT_MONITORS:
         try:
             monitor: Any = importlib.import_module(name)
@@ -126,10 +122,8 @@ def taken_for_cuda(device_config: Any, cuda: Any, musa: Any) -> Iterator[None]:
 def register_mla_prefill(path: str) -> None:
     """Register a class as vLLM's MLA prefill backend FLASH_ATTN.
 
-    Needs vLLM 0.23 or later.
-
-    On a device without a compute capability vLLM takes FLASH_ATTN, whose class is for other devices. A class that
-    another plugin has registered stays.
+    Needs vLLM 0.23 or later. On a device without a compute capability vLLM takes FLASH_ATTN, whose class is for other
+    devices. A class that another plugin has registered stays.
 
     Args:
         path: Qualified name of a ``MLAPrefillBackend``, imported when a layer is made.

@@ -132,10 +132,6 @@ class MusaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type:
         """Compile this builder's kernels by calling each once; return the calls.
 
         Nothing is written to the KV cache.
-
-        Args:
-            drafts: Whether the builder is a drafter's.
-            causal: Mask of the batches.
         """
         calls = 0
         # One layer per set of kernels.

@@ -30,10 +30,8 @@ _WHOLE: Final = 10
 def fit(vllm_config: VllmConfig, *, named: bool) -> None:
     """Drop capture sizes until an engine has at most `MOST` graphs.
 
-    Sizes that the user chose stay, with a warning.
-
-    The plugin's sizes for batches with prompts are dropped first, then the sizes whose loss adds least padding. The
-    largest decode size stays.
+    Sizes that the user chose stay, with a warning. The plugin's sizes for batches with prompts are dropped first, then
+    the sizes whose loss adds least padding. The largest decode size stays.
 
     Args:
         vllm_config: The configuration with its final capture sizes.
@@ -68,10 +66,8 @@ def fit(vllm_config: VllmConfig, *, named: bool) -> None:
 
 
 def _pieces(vllm_config: VllmConfig) -> int:
-    """Count a size's PIECEWISE graphs, of target and drafter.
-
-    They lie before, between and after the attention layers.
-    """
+    """Count a size's PIECEWISE graphs, of target and drafter."""
+    # They lie before, between and after the attention layers.
     compilation = vllm_config.compilation_config
     if not compilation.cudagraph_mode.requires_piecewise_compilation():
         return 0

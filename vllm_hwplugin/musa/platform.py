@@ -203,10 +203,8 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         define_missing(cls.dispatch_key)
 
     def is_cumem_allocator_available(self) -> bool:
-        """Return False: vLLM's sleep-mode allocator is for CUDA.
-
-        vLLM asks from 0.23 on.
-        """
+        """Return False: vLLM's sleep-mode allocator is for CUDA."""
+        # vLLM asks from 0.23 on.
         return False
 
     # -- what runs on it
@@ -272,14 +270,9 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
 
 @functools.cache
 def _check_collectives(gpus: int, backend: str) -> None:
-    """Check for MCCL once per process.
-
-    An engine's configuration is made several times.
-
-    Raises:
-        ValueError: Several GPUs are requested and torch_musa has no MCCL. A single GPU needs no collectives: vLLM falls
-            back to gloo.
-    """
+    """Raise ValueError if several GPUs are requested and torch_musa has no MCCL."""
+    # Once per process: an engine's configuration is made several times. A single GPU needs no collectives: vLLM falls
+    # back to gloo.
     if torch.distributed.is_backend_available(backend):
         return
     trouble = (
@@ -300,10 +293,8 @@ def _warn_of_triton() -> None:
 
 @functools.cache
 def _count_visible(text: str, installed: int) -> int:
-    """Count the GPUs of ``MUSA_VISIBLE_DEVICES``.
-
-    The runtime stops at the first id that does not exist.
-    """
+    """Count the GPUs of ``MUSA_VISIBLE_DEVICES``."""
+    # The runtime stops at the first id that does not exist.
     ids = [part.strip() for part in text.split(",")]
     used = list(itertools.takewhile(lambda id_: id_.isdecimal() and int(id_) < installed, ids))
     if len(used) < len(ids):

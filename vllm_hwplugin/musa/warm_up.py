@@ -58,9 +58,7 @@ def warm_up(runner: Any) -> None:
 
 
 def _builders(groups: Any) -> list[Any]:
-    """Return each group's metadata builder that has `warm_up`.
-
-    A group's further builders are copies for ubatches.
-    """
+    """Return each group's metadata builder that has `warm_up`."""
+    # A group's further builders are copies for ubatches.
     builders = [group.get_metadata_builder(0) for group in groups]
     return [builder for builder in builders if hasattr(builder, "warm_up")]

@@ -120,10 +120,8 @@ Ask = Callable[..., str]
 
 
 def setting() -> str:
-    """Return the switch's value; ``off`` if it is invalid.
-
-    A process reports an invalid value at its start.
-    """
+    """Return the switch's value; ``off`` if it is invalid."""
+    # A process reports an invalid value at its start.
     try:
         return gates.read(GATE).text
     except gates.GateError:

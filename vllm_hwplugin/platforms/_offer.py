@@ -64,10 +64,8 @@ class PlatformError(HwpluginError, RuntimeError):
 
 
 def offer() -> str | None:
-    """Return the qualified name of the class to offer, or None.
-
-    vLLM calls this twice per process.
-    """
+    """Return the qualified name of the class to offer, or None."""
+    # vLLM calls this twice per process.
     if getattr(_asking, "rivals", False):
         # A plugin that is being asked asks back whether this plugin offers a class. The other plugin takes precedence.
         return None
@@ -115,7 +113,6 @@ def foresee(
     """Decide without asking other plugins, which would import vLLM.
 
     Args:
-        choice: The value of `GATE`.
         builtins: The platforms that vLLM's detection finds; None: vLLM cannot be asked.
         environ: Environment variables, for ``VLLM_PLUGINS``.
 
@@ -192,7 +189,6 @@ def decide(choice: str, builtins: tuple[str, ...] | None, musa: Callable[[], Mus
     """Choose a platform class.
 
     Args:
-        choice: The value of ``VLLM_HWPLUGIN_PLATFORM``.
         builtins: The platforms that vLLM's detection finds on this host; None: vLLM cannot be asked.
         musa: Probes for Moore Threads GPUs; called only if the answer matters.
     """
@@ -261,10 +257,8 @@ def settle(choice: str, decision: Decision, rivals: tuple[str, ...]) -> Decision
 def ask_vllm(platforms: Any) -> tuple[str, ...] | None:
     """Return the names of vLLM's platforms present on this host.
 
-    None: vLLM cannot be asked.
-
-    This calls vLLM's probes again, which vLLM has called just before it asks a plugin. They use NVML and the installed
-    version, and start no device.
+    None: vLLM cannot be asked. This calls vLLM's probes again, which vLLM has called just before it asks a plugin. They
+    use NVML and the installed version, and start no device.
 
     Args:
         platforms: The module ``vllm.platforms``, or None if it is not imported.

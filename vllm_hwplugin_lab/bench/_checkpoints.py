@@ -52,11 +52,7 @@ def find_checkpoints(folder: Path | None) -> Checkpoints:
 
 
 def load_prompts(checkpoints: Checkpoints, count: int) -> tuple[tuple[int, ...], ...]:
-    """Return the first ``count`` prompts as token ids.
-
-    Raises:
-        CheckpointsMissing: The file holds fewer prompts.
-    """
+    """Return ``count`` prompts as token ids; raise CheckpointsMissing if there are fewer."""
     prompts = json.loads(checkpoints.prompts.read_text(encoding="utf-8"))["prompt_ids"]
     if count > len(prompts):
         raise CheckpointsMissing(f"{checkpoints.prompts} holds {len(prompts)} prompts, expected {count}; ask for fewer")

@@ -77,10 +77,9 @@ class _Item:
 def host_us() -> float:
     """Return the microseconds of a fixed piece of Python.
 
-    It creates objects, gets attributes, calls functions and fills a dictionary; the best of some tries.
-
-    A step of a small model costs what its Python costs, and on a shared machine that changes within minutes. So this
-    is timed with each measurement.
+    It creates objects, gets attributes, calls functions and fills a dictionary; the best of some tries. A step of a
+    small model costs what its Python costs, and on a shared machine that changes within minutes. So this is timed with
+    each measurement.
     """
     return min(_once() for _ in range(_TRIES)) * 1e6
 

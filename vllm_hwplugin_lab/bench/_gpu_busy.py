@@ -30,9 +30,8 @@ def samples(gpu: Any, since: float, until: float) -> list[float]:
 def of_server(url: str, since: float, until: float) -> list[float]:
     """Return the :func:`samples` of a server's GPUs.
 
-    Empty if the server runs elsewhere, or the driver does not answer.
-
-    The server's GPUs are those with a process of the server, or the only GPU, because a container may hide processes.
+    Empty if the server runs elsewhere, or the driver does not answer. The server's GPUs are those with a process of the
+    server, or the only GPU, because a container may hide processes.
     """
     from vllm.third_party import pynvml
 
@@ -63,10 +62,8 @@ def _is_here(host: str) -> bool:
 
 
 def _processes(port: int) -> set[int]:
-    """Return the processes that listen on a port, with their children.
-
-    Only processes that this user may see.
-    """
+    """Return the processes that listen on a port, with their children."""
+    # Only processes that this user may see.
     import psutil
 
     listening: Iterable[int | None] = (

@@ -63,7 +63,6 @@ def detect_host(timeout: float = 300, device: str = "") -> Host:
     On a Moore Threads host it runs with the plugin's platform class, because vLLM has none.
 
     Args:
-        timeout: Seconds.
         device: ``cuda`` or ``musa``: ask torch about this device, regardless of vLLM's choice.
 
     Raises:

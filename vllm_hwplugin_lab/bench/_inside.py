@@ -69,13 +69,8 @@ def runner_generation(runner: Any) -> str:
 
 
 def check_runner(runner: Any) -> None:
-    """Check that the runner is the one of ``VLLM_USE_V2_MODEL_RUNNER``.
-
-    A side on another runner would be measured under a wrong name.
-
-    Raises:
-        WrongRunner: The runner is another.
-    """
+    """Raise WrongRunner unless the runner is ``VLLM_USE_V2_MODEL_RUNNER``'s."""
+    # A side on another runner would be measured under a wrong name.
     setting = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     generation = runner_generation(runner)
     if setting in ("0", "1") and generation != ("V2" if setting == "1" else "V1"):
@@ -110,12 +105,9 @@ def counters(llm: Any) -> dict[str, Any]:
 
 
 def totals(metrics: Iterable[Any]) -> dict[str, Any]:
-    """Return vLLM's counts so far.
+    """Return vLLM's counts so far, from its ``get_metrics_snapshot``.
 
     ``steps`` of the scheduler, ``tokens``, ``drafts``, and ``accepted`` drafts by position.
-
-    Args:
-        metrics: From vLLM's ``get_metrics_snapshot``.
     """
     counts: dict[str, Any] = {"steps": 0, "tokens": 0, "drafts": 0, "accepted": []}
     for metric in metrics:
@@ -131,11 +123,7 @@ def totals(metrics: Iterable[Any]) -> dict[str, Any]:
 
 
 def ready_facts(llm: Any) -> dict[str, Any]:
-    """Return the facts of a new engine.
-
-    Raises:
-        WrongRunner: see :func:`check_runner`.
-    """
+    """Return the facts of a new engine; raises as :func:`check_runner`."""
     runner = model_runner(llm)
     facts = {**package_facts(), "num_gpu_blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks}
     return facts if runner is None else {**facts, **runner_facts(runner)}
@@ -156,11 +144,7 @@ def package_facts() -> dict[str, Any]:
 
 
 def runner_facts(runner: Any) -> dict[str, Any]:
-    """Return the generation and the graph modes of a model runner.
-
-    Raises:
-        WrongRunner: see :func:`check_runner`.
-    """
+    """Return a model runner's generation and graph modes; raises as :func:`check_runner`."""
     check_runner(runner)
     return {"model_runner": runner_generation(runner), "graph_modes": graph_modes(runner)}
 

@@ -45,12 +45,7 @@ _Self = TypeVar("_Self", bound="Child")
 
 
 def child_environment(extra: Mapping[str, str], metadata: Path | None = None) -> dict[str, str]:
-    """Return this process's environment, with this package importable.
-
-    Args:
-        extra: Variables on top.
-        metadata: A folder with only this package's metadata, see ``_entry_points``.
-    """
+    """Return this process's environment with this package (``metadata``: its ``_entry_points``)."""
     environment = {**os.environ, **extra}
     home = str(Path(__file__).resolve().parents[2])
     paths = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
@@ -94,11 +89,8 @@ def run_child(
 
     Args:
         module: Writes a JSON line per event to the file ANSWER, ``done`` last.
-        job: Text of the file JOB.
-        environment: Variables on top of this process's.
         timeout: Seconds until the process and its children are killed.
         patience: Most seconds between two events; the start and the end are not limited by it.
-        on_event: Called for each event.
 
     Raises:
         NoEntryPoints: vLLM cannot find the plugin in the child.
@@ -119,8 +111,6 @@ class Child:
 
     Args:
         module: Writes a JSON line per event to the file ANSWER, ``done`` last.
-        job: Text of the file JOB.
-        environment: Variables on top of this process's.
         under: A command that runs Python, such as compute-sanitizer with its options.
 
     Raises:
@@ -233,10 +223,8 @@ class Child:
 
 
 def _telling(log: Sequence[str]) -> Sequence[str]:
-    """Return the end of a log, after its last exceptions.
-
-    An engine's processes raise first, and then its caller reports at length that they have failed.
-    """
+    """Return the end of a log, after its last exceptions."""
+    # An engine's processes raise first, and then its caller reports at length that they have failed.
     above = max(len(log) - _TAIL_LINES, 0)
     causes = [line for line in log[:above] if EXCEPTION.search(line)]
     return [*causes[-_CAUSES:], *log[above:]]
@@ -247,11 +235,7 @@ class TimeIsUp(HwpluginError):
 
 
 class TimeLimit:
-    """The time limit of a run of several engines.
-
-    Args:
-        seconds: From now on; None: no limit.
-    """
+    """The time limit of a run of several engines, in seconds from now; None: no limit."""
 
     def __init__(self, seconds: float | None = None) -> None:
         self.seconds = seconds
@@ -263,13 +247,7 @@ class TimeLimit:
 
 
 class Session(Child):
-    """A child that follows commands; after a failure it ignores them.
-
-    Args:
-        on_event: Called for each event.
-        limit: Limit of all waiting.
-        under: A command that runs Python, such as compute-sanitizer with its options.
-    """
+    """A child that follows commands; after a failure it ignores them."""
 
     def __init__(
         self,

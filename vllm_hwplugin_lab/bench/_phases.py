@@ -75,12 +75,7 @@ class Phases:
 
 @contextmanager
 def timed(core: Any, runner: Any) -> Iterator[Phases]:
-    """Time the block.
-
-    Args:
-        core: vLLM's ``EngineCore``, in this process.
-        runner: its model runner, V1 or V2.
-    """
+    """Time the block in this process's ``EngineCore`` and model runner."""
     phases = Phases()
     looked_at = list(_owners(core, runner))
     taken: dict[Path, list[float]] = {}
@@ -153,10 +148,8 @@ def _methods(owners: Sequence[Any]) -> Iterator[tuple[Any, str, str]]:
 
 
 def _waiting(kind: type[Future[Any]]) -> Iterator[tuple[Any, str, str]]:
-    """Yield ``result`` of every kind of future.
-
-    A step waits there for the previous step; vLLM makes new futures in each.
-    """
+    """Yield ``result`` of every kind of future."""
+    # A step waits there for the previous step; vLLM makes new futures in each.
     if "result" in vars(kind):
         yield kind, "result", WAITING
     for derived in kind.__subclasses__():

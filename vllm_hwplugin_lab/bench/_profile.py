@@ -30,11 +30,7 @@ _RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
 
 
 class Profile:
-    """The profile of a ``profiled`` block; reading it takes time.
-
-    Args:
-        file: See :func:`profiled`.
-    """
+    """The profile of a ``profiled`` block; reading it takes time."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -101,10 +97,8 @@ def profiled(runner: Any, file: Path | None = None) -> Iterator[Profile]:
 def counts_per_step(trace: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return medians over the verify steps of a Chrome trace.
 
-    Times are in microseconds.
-
-    The GPU runs behind the host, so its busy time is not measured per step: it is the time that kernels, copies and
-    sets cover in all windows, divided by the steps.
+    Times are in microseconds. The GPU runs behind the host, so its busy time is not measured per step: it is the time
+    that kernels, copies and sets cover in all windows, divided by the steps.
     """
     spans = [e for e in trace if e.get("ph") == "X"]
     marks = sorted((e for e in spans if e.get("cat") == "user_annotation"), key=lambda e: e["ts"])

@@ -75,11 +75,7 @@ class Server:
         )
 
     def wait(self) -> None:
-        """Wait until the server answers.
-
-        Raises:
-            SystemExit: the server has ended.
-        """
+        """Wait until the server answers; raise SystemExit if it ends first."""
         while True:
             if (code := self.process.poll()) is not None:
                 raise SystemExit(f"vllm serve ended with {code}")
@@ -140,11 +136,7 @@ class RunningServer(Server):
         self.url = url
 
     def wait(self) -> None:
-        """Request /health once.
-
-        Raises:
-            OSError: the server does not answer.
-        """
+        """Request /health once; raise OSError without an answer."""
         urllib.request.urlopen(f"{self.url}/health", timeout=_ANSWER).close()
 
     def ask(self, method: str, *arguments: float) -> Any:
@@ -242,14 +234,7 @@ class InProcess(Server):
         return self._loop.run_until_complete(sending)
 
     async def request(self, request_func_input: Any, session: object, pbar: Any = None) -> Any:
-        """Send a request as vLLM's client sends one to ``/v1/completions``.
-
-        Args:
-            session: the client's HTTP session, not used.
-
-        Returns:
-            The client's ``RequestFuncOutput``.
-        """
+        """Send a request as vLLM's client does; return its ``RequestFuncOutput``."""
         from vllm import SamplingParams
         from vllm.benchmarks.lib.endpoint_request_func import RequestFuncOutput
         from vllm.sampling_params import RequestOutputKind

@@ -38,10 +38,7 @@ def engine_environment(
     """Return an engine process's variables, on top of the user's.
 
     Args:
-        device: vLLM's device type.
-        patched: With the plugin.
         extra: Overrides the rest, but does not switch features on in unpatched engines (see :func:`stock_environment`).
-        v2_runner: On Model Runner V2.
         own_process: Whether the engine core runs in its own process, as for users; else it shares the caller's, which
             can access the engine's objects.
     """

@@ -371,7 +371,6 @@ def why_not(name: str, method: str, vllm: Version, *, on_v2: bool) -> str | None
     Args:
         name: A key of `SHAPES`.
         method: A method of vLLM's speculative config, or `NO_DRAFTS`.
-        vllm: vLLM's version.
         on_v2: Also on Model Runner V2.
     """
     shape = SHAPES[name]
@@ -395,7 +394,6 @@ def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[
 
     Args:
         shape: The target. The drafter has its layer sizes, except with `draft_model`.
-        folder: The parent of both folders.
         method: `eagle3` (one layer), `dflash` (five layers), `draft_model` (Qwen3-0.6B), `mtp` or `NO_DRAFTS`.
         block: Positions that DFlash was trained on: 1 + the drafted tokens.
     """
@@ -461,9 +459,7 @@ def cache_bytes(shape: Shape, method: str, k: int, requests: int, length: int) -
     In bfloat16, with the drafter's layers.
 
     Args:
-        shape: The target.
         k: Drafted tokens per step.
-        requests: Number of requests.
         length: Tokens of each request.
     """
     draft = SHAPES[DRAFT_MODEL] if method == "draft_model" else shape

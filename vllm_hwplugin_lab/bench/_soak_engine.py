@@ -143,7 +143,6 @@ def gaps(positions: Sequence[Mapping[int, Any] | None], tokens: Sequence[int]) -
 
     Args:
         positions: vLLM's prompt logprobs: at each position the text's token and the likeliest token; None at the first.
-        tokens: The tokens at the last positions.
     """
     distances = []
     for choices, token in zip(positions[len(positions) - len(tokens) :], tokens, strict=True):

@@ -29,9 +29,6 @@ class StepKinds:
     waiting. ``seconds`` also has the time until the next step starts: scheduling, and waiting for the GPU. With
     asynchronous scheduling vLLM then waits for the previous step, so that time counts for the previous step. Time
     without requests does not count.
-
-    Args:
-        runner: vLLM's model runner.
     """
 
     def __init__(self, runner: Any) -> None:

@@ -26,11 +26,7 @@ class BenchWorker:
     model_runner: Any
 
     def hwplugin_facts(self) -> dict[str, Any]:
-        """Return the versions of this process, and the model runner's facts.
-
-        Raises:
-            WrongRunner: vLLM chose another runner than requested.
-        """
+        """Return this process's versions and :func:`runner_facts`, which may raise WrongRunner."""
         return {**package_facts(), **runner_facts(self.model_runner)}
 
     def hwplugin_steps(self) -> list[dict[str, Any]]:

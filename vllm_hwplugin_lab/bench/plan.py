@@ -178,7 +178,6 @@ def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, 
 
     Args:
         length: The synthetic acceptance length of a dummy shape.
-        checkpoints: The checkpoints of the tiny shape.
         home: Prefix of the folder for a dummy shape's config files; its parent must exist.
     """
     speculation: dict[str, Any] = {"method": case.method, "num_speculative_tokens": case.k}
@@ -210,10 +209,8 @@ def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, 
 
 
 def _put(made: Path, home: Path) -> Path:
-    """Move a folder to a name with its content's digest.
-
-    If the name exists already, the folder is not moved.
-    """
+    """Move a folder to a name with its content's digest."""
+    # If the name exists already, the folder is not moved.
     texts = {str(file.relative_to(made)): file.read_text(encoding="utf-8") for file in made.rglob("*.json")}
     digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
     target = home.with_name(f"{home.name}-{digest[:12]}")

@@ -33,9 +33,8 @@ _TABLE = 8
 def commit() -> str | None:
     """Return the source tree's commit, with ``+`` for local changes.
 
-    None: an installed wheel.
-
-    ``HWPLUGIN_BENCH_COMMIT`` overrides git: on a measuring host a copy of the tree may lie in another repository.
+    None: an installed wheel. ``HWPLUGIN_BENCH_COMMIT`` overrides git: on a measuring host a copy of the tree may lie in
+    another repository.
     """
     if named := os.environ.get("HWPLUGIN_BENCH_COMMIT"):
         return named
@@ -77,15 +76,7 @@ def put_case(
     entry: Callable[[Outcome], Any],
     **more: Any,
 ) -> None:
-    """Put a case's measurements into ``results``, or replace them.
-
-    Args:
-        results: The file's content.
-        key: Fields that identify the case.
-        sides: Side -> its outcome.
-        entry: Returns a side's entry.
-        more: More fields of the case.
-    """
+    """Put a case, identified by ``key``, into ``results``, or replace it."""
     others = [case for case in results["cases"] if any(case[name] != value for name, value in key.items())]
     entries = {side: entry(outcome) for side, outcome in sides.items()}
     results["cases"] = [*others, {**key, **more, "sides": entries, "stopped": stopped(sides.values())}]
@@ -199,11 +190,7 @@ def results_text(results: Mapping[str, Any], *, tables: bool = True) -> str:
 
 
 def read_results(text: str) -> Any:
-    """Return what :func:`results_text` was given.
-
-    Raises:
-        ValueError: The text is not JSON.
-    """
+    """Return what :func:`results_text` was given; raise ValueError for other text."""
     return json.loads(text, object_hook=_objects)
 
 

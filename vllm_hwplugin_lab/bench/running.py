@@ -68,11 +68,7 @@ class RunningSettings(LoadSettings):
 
 
 def served_by(url: str) -> tuple[str, str]:
-    """Name and checkpoint of the model that a server offers.
-
-    Raises:
-        ServerSilent: The URL does not answer as a vLLM server.
-    """
+    """Return a served model's name and checkpoint; raise ServerSilent without an answer."""
     key = os.environ.get("OPENAI_API_KEY")
     request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
@@ -162,11 +158,7 @@ def _plugin(paths: Mapping[str, Mapping[str, int]] | None, drafted: int | None) 
 
 
 def read_run(file: Path) -> dict[str, Any]:
-    """Read the results of a run.
-
-    Raises:
-        NoRun: The file cannot be read, or holds something else.
-    """
+    """Read a run's results; raise NoRun if the file has none."""
     try:
         content = read_results(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -180,10 +172,6 @@ def read_run(file: Path) -> dict[str, Any]:
 
 def same_load(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """Refuse to compare runs of different loads.
-
-    Args:
-        before: Settings of a run.
-        after: Settings of the other run.
 
     Raises:
         AnotherLoad: The loads differ; names each key with both values.
@@ -202,11 +190,7 @@ def round_sizes(run: Mapping[str, Any]) -> dict[str, int]:
 
 
 def compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Combine two runs of one load to results with two sides.
-
-    Raises:
-        AnotherLoad: The loads differ.
-    """
+    """Combine two runs to results with two sides; raises as :func:`same_load`."""
     same_load(before["settings"], after["settings"])
     runs = {BEFORE: before, AFTER: after}
     sides = {name: run["cases"][0]["sides"][SIDE] for name, run in runs.items() if run["cases"]}

@@ -196,9 +196,7 @@ def serve_job(
     Args:
         k: drafted tokens per step; 0 without drafts.
         side: one of `ALL_SIDES` or `PLUGIN_SIDES`.
-        settings: of the case.
         host: decides data type and graphs.
-        checkpoints: of the tiny shape.
         folder: existing, for the config files of a dummy shape.
     """
     options = engine_options(
@@ -272,7 +270,6 @@ def serve_measurements(
     """Return the measurements of every side.
 
     Args:
-        settings: of the case.
         prompts: of the requests; None: vLLM's client makes them.
         requests: per round, by the load's name; a trial decides for loads that are not in it.
     """
@@ -375,9 +372,6 @@ def load_entry(rounds: Sequence[Event]) -> dict[str, Any] | None:
     """Merge a load's rounds into one results entry; None without rounds.
 
     Latencies are of all requests sent in the steady part of a round (:func:`steady`).
-
-    Args:
-        rounds: events ``loaded`` of one side.
     """
     if not rounds:
         return None

@@ -49,12 +49,7 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SoakSettings(Asked):
-    """The settings of ``bench soak``.
-
-    Attributes:
-        under: A command that runs the engines.
-        time_limit: Seconds.
-    """
+    """The settings of ``bench soak``; ``time_limit`` in seconds."""
 
     method: str
     k: int
@@ -142,8 +137,6 @@ def run_soak(
     """Run the loads, and let the judge read their texts.
 
     Args:
-        jobs: Side -> its job.
-        judge: The judge's job.
         load: The command of :meth:`SoakSettings.load`.
         at_once: Run all engines at the same time, with the judge; else one after the other.
         timeout: Seconds per engine, with its start.
@@ -226,7 +219,6 @@ def failures(sides: Mapping[str, Mapping[str, Any]], settings: SoakSettings, dev
 
     Args:
         sides: Side -> its entry of the results file; an entry with an ``error`` has no counts.
-        device: vLLM's device type.
     """
     ran = {name: side for name, side in sides.items() if side["error"] is None}
     lines = [f"{name}: {side['error']}" for name, side in sides.items() if name not in ran]

@@ -63,10 +63,9 @@ class Row:
     def ratio(self, side: str = "patched", over: str = "stock") -> float | None:
         """Return tokens/s of ``side`` / tokens/s of ``over``, at best rounds.
 
-        None: they cannot be compared.
-
-        With synthetic acceptance it is the ratio of step times, because acceptance is random and equal in the long run.
-        The best of more rounds is better by chance, so a side with fewer rounds is not compared.
+        None: they cannot be compared. With synthetic acceptance it is the ratio of step times, because acceptance is
+        random and equal in the long run. The best of more rounds is better by chance, so a side with fewer rounds is
+        not compared.
         """
         measured, baseline = self.sides.get(side), self.sides.get(over)
         if measured is None or baseline is None or measured["rounds"] != baseline["rounds"]:
@@ -330,10 +329,8 @@ def _rounds(load: Mapping[str, Any]) -> list[float]:
 
 
 def _apart(rounds: Sequence[float]) -> float:
-    """Return the largest ratio between rounds.
-
-    Infinite if a round has no result.
-    """
+    """Return the largest ratio between rounds."""
+    # Infinite if a round has no result.
     return max(rounds) / min(rounds) if min(rounds) else math.inf
 
 

@@ -104,11 +104,8 @@ def measure_in_turn(
         rounds: Rounds of each measurement and side.
         at_once: Start the engines at the same time; else one after the other, because they measure free memory.
         timeout: Seconds for a start, and for each answer.
-        limit: Limit of the run.
         rest: Seconds between turns, see :func:`rest_between_turns`.
         module: Module of the engines' processes.
-        on_event: Called with each event of an engine.
-        keep: Called after each round with the result so far.
     """
     limit = limit or TimeLimit()
     with ended_by_sigterm(), ExitStack() as stack:
@@ -212,9 +209,8 @@ class _Run:
     def so_far(self, stopped: str) -> dict[str, Outcome]:
         """Return the results so far, with rounds that all sides have.
 
-        A side that has failed keeps its error. Profiles are included.
-
-        The plugin's decisions are also included, because an early end needs them too.
+        A side that has failed keeps its error. Profiles are included. The plugin's decisions are also included, because
+        an early end needs them too.
         """
         outcomes = {}
         for side, job in self._jobs.items():
@@ -243,12 +239,7 @@ class _Run:
 
 
 def launch(job: Job, *, timeout: float, on_event: Callable[[Event], None] = lambda event: None) -> Outcome:
-    """Run one ``LLM``: every round of all workloads of a job.
-
-    Args:
-        timeout: Seconds for the start, and for each round.
-        on_event: Called with each event.
-    """
+    """Run a job's rounds; ``timeout`` in seconds per start and round."""
     outcome = measure_in_turn(
         {"": job},
         of_workloads({"": job}),

@@ -98,10 +98,8 @@ def _end_by(both: Mapping[str, Any]) -> None:
 def _settings(
     context: typer.Context, url: str, before: Mapping[str, Any] | None
 ) -> tuple[running.RunningSettings, list[serving.Prompt]]:
-    """Return the settings of this run, and the prompts of its file.
-
-    Options that are not given have the values of the run before.
-    """
+    """Return the settings of this run, and the prompts of its file."""
+    # Options that are not given have the values of the run before.
     asked = context.params | {name: context.params[name] or [value] for name, value in _DEFAULTS.items()}
     client = tuple(context.args)
     if before is not None:

@@ -247,11 +247,7 @@ def _check_served(
     acceptance_length: float | None,
     k: list[int] | None,
 ) -> None:
-    """Check that the options define what the servers serve.
-
-    Raises:
-        typer.BadParameter: they do not.
-    """
+    """Check that the options define what the servers serve."""
     if method is None:
         raise typer.BadParameter("missing; name a method, or a running server with --url", param_hint="--method")
     known([method], tuple(serving.METHODS), "--method")

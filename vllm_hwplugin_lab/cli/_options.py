@@ -26,14 +26,11 @@ _UsageError: Any = typer.BadParameter.__base__
 def grouped(groups: Mapping[str, Sequence[str]], *examples: str, base: type[Any] = TyperCommand) -> type[Any]:
     """Return a class of command whose help has groups and examples.
 
-    The help shows whole option names at any width.
-
-    Its `typer.Typer` has ``rich_markup_mode=None``, because rich's help cuts long names.
+    The help shows whole option names at any width. Its `typer.Typer` has ``rich_markup_mode=None``, because rich's help
+    cuts long names.
 
     Args:
         groups: Heading -> names of its parameters; the rest are "Options".
-        examples: Command lines.
-        base: typer's class.
     """
     headings = {name: heading for heading, names in groups.items() for name in names}
 
@@ -79,11 +76,7 @@ def runs(name: str, command: Callable[..., None] | typer.Typer, *examples: str) 
 
 
 def writable_file(file: Path | None) -> Path | None:
-    """Return an option's file if it can be written.
-
-    Raises:
-        typer.BadParameter: The file cannot be written.
-    """
+    """Return an option's file; raise typer.BadParameter if it cannot be written."""
     try:
         return file and writable(str(file))
     except argparse.ArgumentTypeError as error:
@@ -104,11 +97,7 @@ def console_for(json_file: Path | None) -> Console:
 
 
 def known(values: list[str], good: tuple[str, ...], option: str) -> list[str]:
-    """Return ``values`` if all of them are among ``good``.
-
-    Raises:
-        typer.BadParameter: A value is not.
-    """
+    """Return ``values``; raise typer.BadParameter unless all are among ``good``."""
     for value in values:
         if value not in good:
             raise typer.BadParameter(f"{value!r}; choose from {', '.join(good)}", param_hint=option)
@@ -116,11 +105,7 @@ def known(values: list[str], good: tuple[str, ...], option: str) -> list[str]:
 
 
 def pairs(values: Iterable[str], option: str) -> dict[str, str]:
-    """Return ``KEY=VAL`` options as a dictionary.
-
-    Raises:
-        typer.BadParameter: A value has no key or no equals sign.
-    """
+    """Return ``KEY=VAL`` options as a dictionary; raise typer.BadParameter for others."""
     settings = {}
     for value in values:
         name, equals, setting = value.partition("=")
@@ -131,11 +116,7 @@ def pairs(values: Iterable[str], option: str) -> dict[str, str]:
 
 
 def arguments(values: Iterable[str], option: str) -> dict[str, Any]:
-    """Return ``KEY=VAL`` options as arguments; values may be JSON.
-
-    Raises:
-        typer.BadParameter: A value has no key or no equals sign.
-    """
+    """Return ``KEY=VAL`` options, values as JSON or text; raise as `pairs`."""
     settings: dict[str, Any] = {}
     for name, text in pairs(values, option).items():
         try:
@@ -158,7 +139,6 @@ def settings_of(kind: type[_Settings], context: typer.Context, **more: Any) -> _
     Fields have the parameters' names; a list loses repeated values.
 
     Args:
-        kind: The dataclass.
         more: Overrides the parameters.
     """
     once = {

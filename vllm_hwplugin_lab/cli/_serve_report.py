@@ -26,11 +26,7 @@ _NOTHING_SHARED = "no load has the same number of rounds before and after"
 
 
 def show(results: Mapping[str, Any], console: Console, html: Path | None) -> bool:
-    """Print tables and verdicts of all measured sides, and write the page.
-
-    Returns:
-        Whether any side was measured.
-    """
+    """Print tables and verdicts, write the page; return whether anything was measured."""
     verdicts = list(of_loads(results))
     groups = list(serving.groups(results))
     for name, loads in groups:

@@ -66,11 +66,7 @@ TimeLimitOption = Annotated[
 
 
 def asked_sides(side: Sequence[str] | None, good: tuple[str, ...] = _MORE) -> tuple[str, ...]:
-    """Return the sides that ``--side`` names; empty: not given.
-
-    Raises:
-        typer.BadParameter: A side is not among ``good``.
-    """
+    """Return the sides of ``--side``; raise typer.BadParameter for unknown ones."""
     return tuple(known(list(dict.fromkeys(side or ())), good, "--side"))
 
 
@@ -141,12 +137,9 @@ class InTurn:
     """The shared state of all cases of a command.
 
     Attributes:
-        bar: Shows progress, and why an engine failed.
         results: Written after each round, except to standard output.
-        json_file: The results' file.
         rounds: Rounds of each measurement and side.
         timeout: Seconds for a start, and for each measurement.
-        limit: Limit of the whole command.
         module: Module of the engines' processes.
     """
 
@@ -159,19 +152,14 @@ class InTurn:
     module: str = SERVING
 
     def write(self) -> None:
-        """Write the results, except to standard output.
-
-        Raises:
-            OutputError: The file cannot be written.
-        """
+        """Write the results, except to standard output; raises OutputError."""
         if self.json_file is not None and self.json_file != STANDARD_OUTPUT:
             write_text(results_text(self.results), self.json_file)
 
     def end(self, console: Console, show: Callable[[Mapping[str, Any], Console], bool]) -> None:
         """Write and show the results, and exit by the failures.
 
-        Args:
-            show: Prints the results; returns whether they hold a figure.
+        ``show`` prints the results, and returns whether they hold a figure.
         """
         if self.json_file == STANDARD_OUTPUT:
             write_text(results_text(self.results), self.json_file)
@@ -192,8 +180,6 @@ class InTurn:
         """Measure a case.
 
         Args:
-            jobs: Side -> its job.
-            label: Name of the case.
             total: Number of events, for the bar.
             at_once: See :func:`..bench.measure_in_turn`.
             add: Puts the measurements so far into the results, replacing earlier ones.

@@ -221,10 +221,8 @@ def _with_traces(job: Job, folder: Path) -> Job:
 
 
 def _phase_table(entry: Mapping[str, Any]) -> Table:
-    """Return a table of host time per step by phase.
-
-    Times are in microseconds; the parts of a phase stand below it.
-    """
+    """Return a table of host time per step by phase."""
+    # Times are in microseconds; the parts of a phase stand below it.
     busy = entry["profile"].get("gpu_busy_ms")
     gpu = f", GPU busy {busy:.2f} ms" if busy else ""
     title = f"{entry['shape']} {entry['method']} k={entry['k']}, {entry['side']}, batch {entry['batch']}"

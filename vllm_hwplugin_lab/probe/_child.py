@@ -108,10 +108,8 @@ def chosen(names: Sequence[str]) -> tuple[dict[str, type[Any]], dict[str, str]]:
 
 
 def _usable() -> tuple[dict[str, type[Any]], dict[str, str]]:
-    """Return `chosen` for all backends of this host.
-
-    The key of a class that replaces vLLM's is ``module.Class``.
-    """
+    """Return `chosen` for all backends of this host."""
+    # The key of a class that replaces vLLM's is `module.Class`.
     classes: dict[str, type[Any]] = {}
     broken: dict[str, str] = {}
     for member, head_size, dtype in product(AttentionBackendEnum, _HEAD_SIZES, _DTYPES):

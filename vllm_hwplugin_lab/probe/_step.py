@@ -26,10 +26,8 @@ class Step:
     batch's metadata; it reaches the graph only through the builder's persistent buffers.
 
     Args:
-        layer: The layer, with its cache.
         case: A batch of that size, or a case with a ``graph``.
         columns: Columns of the widest block table.
-        place: The device.
 
     Raises:
         Exception: The backend cannot be captured.
@@ -78,10 +76,8 @@ class Step:
         return self._output[: case.num_tokens].clone()
 
     def _dummy(self, case: Case) -> Any:
-        """Return metadata of a dummy batch with the bounds of any batch.
-
-        The batch has no context and no slots.
-        """
+        """Return metadata of a dummy batch with the bounds of any batch."""
+        # The batch has no context and no slots.
         dummy = dataclasses.replace(case, requests=tuple(Request(query, 0) for query in case.graph), padding=0)
         self._slots.fill_(-1)
         bounds = {"max_query_len": announced(case, self._layer.config), "max_seq_len": MAX_MODEL_LEN}
@@ -130,7 +126,6 @@ def capture(build: Callable[[], Any], step: Callable[[Any], None]) -> Callable[[
 
     Args:
         build: Makes the metadata of a run, outside of the graph.
-        step: The step to capture.
     """
     step(build())
     torch.cuda.synchronize()

@@ -47,9 +47,8 @@ def device() -> Any:
 def measured(case: Case, inputs: Inputs, output: Any, quantized_query: bool) -> Measure:
     """Measure an output against the case's meaning in this vLLM.
 
-    If the meaning is ambiguous, the better fit counts.
-
-    A sliding window in non-causal attention reaches to both sides; in vLLM's FlashAttention before 0.24.0 only back.
+    If the meaning is ambiguous, the better fit counts. A sliding window in non-causal attention reaches to both sides;
+    in vLLM's FlashAttention before 0.24.0 only back.
     """
     if case.sliding_window is None or case.causal:
         return measure(case, inputs, output, quantized_query=quantized_query)

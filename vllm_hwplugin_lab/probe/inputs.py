@@ -82,7 +82,6 @@ def poison(cache: Any, seed: int) -> None:
 
     Args:
         cache: Floats, or bytes of a float8 format.
-        seed: Seed of the values.
     """
     source = torch.Generator(cache.device).manual_seed(seed)
     options = {"generator": source, "device": cache.device}

@@ -124,10 +124,8 @@ def _sdpa(case: Case, inputs: Inputs, request: Request, query: Any, key: Any, va
 
 
 def _bias(case: Case, inputs: Inputs, request: Request, dtype: Any, device: Any) -> Any:
-    """Return the scores' bias, ``[1 or num_heads, query, total]``.
-
-    Minus infinity: masked.
-    """
+    """Return the scores' bias, ``[1 or num_heads, query, total]``."""
+    # Minus infinity: masked.
     asks = torch.arange(request.context, request.total, device=device)[:, None]
     asked = torch.arange(request.total, device=device)[None]
     hidden = torch.zeros(request.query, request.total, dtype=torch.bool, device=device)

@@ -136,9 +136,6 @@ def carry_all(change: Change, sources: Iterable[Source], *, hints: bool = True) 
     A version after one that has the change most likely has it in another form, or reverted it. If the change would fit
     there, it is refused for a person to check, unless the diff was made from exactly that text.
 
-    Args:
-        hints: As for `carry`.
-
     Raises:
         HwpluginError: A source cannot be read.
     """

@@ -205,10 +205,8 @@ def _plain(path: str) -> str:
 
 
 def _not_carried(path: str, source: str, target: str, hunks: list[Hunk]) -> tuple[str, ...] | None:
-    """Return why a file cannot be carried, and a way out.
-
-    None: it can be carried. The way out is missing if vLLM runs the same without the file.
-    """
+    """Return why a file cannot be carried, and a way out."""
+    # None: it can be carried. The way out is missing if vLLM runs the same without the file.
     old = _plain(source)
     if not old.startswith(PACKAGE) and not path.startswith(PACKAGE):
         return (f"outside {PACKAGE}",)

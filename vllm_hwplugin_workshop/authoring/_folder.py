@@ -112,11 +112,7 @@ def check_catalogue(folder: Path, *, gate: str | None) -> None:
 
 
 def new_folder(catalogue: Path, name: str) -> Path:
-    """Return the folder for a new feature.
-
-    Raises:
-        ChangeError: The name is invalid or taken.
-    """
+    """Return a new feature's folder; raise ChangeError for an invalid name."""
     if not name or slug(name) != name:
         better = slug(name) or "NAME"
         raise ChangeError(f"{name!r}: expected a name of lower-case letters, digits and hyphens; use --id {better}")
@@ -199,11 +195,7 @@ def _with_versions(folder: Path, had: Versions, versions: str) -> str:
 
 
 def put_back(catalogue: Path) -> list[str]:
-    """Restore features that a killed command had moved aside; return their names.
-
-    Raises:
-        ChangeError: The catalogue cannot be written.
-    """
+    """Restore features that a killed command moved aside; may raise ChangeError."""
     if not (catalogue / outside.MANIFEST).is_file() and not any(catalogue.glob(f"*/{FEATURE}")):
         return []
     with _locked(catalogue) as names:
@@ -212,10 +204,8 @@ def put_back(catalogue: Path) -> list[str]:
 
 @contextmanager
 def _locked(catalogue: Path) -> Iterator[list[str]]:
-    """Lock a catalogue, and restore features that were moved aside.
-
-    A killed command leaves such features.
-    """
+    """Lock a catalogue, and restore features that were moved aside."""
+    # A killed command leaves such features.
     try:
         descriptor = os.open(catalogue, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -128,11 +128,7 @@ def _makes(diff: FileDiff, edited: Edited) -> bool:
 
 
 def carry_again(made: Carried, sources: Iterable[Source]) -> list[Carried]:
-    """Apply one version's edits to other versions.
-
-    Raises:
-        HwpluginError: A source cannot be read.
-    """
+    """Apply one version's edits to other versions; raises as `carry`."""
     steps = tuple(Step(make_diff(path, edited)) for path, edited in made.files.items() if edited.edits)
     return carry_all(Change("", made.label, "", steps), sources)
 
@@ -165,10 +161,8 @@ class _Span(NamedTuple):
 
 
 def _together(edits: Sequence[Edit], around: Sequence[int], length: int) -> list[_Span]:
-    """Group edits into hunks; edits with overlapping context share a hunk.
-
-    `around` has the lines of context of each edit.
-    """
+    """Group edits into hunks; edits with overlapping context share a hunk."""
+    # `around` has the lines of context of each edit.
     spans: list[_Span] = []
     for index, (edit, lines) in enumerate(zip(edits, around, strict=True)):
         new = _Span(max(edit.start - lines, 0), min(edit.end + lines, length), (index,))
@@ -214,10 +208,8 @@ def render(diffs: Iterable[FileDiff]) -> str:
 
 
 def _name(path: str) -> str:
-    """Return a diff's file name, such as `worker-utils.diff`.
-
-    A package has its folder's name.
-    """
+    """Return a diff's file name, such as `worker-utils.diff`."""
+    # A package has its folder's name.
     parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
     return "-".join(parts[-2:]).replace("_", "-") + ".diff"
 

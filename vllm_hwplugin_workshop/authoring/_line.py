@@ -44,9 +44,7 @@ class Line:
     def text(self, held: Collection[int], among: Collection[int] | None = None) -> str:
         """Return a range with these intervals and no other of `among`.
 
-        None: all intervals.
-
-        The range may hold versions outside `among`. It is empty if all of `among` are held.
+        None: all intervals. The range may hold versions outside `among`. It is empty if all of `among` are held.
         """
         order = sorted(range(len(self._points)) if among is None else among)
         parts: list[str] = []

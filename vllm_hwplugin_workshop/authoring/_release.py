@@ -37,8 +37,6 @@ def carry_catalogue(
     """Give a release the previous release's hunks if they fit exactly.
 
     Args:
-        folder: The catalogue's folder.
-        source: The text of the release.
         version: A version of `SUPPORTED`, not the first.
 
     Returns:
@@ -118,10 +116,6 @@ def read_texts(folder: Path) -> Table:
 
 
 def write_texts(folder: Path, table: Mapping[str, Mapping[str, str | None]]) -> None:
-    """Write a catalogue's table of texts.
-
-    Raises:
-        ChangeError: The file cannot be written.
-    """
+    """Write a catalogue's table of texts; raise ChangeError if that fails."""
     lines = [textwrap.fill(f"{json.dumps(path)}: {json.dumps(texts)}", 120) for path, texts in table.items()]
     write(folder / TEXTS, "{\n" + ",\n".join(lines) + "\n}\n")

@@ -71,7 +71,6 @@ def open_tree(
 
     Args:
         folder: A new or empty folder.
-        more: More files of that version to edit.
         about: The texts of a new feature; None: the feature exists.
 
     Raises:

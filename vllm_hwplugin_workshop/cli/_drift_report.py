@@ -117,7 +117,6 @@ def check(
     Args:
         catalogue: Features of the source's distribution.
         chosen: Features to report; the rest of `catalogue` only counts for conflicts. None: all.
-        ahead: See :class:`TargetReport`.
         released: Returns the text of a version of `SUPPORTED`. None: do not read other versions.
     """
     chosen = catalogue if chosen is None else chosen
@@ -167,11 +166,8 @@ def _known(version: str) -> Version | None:
 def _tried(
     feature: Feature, source: Source, unlisted: FeatureVerdict, *, is_ahead: bool
 ) -> tuple[FeatureVerdict, bool]:
-    """Try the best hunks on an unlisted version; return whether they fit.
-
-    Args:
-        is_ahead: Try only the newest hunks: whether older hunks fit tells nothing about a newer vLLM.
-    """
+    """Try the best hunks on an unlisted version; return whether they fit."""
+    # Ahead, try only the newest hunks: whether older hunks fit tells nothing about a newer vLLM.
     candidates = told_apart(feature)[: 1 if is_ahead else None]
     trials = [(version, evaluate_as(feature, source, version)) for version in candidates]
     # By share of hunks that do not fit, because versions have different numbers of hunks.
@@ -186,12 +182,9 @@ def _tried(
 
 
 def _in_another_form(feature: Feature, source: Source, released: Callable[[str], Source]) -> str:
-    """Return why a build between two releases does not need a feature.
-
-    Empty if it may need the feature, which the earlier release needs.
-
-    The later release does not need the feature, and where a hunk does not fit, the build has the later release's lines.
-    """
+    """Return why a build between two releases does not need a feature."""
+    # Empty if it may need the feature, which the earlier release needs. The later release does not need the feature,
+    # and where a hunk does not fit, the build has the later release's lines.
     version = _known(source.version)
     if version is None or feature.distribution != VLLM:
         return ""

@@ -105,7 +105,6 @@ class Index:
     Args:
         config: The indexes; None: pip's configuration, read at first use.
         cache: The cache's folder; None: the user's cache folder.
-        retries: Retries of a request.
 
     Attributes:
         notes: Notes for the user on how the answers came about (the keys; values are None).
@@ -227,7 +226,6 @@ class IndexSource:
     Args:
         version: A PEP 440 version.
         index: The index; None: the indexes of the user's pip.
-        project: `vllm`, or another distribution.
 
     Raises:
         SourceError: See `Index.release`.
@@ -310,10 +308,8 @@ class IndexSource:
             self._index.notes[f"{self._folder}: downloads are not cached ({error.strerror or error})"] = None
 
     def _of_wheel(self, read: Callable[[zipfile.ZipFile], Out]) -> Out:
-        """Return `read(wheel)`, and retry after a damaged answer.
-
-        A retry opens the wheel over a new connection.
-        """
+        """Return `read(wheel)`, and retry after a damaged answer."""
+        # A retry opens the wheel over a new connection.
         from ._remote import Damaged, network, new_session, open_remote, read_again
 
         def once() -> Out:

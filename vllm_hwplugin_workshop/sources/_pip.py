@@ -48,11 +48,7 @@ def parse_config(listing: str) -> PipConfig:
 
 
 def pip_config() -> PipConfig:
-    """Read pip's configuration: this interpreter's, else the path's.
-
-    Raises:
-        IndexUnreachable: pip rejects its own configuration.
-    """
+    """Read this interpreter's or the path's pip configuration; raise IndexUnreachable if rejected."""
     for command in ([sys.executable, "-m", "pip"], ["pip"]):
         try:
             done = subprocess.run([*command, "config", "list"], capture_output=True, text=True, check=False)

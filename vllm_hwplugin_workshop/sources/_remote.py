@@ -194,9 +194,6 @@ def open_remote(url: str, label: str, session: requests.Session) -> zipfile.ZipF
 
     The directory has no checksum, so two requests read it, and both answers must agree.
 
-    Args:
-        label: The wheel's name for messages.
-
     Raises:
         Damaged: The answer is damaged or not a zip archive.
         IndexUnreachable: No answer, or no support of ranges.

@@ -24,11 +24,7 @@ logger = logging.getLogger("vllm.hwplugin")
 
 
 def distribution_of(target: str, others: Collection[str]) -> str:
-    """Return a target's distribution: one of `others`, else vLLM.
-
-    Args:
-        others: Distribution names, normalized as in PEP 503.
-    """
+    """Return a target's distribution: one of `others` (normalized), else vLLM."""
     asked = _from_index(target, VLLM)
     name = asked[0] if asked is not None else Path(target).name.partition("-")[0] if target.endswith(".whl") else ""
     canonical = canonicalize_name(name)
@@ -98,10 +94,8 @@ def open_installed(distribution: str = VLLM, features: Iterable[Feature] = ()) -
 
 
 def _from_index(target: str, distribution: str) -> tuple[str, str] | None:
-    """Return project and version of a release, or None.
-
-    A bare version means `distribution`.
-    """
+    """Return project and version of a release, or None."""
+    # A bare version means `distribution`.
     if is_version(target):
         return distribution, str(Version(target))
     try:

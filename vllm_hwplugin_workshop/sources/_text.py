@@ -52,12 +52,8 @@ def one_line(error: BaseException) -> str:
 
 
 def _version(metadata: Iterable[str], module: str | None) -> str | None:
-    """Return vLLM's version from its metadata, else from its `_version.py`.
-
-    pip reads the metadata.
-
-    Anything that is not a PEP 440 version counts as absent.
-    """
+    """Return vLLM's version from its metadata, else from its `_version.py`."""
+    # pip reads the metadata. Anything that is not a PEP 440 version counts as absent.
     stated = [HeaderParser().parsestr(text).get("Version") for text in metadata]
     for candidate in filter(None, [*stated, stated_version(module or "")]):
         try:

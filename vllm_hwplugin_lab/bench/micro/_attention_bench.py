@@ -62,11 +62,7 @@ class Batch:
 
 
 class Pool:
-    """Keys and values for all cases: every batch reads blocks of the same two buffers.
-
-    Args:
-        elements: Elements of the keys.
-    """
+    """Keys and values for all cases: every batch reads blocks of the same two buffers."""
 
     def __init__(self, elements: int, device: Any, seed: int) -> None:
         self.elements = elements
@@ -117,12 +113,7 @@ def pool_elements(timer: Timer, keys: Sequence[str]) -> int:
 
 
 class AttentionBench:
-    """Measure cells over one pool of keys and values.
-
-    Args:
-        pool_elements: Elements of the pool's keys; larger cases are refused.
-        kernels: Kernels by name.
-    """
+    """Measure cells over a pool of ``pool_elements`` keys; larger cases are refused."""
 
     def __init__(
         self, timer: Timer, copies: Copies, seed: int, pool_elements: int, kernels: Mapping[str, Prepare]

@@ -123,9 +123,8 @@ _PREFILL_KERNELS = (OURS, OURS_TRITON, SDPA, SDPA_REPEATED, TRITON, FA4, FLEX)
 def plan() -> tuple[Cell, ...]:
     """Return all cells, the most important first.
 
-    A run at its time limit drops the end.
-
-    The kernels of a case are adjacent, so that a changing clock affects them equally.
+    A run at its time limit drops the end. The kernels of a case are adjacent, so that a changing clock affects them
+    equally.
     """
     prefill = product(PREFILL, _PREFILL_KERNELS)
     prefill_256 = product(PREFILL_256, (FA3,))

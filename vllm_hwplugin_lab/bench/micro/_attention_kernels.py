@@ -82,10 +82,9 @@ def sdpa(batch: Batch, *, repeated: bool) -> Call:
 def flex(batch: Batch) -> Call:
     """Prepare FlexAttention, compiled as in vLLM's FLEX_ATTENTION backend.
 
-    It has the backend's block sizes and kernel options.
-
-    The backend masks the whole paged cache; here the tokens are contiguous, so the kernel needs no block table. The
-    backend also copies the result into the layer's output, which is not measured.
+    It has the backend's block sizes and kernel options. The backend masks the whole paged cache; here the tokens are
+    contiguous, so the kernel needs no block table. The backend also copies the result into the layer's output, which is
+    not measured.
     """
     case = batch.case
     if set(case.lengths) != {case.query}:

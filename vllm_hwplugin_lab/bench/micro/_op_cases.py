@@ -60,11 +60,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class OpCase:
-    """An operation on a shape.
-
-    Attributes:
-        arguments: In the schema's order; values that are not an ``Operand`` are passed unchanged.
-    """
+    """An operation on a shape; ``arguments`` in the schema's order, other than ``Operand`` passed unchanged."""
 
     op: str
     shape: str

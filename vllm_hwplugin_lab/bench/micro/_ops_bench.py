@@ -32,11 +32,7 @@ class OpsBench:
         self._choice = torch.Generator().manual_seed(seed)
 
     def measure(self, kernel: str, key: str) -> dict[str, Any]:
-        """Measure the time and the parity of a cell.
-
-        Raises:
-            Missing: Plugin or vLLM has no kernel for the operation.
-        """
+        """Measure a cell's time and parity; raise Missing without a kernel."""
         case = cases.CASES[key]
         run = implementation(kernel, case.op)
         count = self._timer.sets(case.bytes_moved, _ROOM)
@@ -59,13 +55,7 @@ def reference(op: str) -> Callable[..., Any]:
 
 
 def implementation(kernel: str, op: str) -> Callable[..., Any]:
-    """Return the plugin's or vLLM's operation.
-
-    This may build the plugin's kernel.
-
-    Raises:
-        Missing: The operation has no kernel there.
-    """
+    """Return the plugin's (which may build it) or vLLM's operation; raises Missing."""
     if kernel != cases.OURS:
         needed("vllm._custom_ops")
         for namespace in _NAMESPACES:

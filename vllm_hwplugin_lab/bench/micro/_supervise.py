@@ -48,11 +48,7 @@ class Refused(HwpluginError):
 
 
 def needed(module: str) -> Any:
-    """Import a rival's module.
-
-    Raises:
-        Missing: The import fails.
-    """
+    """Import a rival's module; raise Missing if that fails."""
     try:
         return importlib.import_module(module)
     except Exception as error:  # an incompatible extension raises any error
@@ -83,7 +79,6 @@ def supervise(
         job: The job of every child, without its cells and its time.
         seconds: Limit of the run: later cells are not run.
         limit: Seconds per cell, with compilation.
-        keep: Called after each cell with the result so far.
     """
     end, left, crashes = clock() + seconds, list(todo), Counter[str]()
     outcomes: list[dict[str, Any]] = []

@@ -32,11 +32,7 @@ LARGE = 2 << 30
 
 
 class Timer:
-    """Graphs and events of a device.
-
-    Args:
-        device: A device of type ``cuda`` or ``musa``.
-    """
+    """Graphs and events of a device of type ``cuda`` or ``musa``."""
 
     def __init__(self, device: Any) -> None:
         self.device = device
