@@ -175,7 +175,7 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
             if not supports(value):
                 raise ValueError(f"FLASH_ATTN on MUSA does not support {name} {value}; use TRITON_ATTN")
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
-            raise ValueError(f"sinks have shape {tuple(sinks.shape)}, expected ({num_heads},), one per head")
+            raise ValueError(f"sinks have shape {tuple(sinks.shape)}, expected one for each head: ({num_heads},)")
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_size = head_size
