@@ -149,6 +149,11 @@ def test_own_name_wins_over_its_alias_and_says_so_where_that_says_something_else
     assert (found.conflict or " ").isprintable(), "one line, whatever it holds"
 
 
+def test_strict_mode_in_a_wrong_word_lets_nothing_pass() -> None:
+    assert gates.Settings({gates.STRICT: "perhaps"}).demanded
+    assert not gates.Settings({gates.STRICT: "0"}).demanded
+
+
 def test_a_misspelt_gate_is_found_with_the_name_that_was_meant() -> None:
     environ = {"VLLM_HWPLUGIN_DRAFT_FUL_GRAPH": "off", GRAPH.name: "on", gates.FINGERPRINT: "abc", "VLLM_USE_V1": "1"}
     (line,) = settings_of(environ).unknown()
