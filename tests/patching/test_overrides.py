@@ -4,11 +4,22 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.patching import Catalogue, Feature, Status, evaluate, load_catalogue, make_plan
+from vllm_hwplugin.patching import (
+    SUPPORTED,
+    Catalogue,
+    CatalogueError,
+    Feature,
+    Source,
+    Status,
+    evaluate,
+    load_catalogue,
+    make_plan,
+)
 from vllm_hwplugin.patching._model import Overridden, Relied, blob_of
 from vllm_hwplugin.patching._overrides import misfits
 from vllm_hwplugin.versions import Versions
@@ -171,8 +182,6 @@ def test_overrides_are_read_from_the_catalogue(project: Project) -> None:
     ],
 )
 def test_overrides_that_are_not_well_formed_are_refused(project: Project, old: str, new: str, said: str) -> None:
-    from vllm_hwplugin.patching import CatalogueError
-
     assert old in MORE
     project.feature("one", {"vllm/v1/alpha.py": [("LIMIT = 3", "LIMIT = 4")]}, more=MORE.replace(old, new))
     with pytest.raises(CatalogueError) as error:
@@ -202,3 +211,38 @@ def test_a_catalogue_from_outside_may_override(project: Project, tmp_path: Path)
         project.feature(name, edit, gate=None, catalogue=folder, versions=">=0.32,<0.33", more=more)
     code = "print({name: item['state'] for name, item in install().features.items()})"
     assert project.run(code, VLLM_HWPLUGIN_PATCHES=str(folder)) == "{'acme/fits': 'live', 'acme/not': 'refused'}\n"
+
+
+RUNNER = "vllm/v1/worker/gpu/model_runner.py"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "refused"),
+    [
+        (
+            "    def get_model(",
+            "    def peek(self):\n        return self.sample(None, None, None)\n\n    def get_model(",
+            1,
+        ),
+        (
+            "        self.postprocess_sampled(\n",
+            "        if self.fast:\n            return\n        self.sample_tokens(\n",
+            1,
+        ),
+        ("    def sample(\n        self,\n", "    def sample(\n        self,\n        logits,\n", 1),
+        # Lines that move between the calls are no trouble.
+        ("        assert hidden_states is not None\n", "        assert hidden_states is not None\n        more()\n", 0),
+    ],
+)
+def test_a_release_that_calls_what_is_overridden_in_another_way_is_told(
+    vllm_tree: Callable[[str], Source], old: str, new: str, refused: bool
+) -> None:
+    """Each hunk fits all of them, and what a graph would answer is not what vLLM asks for."""
+    tree, feature = vllm_tree(SUPPORTED[-1]), load_catalogue().feature("v2-tail-graph")
+    assert feature is not None
+    texts = {path: text for path in feature.paths if (text := tree.read(path)) is not None}
+    assert evaluate(feature, Memory(texts, tree.version)).status is Status.APPLIES
+    assert old in texts[RUNNER]
+    texts[RUNNER] = texts[RUNNER].replace(old, new, 1)
+    verdict = evaluate(feature, Memory(texts, tree.version))
+    assert verdict.status is (Status.OTHER_CLASS if refused else Status.APPLIES), verdict

@@ -15,33 +15,35 @@ from ._model import Overridden
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def misfits(item: Overridden, module: ast.Module) -> Iterator[str]:
-    """Yield each way in which a module's class differs from what `item` declares."""
-    classes = [node for node in ast.walk(module) if isinstance(node, ast.ClassDef) and node.name == item.owner]
+def misfits(override: Overridden, module: ast.Module) -> Iterator[str]:
+    """Yield how a module's class differs from the declared one."""
+    classes = [node for node in ast.walk(module) if isinstance(node, ast.ClassDef) and node.name == override.owner]
     if len(classes) != 1 or classes[0] not in module.body:
-        yield f"{item.path} has {len(classes)} classes {item.owner}, expected one at module level"
+        yield f"{override.path} has {len(classes)} classes {override.owner}, expected one at module level"
         return
     (owner,) = classes
     # An override makes a subclass, or another class than the body means.
-    named = [node for node in ast.walk(module) if isinstance(node, ast.Name) and node.id == item.owner]
+    named = [node for node in ast.walk(module) if isinstance(node, ast.Name) and node.id == override.owner]
     if not {*named}.isdisjoint(ast.walk(owner)):
-        yield f"{item.owner} names itself"
+        yield f"{override.owner} names itself"
     if any(isinstance(node.ctx, ast.Store) for node in named):
-        yield f"{item.path} gives the name {item.owner} to something else, too"
+        yield f"{override.path} gives the name {override.owner} to something else, too"
     functions = [node for node in owner.body if isinstance(node, _Function)]
-    for name, expected in item.methods.items():
-        yield from (f"{item.owner}.{name} {trouble}" for trouble in _changed(name, expected, functions))
-    yield from (f"{item.owner} has no {name}" for name in item.calls if name not in {node.name for node in functions})
-    watched = {f"self.{name}" for name in item.methods} | {
-        name for calls in item.calls.values() for name in _all(calls)
+    for name, expected in override.methods.items():
+        yield from (f"{override.owner}.{name} {trouble}" for trouble in _changed(name, expected, functions))
+    yield from (
+        f"{override.owner} has no {name}" for name in override.calls if name not in {node.name for node in functions}
+    )
+    watched = {f"self.{name}" for name in override.methods} | {
+        name for calls in override.calls.values() for name in _all(calls)
     }
     for node in owner.body:
         name = node.name if isinstance(node, _Function) else "the class body"
-        expected_calls = item.calls.get(name, ())
+        expected_calls = override.calls.get(name, ())
         calls = _uses(node, watched)
-        if name not in item.also and not _alike(calls, expected_calls):
+        if name not in override.also and not _alike(calls, expected_calls):
             yield (
-                f"in {item.owner}, {name} uses {', '.join(calls) or 'nothing'} of what is overridden, expected "
+                f"in {override.owner}, {name} uses {', '.join(calls) or 'nothing'} of what is overridden, expected "
                 f"{', '.join(expected_calls) or 'nothing'}"
             )
 
@@ -53,11 +55,11 @@ def _all(calls: Sequence[str]) -> Iterator[str]:
 
 def _changed(name: str, expected: str, functions: Sequence[_Function]) -> Iterator[str]:
     """Yield why no plain method of this name takes the expected parameters."""
-    found = [node for node in functions if node.name == name]
-    if len(found) != 1:
-        yield f"is defined {len(found)} times, expected once"
+    methods = [node for node in functions if node.name == name]
+    if len(methods) != 1:
+        yield f"is defined {len(methods)} times, expected once"
         return
-    (method,) = found
+    (method,) = methods
     if isinstance(method, ast.AsyncFunctionDef) or method.decorator_list:
         decorators = [f"@{ast.unparse(node)}" for node in method.decorator_list]
         yield f"is {', '.join(decorators) or 'async'}, expected a plain method"
@@ -67,12 +69,12 @@ def _changed(name: str, expected: str, functions: Sequence[_Function]) -> Iterat
 
 
 def _parameters(arguments: ast.arguments) -> list[str]:
-    """Return the parameters without defaults and annotations, as a signature spells them."""
-    positional = [item.arg for item in arguments.posonlyargs]
-    names = [*positional, *(["/"] if positional else []), *(item.arg for item in arguments.args)]
+    """Return the parameters as a signature spells them, without defaults."""
+    positional = [node.arg for node in arguments.posonlyargs]
+    names = [*positional, *(["/"] if positional else []), *(node.arg for node in arguments.args)]
     if arguments.vararg is not None or arguments.kwonlyargs:
         names.append(f"*{arguments.vararg.arg if arguments.vararg else ''}")
-    names += [item.arg for item in arguments.kwonlyargs]
+    names += [node.arg for node in arguments.kwonlyargs]
     return names if arguments.kwarg is None else [*names, f"**{arguments.kwarg.arg}"]
 
 
@@ -100,18 +102,18 @@ def _uses(node: ast.AST, watched: set[str]) -> list[str]:
             for target in targets:
                 if isinstance(target, ast.Name):
                     local.setdefault(target.id, set()).add(_dotted(inner.value))
-    found: list[tuple[int, int, str]] = []
+    uses: list[tuple[int, int, str]] = []
     for inner in ast.walk(node):
         if isinstance(inner, ast.Attribute | ast.Call):
             head, _, rest = _dotted(inner).partition(".")
             # `speculator = self.speculator` is no way around it.
             names = watched & {f"{name}.{rest}" for name in (head, *local.get(head, ()))}
-            found += [(inner.lineno, inner.col_offset, name) for name in names]
-    return [name for *_, name in sorted(found)]
+            uses += [(inner.lineno, inner.col_offset, name) for name in names]
+    return [name for *_, name in sorted(uses)]
 
 
 def _dotted(node: ast.expr) -> str:
-    """Return an expression such as `self.a.b` or `getattr(self.a, "b")` as `self.a.b`; empty for any other."""
+    """Return `self.a.b`, also for `getattr(self.a, "b")`; empty for other nodes."""
     match node:
         case ast.Name(id=name):
             return name

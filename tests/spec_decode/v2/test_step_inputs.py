@@ -117,10 +117,13 @@ def served() -> tuple[StepInputs, Tail, Graph]:
 
 
 def step(inputs: StepInputs, output: Any, desc: Any = FULL) -> Any:
-    """The calls of the patched `execute_model`, in its order."""
-    inputs.changes_sampling(output)
-    inputs.changes_blocks(output)
+    """What `execute_model` has the overrides call, in its order."""
+    inputs.begin_step(output)
     return inputs.steady(output, desc)
+
+
+def vllms(*_: Any, **__: Any) -> str:
+    return "vLLM's"
 
 
 def test_the_same_requests_are_served_with_their_lengths(served: tuple[StepInputs, Tail, Graph]) -> None:
@@ -131,7 +134,10 @@ def test_the_same_requests_are_served_with_their_lengths(served: tuple[StepInput
     # Padding has no length.
     assert batch.num_computed_tokens_np.tolist() == [20, 50]
     assert batch.seq_lens_cpu_upper_bound.tolist() == [20 + WIDTH, 50 + WIDTH, 0, 0]
-    assert inputs.prepared(batch)
+    assert inputs.prepare_metadata(vllms, batch) is None
+    assert inputs.prepare_model_inputs(vllms, batch) == {}
+    inputs._metadata_is_vllms = True
+    assert inputs.prepare_metadata(vllms, batch) == "vLLM's"
 
 
 @pytest.mark.parametrize(
@@ -286,11 +292,46 @@ def test_the_sampler_is_told_of_requests_and_processors_that_are_not_vllms_own_o
     assert inputs.changes_sampling(scheduled())
 
 
+def test_vllm_applies_what_it_has_staged_where_a_step_has_something_new(
+    served: tuple[StepInputs, Tail, Graph],
+) -> None:
+    """And outside of a step, as when it tries the sampler out."""
+    inputs, _, _ = served
+    applied: list[str] = []
+
+    def apply() -> list[str]:
+        applied.clear()
+        inputs.apply_sampling(lambda: applied.append("sampling"))
+        inputs.apply_blocks(lambda: applied.append("blocks"))
+        return applied
+
+    inputs.begin_step(scheduled())
+    assert apply() == []
+    assert apply() == ["sampling", "blocks"]
+    inputs.begin_step(scheduled(scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None, ([7],)])))
+    assert apply() == ["blocks"]
+    inputs.begin_step(scheduled(scheduled_new_reqs=["c"]))
+    assert apply() == ["sampling", "blocks"]
+
+
+def test_slots_are_there_for_who_reads_them(served: tuple[StepInputs, Tail, Graph]) -> None:
+    inputs, _, _ = served
+    tables = inputs._runner.block_tables
+    tables.input_block_tables, tables.slot_mappings = [torch.zeros(9, 2)], torch.zeros(1, 40)
+    batch = step(inputs, scheduled())
+    batch.num_tokens_after_padding = 4 * WIDTH
+    (blocks,), slots = inputs.attention_inputs(batch)
+    assert (len(blocks), slots) == (4, ())
+    inputs._reads_slots = True
+    _, slots = inputs.attention_inputs(batch)
+    assert slots.shape == (1, 4 * WIDTH)
+
+
 def test_a_batch_that_vllm_prepared_is_not_taken_for_the_last_one(served: tuple[StepInputs, Tail, Graph]) -> None:
     """A dummy run comes between two steps without a call of `steady`."""
     inputs, _, _ = served
     step(inputs, scheduled())
-    assert not inputs.prepared(Batch())
+    assert inputs.prepare_metadata(vllms, Batch()) == inputs.prepare_model_inputs(vllms, Batch()) == "vLLM's"
     assert inputs.attention_inputs(Batch()) is None
 
 
@@ -301,6 +342,6 @@ def test_vllm_embeds_where_an_image_is_to_be_encoded(served: tuple[StepInputs, T
     for embeds, images in ((True, {}), (True, {"c": [0]}), (False, {})):
         inputs._embeds = embeds
         batch = step(inputs, scheduled(scheduled_encoder_inputs=images))
-        found.append(inputs.embedded(batch))
-        assert not inputs.embedded(Batch())
-    assert found == [True, False, False]
+        found.append(inputs.prepare_embeddings(vllms, images, batch))
+        assert inputs.prepare_embeddings(vllms, images, Batch()) == "vLLM's"
+    assert found == [None, "vLLM's", "vLLM's"]

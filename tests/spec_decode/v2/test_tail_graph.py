@@ -311,9 +311,7 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
                 vocab_size=9, **{name: SimpleNamespace(np=values) for name, values in parameters.items()}
             )
         ),
-        speculator=SimpleNamespace(
-            num_speculative_steps=width - 1, draft_tokens=torch.zeros(4, width - 1), propose=lambda *_, **__: None
-        ),
+        speculator=SimpleNamespace(num_speculative_steps=width - 1, draft_tokens=torch.zeros(4, width - 1)),
         req_states=states,
         main_stream=SimpleNamespace(wait_stream=lambda _: None),
         output_copy_stream=None,
@@ -360,7 +358,7 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
         }
         batch = SimpleNamespace(**usual | changed)
         graphs.sample(hidden, batch, grammar)
-        graphs.propose(batch, num_speculative_tokens=wanted)
+        graphs.propose(lambda *_, **__: None, batch, num_speculative_tokens=wanted)
 
     step(2)
     step(2)

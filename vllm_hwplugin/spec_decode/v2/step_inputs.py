@@ -87,6 +87,7 @@ class StepInputs:
         self._moving: tuple[Any, ...] = ()
         self._fixed: tuple[torch.Tensor, ...] = ()
         self._metadata_is_vllms = False
+        self._reads_slots = False
         self._tells_of_each_step = False
         self._embeds = self._embedded = False
         # The requests that were served last, and their batch.
@@ -94,6 +95,8 @@ class StepInputs:
         self._template: Any = None
         # Since the graphs' copies.
         self._blocks_changed = True
+        # Whether vLLM's next call of `apply_staged_writes` has nothing to apply.
+        self._same_sampling = self._same_blocks = False
         self._batch: Any = None
 
     # -- a start ------------------------------------------------------------------------------------------------------
@@ -153,6 +156,8 @@ class StepInputs:
         if reason is not None:
             self._metadata_is_vllms = True
             journal.note(V2_STEP_INPUTS, f"{reason}; attention metadata is vLLM's in each step")
+        # vLLM makes metadata of each half of a batch, also if a graph has made the inputs.
+        self._reads_slots = self._metadata_is_vllms or getattr(runner, "ubatch_runner", None) is not None
         journal.use(V2_STEP_INPUTS, True)
 
     def _preparing(self, batch: Any, buffers: TailBuffers, metadata: bool) -> Callable[[], None]:
@@ -208,6 +213,23 @@ class StepInputs:
         return prepare
 
     # -- a step -------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, scheduled: Any) -> None:
+        """Decide whether vLLM has parameters and blocks to apply in this step."""
+        self._same_sampling = not self.changes_sampling(scheduled)
+        self._same_blocks = not self.changes_blocks(scheduled)
+
+    def apply_sampling(self, vllms: Callable[[], None]) -> None:
+        """Apply parameters that the sampler has staged, unless this step has none."""
+        same, self._same_sampling = self._same_sampling, False
+        if not same:
+            vllms()
+
+    def apply_blocks(self, vllms: Callable[[], None]) -> None:
+        """Apply blocks that the block tables have staged, unless this step has none."""
+        same, self._same_blocks = self._same_blocks, False
+        if not same:
+            vllms()
 
     def changes_sampling(self, scheduled: Any) -> bool:
         """Whether the sampler has parameters of a new request to take over, or processors that count steps."""
@@ -302,27 +324,33 @@ class StepInputs:
         states = self._runner.req_states
         return bool((states.num_computed_prefill_tokens[rows] < states.prefill_len.np[rows]).any())
 
-    def prepared(self, batch: Any) -> bool:
-        """Whether the inputs of this `InputBatch` are on the device already, and nobody asks for metadata of it."""
-        return self._serves(batch) and not self._metadata_is_vllms
+    def prepare_metadata(self, vllms: Callable[..., Any], input_batch: Any, *arguments: Any, **settings: Any) -> Any:
+        """Return the target's attention metadata, or None if a graph replaces it."""
+        if self._serves(input_batch) and not self._metadata_is_vllms:
+            return None
+        return vllms(input_batch, *arguments, **settings)
 
-    def embedded(self, batch: Any) -> bool:
-        """Whether this `InputBatch` has its embeddings where the target reads them, and no image is to be encoded."""
-        return self._serves(batch) and self._embedded
+    def prepare_embeddings(
+        self, vllms: Callable[..., Any], scheduled_encoder_inputs: Any, input_batch: Any, *arguments: Any
+    ) -> Any:
+        """Return the target's embeddings, or None if a graph has made them."""
+        if self._serves(input_batch) and self._embedded:
+            return None
+        return vllms(scheduled_encoder_inputs, input_batch, *arguments)
 
-    def model_inputs(self, batch: Any) -> Any:
-        """What `prepare_inputs` of the model state gives out for a batch; nothing for one that only a graph reads."""
-        if self._serves(batch):
-            return {}
-        return self._runner.model_state.prepare_inputs(batch, self._runner.req_states)
+    def prepare_model_inputs(self, vllms: Callable[..., Any], input_batch: Any, *arguments: Any) -> Any:
+        """Return further inputs of the target; a graph reads none."""
+        return {} if self._serves(input_batch) else vllms(input_batch, *arguments)
 
     def _serves(self, batch: Any) -> bool:
         return batch is not None and batch is self._batch
 
     def attention_inputs(self, batch: Any) -> Any:
-        """What `prepare_attn` of the runner gives out for a prepared batch; None for any other."""
+        """Return block tables and slots of a prepared batch, or None."""
         if not self._serves(batch):
             return None
         tables = self._runner.block_tables
         block_tables = tuple(one[: batch.num_reqs_after_padding] for one in tables.input_block_tables)
-        return block_tables, tables.slot_mappings[:, : batch.num_tokens_after_padding]
+        # vLLM would make a dict of each layer's slots, for metadata that nobody makes.
+        slots = tables.slot_mappings[:, : batch.num_tokens_after_padding] if self._reads_slots else ()
+        return block_tables, slots

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
@@ -122,14 +122,18 @@ class Held:
 
 
 class TailGraphs:
-    """The tail graphs of one `GPUModelRunner`, which holds them as `tail_graphs` and calls them as its own methods.
+    """The tail graphs of one `GPUModelRunner`, which holds them as `tail_graphs`.
 
     Each step calls `sample`, `postprocess_sampled`, `propose`, `keep_drafts` and `drafts_of`, in this order. The first
     decides which graphs serve the step.
+
+    Args:
+        runner: the runner.
+        vllm: has vLLM's own `sample` and `postprocess_sampled`. None: the runner, where nothing overrides them.
     """
 
-    def __init__(self, runner: Any):
-        self._runner = runner
+    def __init__(self, runner: Any, vllm: Any = None):
+        self._runner, self._vllm = runner, runner if vllm is None else vllm
         self._plain = np.zeros(runner.max_num_reqs, dtype=bool)
         self._scores_prompt = np.zeros(runner.max_num_reqs, dtype=bool)
         self._splits_top_p = splits_top_p()
@@ -161,7 +165,10 @@ class TailGraphs:
         self._touched = Touched()
         self._read_whole: torch.nn.Module | None = None
         self._output: Any = None
+        # Whether this step's sampling is done, and not yet what follows it.
         self._sampled = False
+        # What was sampled, and not yet drafted for.
+        self._batch: Any = None
         # Of this step, where a graph made them.
         self._drafts: torch.Tensor | None = None
         # That of this step, or why vLLM drafts.
@@ -377,13 +384,13 @@ class TailGraphs:
                     chunk = dataclasses.replace(chunk, cu_num_logits=starts - starts[0])
                 rows = buffers.hidden_rows[reqs.start * query_len : reqs.stop * query_len]
                 hidden_states: Any = HiddenRows(self._target()[0], rows)
-                output, num_sampled, num_rejected = runner.sample(hidden_states, chunk, None)
+                output, num_sampled, num_rejected = self._vllm.sample(hidden_states, chunk, None)
                 kept.sampled_token_ids[reqs].copy_(output.sampled_token_ids)
                 kept.num_sampled[reqs].copy_(num_sampled)
                 kept.num_rejected[reqs].copy_(num_rejected)
                 self._output = output
         nwor.restore(runner, num_rejected=kept.num_rejected[:num_reqs], num_draft_tokens=batch.num_draft_tokens)
-        runner.postprocess_sampled(
+        self._vllm.postprocess_sampled(
             buffers.idx_mapping_alive(num_reqs),
             kept.sampled_token_ids[:num_reqs],
             kept.num_sampled[:num_reqs],
@@ -448,13 +455,13 @@ class TailGraphs:
 
     def sample(self, hidden_states: torch.Tensor, batch: Any, grammar_output: Any) -> Any:
         """`GPUModelRunner.sample`, and `postprocess_sampled` with it where a graph serves."""
-        self._sampled, self._drafts = False, None
         self.follow_weights()
+        self._sampled, self._drafts, self._batch = False, None, batch
         grammar = grammar_output is not None or batch.has_structured_output_reqs
         sampling, self._drafting_graph = self._graphs_for(hidden_states, batch, grammar)
         if isinstance(sampling, Reason):
             self._sampling.missed(sampling)
-            sampled = self._runner.sample(hidden_states, batch, grammar_output)
+            sampled = self._vllm.sample(hidden_states, batch, grammar_output)
             if not isinstance(self._drafting_graph, Reason):
                 self._hand_over(*sampled[1:])
             return sampled
@@ -485,19 +492,30 @@ class TailGraphs:
         kept.num_rejected[:count].copy_(num_rejected)
 
     def postprocess_sampled(self, *arguments: Any, **settings: Any) -> None:
-        """`GPUModelRunner.postprocess_sampled`, where that has not been done."""
-        if not self._sampled:
-            self._runner.postprocess_sampled(*arguments, **settings)
+        """Update the requests' state, unless the graph that sampled has done it."""
+        done, self._sampled = self._sampled, False
+        if not done:
+            self._vllm.postprocess_sampled(*arguments, **settings)
 
-    def propose(self, batch: Any, *arguments: Any, **settings: Any) -> torch.Tensor:
-        """`propose` of the speculator."""
+    def propose(
+        self, vllms: Callable[..., torch.Tensor], input_batch: Any, *arguments: Any, **settings: Any
+    ) -> torch.Tensor:
+        """Draft for the batch that was sampled. vLLM drafts for any other, such as a dummy batch.
+
+        Args:
+            vllms: the speculator's own `propose`.
+            input_batch: vLLM's batch. What follows is for its speculator.
+        """
+        batch, self._batch = self._batch, None
+        if input_batch is not batch:
+            return vllms(input_batch, *arguments, **settings)
         speculator, graph, held = self._runner.speculator, self._drafting_graph, self.held
         wanted = settings.get("num_speculative_tokens")
         if held is not None and wanted is not None and wanted != held.graphs.query_len - 1:
             graph = Reason.FEWER_DRAFTS
         if isinstance(graph, Reason):
             self._drafting.missed(graph)
-            return speculator.propose(batch, *arguments, **settings)
+            return vllms(input_batch, *arguments, **settings)
         self._drafting.served()
         graph.replay()
         # Those of n-grams have a name of their own.

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods of vLLM's `GPUModelRunner` that graphs answer, for one hunk that decorates the class.
+
+The class is replaced by a subclass, so a subclass of somebody else has its own methods above these. What is vLLM's own
+is called by `super()`. The `[[overrides]]` of `patch.toml` name each method, and who calls it in which order. A method
+has vLLM's parameter names, because callers use keywords.
+
+Imports nothing of vLLM: the module that defines the class imports this.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from typing import Any, Final
+
+#: Attributes that name a class's text. Subclasses would inherit `__wrapped__`.
+_DEFINED: Final = ("__name__", "__qualname__", "__module__", "__doc__", "__firstlineno__")
+
+
+def put_before(owner: Any, name: str, method: Callable[..., Any]) -> None:
+    """Have `owner`'s method call `method`, whose first argument is the owner's own.
+
+    Putting it there again changes nothing: vLLM prepares a KV cache twice.
+    """
+    own = getattr(owner, name)
+    # Bound methods are equal, and not the same.
+    if not (isinstance(own, partial) and own.func == method):
+        # With the own one's signature, which tells what a version takes.
+        setattr(owner, name, update_wrapper(partial(method, own), own))
+
+
+def with_tail_graphs(vllms: Any) -> Any:
+    """Return a subclass whose `tail_graphs` sample and draft."""
+    # Up to 0.25 a hunk captures, because `v2-capture-metadata` captures the draft in another way than vLLM there.
+    captures = "tail_graphs" not in inspect.unwrap(vllms.capture_model).__code__.co_names
+
+    class TailGraphRunner(vllms):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, device: Any):
+            super().__init__(vllm_config, device)
+            from .tail_graph import TailGraphs
+
+            self.tail_graphs = TailGraphs(self, super())
+            if self.speculator is not None:
+                put_before(self.speculator, "propose", self._propose)
+                if captures:
+                    put_before(self.speculator, "capture", self._capture)
+
+        def initialize_kv_cache(self, *arguments: Any, **settings: Any) -> None:
+            super().initialize_kv_cache(*arguments, **settings)
+            if self.speculator is None and captures:
+                put_before(self.cudagraph_manager, "capture", self._capture)
+
+        def add_requests(self, scheduler_output: Any) -> None:
+            super().add_requests(scheduler_output)
+            for request in scheduler_output.scheduled_new_reqs if self.is_last_pp_rank else ():
+                if request.sampling_params is not None:
+                    row = self.req_states.req_id_to_index[request.req_id]
+                    self.tail_graphs.add_request(row, request.sampling_params)
+
+        def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+            return self.tail_graphs.sample(hidden_states, input_batch, grammar_output)
+
+        def postprocess_sampled(self, *arguments: Any, **settings: Any) -> None:
+            self.tail_graphs.postprocess_sampled(*arguments, **settings)
+
+        def _propose(self, vllms: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+            # Looked up at each call: a benchmark puts a probe there.
+            return self.tail_graphs.propose(vllms, *arguments, **settings)
+
+        def _capture(self, vllms: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+            """Capture when vLLM has captured all, before it measures the memory."""
+            captured = vllms(*arguments, **settings)
+            self.tail_graphs.capture()
+            return captured
+
+    made = TailGraphRunner
+    # `v2-step-inputs` has no decorator: two hunks cannot insert lines at one place.
+    if getattr(vllms, "hwplugin_step_inputs", False):
+        made = _with_step_inputs(made)
+    return _defined_as(vllms, made)
+
+
+def _with_step_inputs(tail_graph_runner: Any) -> Any:
+    """Return a subclass whose `step_inputs` make a step's inputs."""
+    # Without `self` and `scheduler_output`. Each version has other parameters in front of it.
+    desc_at = [*inspect.signature(tail_graph_runner.prepare_inputs).parameters].index("batch_desc") - 2
+
+    class StepInputRunner(tail_graph_runner):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, device: Any):
+            super().__init__(vllm_config, device)
+            from .step_inputs import StepInputs
+
+            self.step_inputs = StepInputs(self, self.tail_graphs)
+
+        def initialize_kv_cache(self, *arguments: Any, **settings: Any) -> None:
+            super().initialize_kv_cache(*arguments, **settings)
+            inputs, state = self.step_inputs, self.model_state
+            put_before(self.block_tables, "apply_staged_writes", inputs.apply_blocks)
+            if self.sampler is not None:
+                put_before(self.sampler, "apply_staged_writes", inputs.apply_sampling)
+            put_before(state, "prepare_attn", inputs.prepare_metadata)
+            put_before(state, "prepare_inputs", inputs.prepare_model_inputs)
+            # 0.29 renamed it.
+            for name in ("get_mm_embeddings", "prepare_inputs_embeds"):
+                if hasattr(state, name):
+                    put_before(state, name, inputs.prepare_embeddings)
+
+        def add_requests(self, scheduler_output: Any) -> None:
+            self.step_inputs.begin_step(scheduler_output)
+            super().add_requests(scheduler_output)
+
+        def prepare_inputs(self, scheduler_output: Any, *arguments: Any, **settings: Any) -> Any:
+            desc = settings["batch_desc"] if "batch_desc" in settings else arguments[desc_at]
+            batch = self.step_inputs.steady(scheduler_output, desc)
+            return super().prepare_inputs(scheduler_output, *arguments, **settings) if batch is None else batch
+
+        def prepare_attn(self, input_batch: Any) -> Any:
+            return self.step_inputs.attention_inputs(input_batch) or super().prepare_attn(input_batch)
+
+    return StepInputRunner
+
+
+def _defined_as(vllms: Any, made: Any) -> Any:
+    """Give the class the names by which `inspect`, `pickle` and logs know vLLM's."""
+    for name in _DEFINED:
+        if hasattr(vllms, name):
+            setattr(made, name, getattr(vllms, name))
+    return made
