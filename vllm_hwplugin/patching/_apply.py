@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put hunks on a text, exactly: every context and removed line equal, at one place of the file and no other.
+"""Exact application of hunks: every context and removed line is equal, at exactly one place of the file.
 
-No fuzz and no partial result. A hunk becomes edits of the lines it really changes, so that features may share context;
-edits are found on the pristine text and put together at the end, so that their order does not matter.
+There is no fuzz and no partial result. A hunk becomes edits of the lines that it changes, so features may share
+context. Edits are located in the pristine text and applied together at the end, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ._nearest import nearest
 
 
 class Edit(NamedTuple):
-    """Replace lines `start` to `end` (from 0, end excluded; equal for an insertion) of the pristine text."""
+    """A replacement of lines `start` to `end` (0-based, end excluded; equal for an insertion) of the pristine text."""
 
     start: int
     end: int
@@ -26,74 +26,74 @@ class Edit(NamedTuple):
     feature: str
 
     def touches(self, other: Edit) -> bool:
-        """Whether the two change a line in common, or leave open which text comes first."""
+        """Whether both change one line, or insert text at the same place."""
         if self.start == self.end or other.start == other.end:
             return self.start <= other.end and other.start <= self.end
         return self.start < other.end and other.start < self.end
 
 
 class Text:
-    """A pristine text."""
+    """A pristine text with an index of its lines."""
 
     def __init__(self, text: str):
         self.text = text
         self.lines = split_lines(text)
-        # Where each line begins, and behind them the end of the text.
+        # The offset of each line, then the length of the text.
         self._begins = [*accumulate(map(len, self.lines), initial=0)]
 
     def begin(self, line: int) -> int:
-        """Where line `line` (from 0) begins; of a line that there is not, the end of the text."""
+        """Return the offset of line `line` (0-based); at most the text's length."""
         return self._begins[min(line, len(self.lines))]
 
     def has(self, block: Sequence[str], place: int) -> bool:
-        """Whether `block` stands at line `place` (from 0)."""
+        """Whether `block` stands at line `place` (0-based)."""
         if not block:
             return not self.text
         return place >= 0 and self._stands("".join(block), self.begin(place))
 
     def _stands(self, wanted: str, at: int) -> bool:
-        """Whether whole lines, as which `wanted` begins, stand at `at` and end there as whole lines."""
+        """Whether `wanted`, found at a line's start, ends with a line."""
         return self.text.startswith(wanted, at) and (wanted.endswith("\n") or at + len(wanted) == len(self.text))
 
     def places(self, block: Sequence[str]) -> list[int]:
-        """Every line number (from 0) at which `block` stands; an empty block stands in an empty text only."""
+        """Return the lines (0-based) where `block` stands, `[0]` if both are empty."""
         if not block:
             return [] if self.text else [0]
-        # As text: looking through a file of 300 kB for a hunk takes less time than an index of its lines takes to make.
-        wanted, found = "".join(block), []
+        # As text: a search through 300 kB takes less time than indexing the lines.
+        wanted, places = "".join(block), []
         at = self.text.find(wanted)
         while at >= 0:
             if (at == 0 or self.text[at - 1] == "\n") and self._stands(wanted, at):
-                found.append(bisect_left(self._begins, at))
+                places.append(bisect_left(self._begins, at))
             at = self.text.find(wanted, at + 1)
-        return found
+        return places
 
 
 def split_lines(text: str) -> list[str]:
-    """Lines with their newline, split at "\\n" alone: a form feed or a lone "\\r" inside a line stays where it is."""
+    """Split after "\\n" only: form feeds and lone "\\r" stay in lines."""
     return io.StringIO(text, newline="\n").readlines()
 
 
 def locate(diff: FileDiff, text: Text | None, *, hints: bool = True) -> list[tuple[HunkVerdict, int | None]]:
-    """Find each hunk of `diff`: the verdict, and its line (from 0) where it can be applied.
+    """Return each hunk's verdict and, if it applies, its line (0-based).
 
     Args:
-        text: the file, or None where the version has none.
-        hints: look for the nearest place of a hunk that is not found.
+        text: None if the version has no such file.
+        hints: look for the nearest place of a hunk that does not fit.
     """
     if text is None:
         return [(_verdict(diff, hunk, "missing"), None) for hunk in diff.hunks]
-    found = [_locate_hunk(diff, hunk, text, hints) for hunk in diff.hunks]
+    located = [_locate_hunk(diff, hunk, text, hints) for hunk in diff.hunks]
     end_of_last = 0
-    for index, (hunk, (_, place)) in enumerate(zip(diff.hunks, found, strict=True)):
+    for index, (hunk, (_, place)) in enumerate(zip(diff.hunks, located, strict=True)):
         if place is None:
             continue
         if place < end_of_last:
-            # The file's blocks changed order: each hunk is found, but not the change that the diff describes.
-            found[index] = _verdict(diff, hunk, "drifted", nearest=Nearest(place + 1, 1.0, "")), None
+            # The file's blocks changed order: each hunk fits, but together they are not the diff's change.
+            located[index] = _verdict(diff, hunk, "drifted", nearest=Nearest(place + 1, 1.0, "")), None
         else:
             end_of_last = place + hunk.source_length
-    return found
+    return located
 
 
 def _locate_hunk(diff: FileDiff, hunk: Hunk, text: Text, hints: bool) -> tuple[HunkVerdict, int | None]:
@@ -102,8 +102,8 @@ def _locate_hunk(diff: FileDiff, hunk: Hunk, text: Text, hints: bool) -> tuple[H
     places = text.places(before)
     results = text.places(after) if after else []
     if any(is_open(hunk, text, place) for place in places):
-        # Also where one of them is the stated line: what stands there may be another copy of what stood there,
-        # and of two copies of a class or function it is the last that Python keeps.
+        # Also if one place is the stated line: another copy may stand there now, and Python keeps the last definition of a
+        # class or function.
         if len(places) == 1:
             places = sorted({*places, *_elsewhere(hunk, text, places[0], results)})
         if len(places) > 1:
@@ -117,18 +117,18 @@ def _locate_hunk(diff: FileDiff, hunk: Hunk, text: Text, hints: bool) -> tuple[H
 
 
 def _elsewhere(hunk: Hunk, text: Text, place: int, results: Sequence[int]) -> list[int]:
-    """Where the text has the change already, so that the only open place may be the twin of the one that was meant."""
-    # What is left of several equal lines of which one goes stands among these very lines.
+    """Return where the change is already, since `place` may be a twin."""
+    # A hunk that removes one of several equal lines finds its result among these lines.
     within = range(place, place + len(hunk.before) - len(hunk.after) + 1)
     return [result for result in results if result not in within and _is_whole(hunk, text, result)]
 
 
 def is_open(hunk: Hunk, text: Text, place: int) -> bool:
-    """Whether the hunk, whose context stands at `place`, can and need be applied there.
+    """Whether the hunk, whose context stands at `place`, is still to apply.
 
-    A hunk that only adds lines above or below its context finds that context again after it was applied, so the text
-    around `place` must not be what the hunk would make of it. And one that takes away the newline at the end of the
-    file has to stand at that end, or it would join two lines.
+    A hunk that only adds lines above or below its context still finds that context after it was applied. So the text
+    around `place` must not be the hunk's result. A hunk that removes the newline at the end of the file must stand at
+    that end, or it would join two lines.
     """
     before, after = hunk.before, hunk.after
     if after and not after[-1].endswith("\n") and place + len(before) != len(text.lines):
@@ -140,10 +140,10 @@ def is_open(hunk: Hunk, text: Text, place: int) -> bool:
 
 
 def _is_whole(hunk: Hunk, text: Text, place: int) -> bool:
-    """Whether the hunk's result, which stands at `place`, shows all of its change.
+    """Whether the hunk's result at `place` shows all of its change.
 
-    Of lines that a hunk takes away at its top or bottom edge, the result shows nothing: they are gone only where the
-    file itself begins or ends there, else something else stands in their place.
+    The result does not show lines that the hunk removes at its top or bottom edge. Such lines are gone only if the file
+    begins or ends there; otherwise other lines stand in their place.
     """
     above = {sign for sign, _ in takewhile(lambda line: line[0] != " ", hunk.lines)}
     below = {sign for sign, _ in takewhile(lambda line: line[0] != " ", reversed(hunk.lines))}
@@ -166,16 +166,16 @@ def _verdict(
 
 
 def edits_of(hunk: Hunk, place: int, feature: str) -> list[Edit]:
-    """The runs of changed lines of a hunk that was found at `place` (from 0), without the lines that they keep."""
+    """Return the edits of a hunk at `place` (0-based), without unchanged lines."""
     edits: list[Edit] = []
     line = place
-    for is_context, run in groupby(hunk.lines, key=lambda item: item[0] == " "):
-        items = list(run)
+    for is_context, run in groupby(hunk.lines, key=lambda line: line[0] == " "):
+        signed = list(run)
         if is_context:
-            line += len(items)
+            line += len(signed)
             continue
-        removed = [text for sign, text in items if sign == "-"]
-        added = [text for sign, text in items if sign == "+"]
+        removed = [text for sign, text in signed if sign == "-"]
+        added = [text for sign, text in signed if sign == "+"]
         head = _common(removed, added)
         tail = _common(removed[head:][::-1], added[head:][::-1])
         start, end = line + head, line + len(removed) - tail
@@ -185,13 +185,15 @@ def edits_of(hunk: Hunk, place: int, feature: str) -> list[Edit]:
     return edits
 
 
-def _common(one: Sequence[str], other: Sequence[str]) -> int:
-    """How many leading lines two runs have in common."""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def _common(first: Sequence[str], second: Sequence[str]) -> int:
+    """Return how many leading lines are equal."""
+    return next(
+        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
 
 
 def first_clash(edits: Iterable[Edit]) -> tuple[Edit, Edit] | None:
-    """The first two edits, in the text's order, that touch each other."""
+    """Return the text's first two edits that touch each other, or None."""
     ordered = sorted(edits, key=lambda edit: (edit.start, edit.end))
     for index, edit in enumerate(ordered):
         for other in ordered[index + 1 :]:
@@ -203,10 +205,10 @@ def first_clash(edits: Iterable[Edit]) -> tuple[Edit, Edit] | None:
 
 
 def apply_edits(text: Text, edits: Iterable[Edit]) -> str:
-    """The text with every edit made. The edits must not touch one another."""
+    """Return the text with all edits, which must not touch one another."""
     result: list[str] = []
     done = 0
-    for edit in sorted(edits, key=lambda item: (item.start, item.end)):
+    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
         result += text.text[done : text.begin(edit.start)], *edit.lines
         done = text.begin(edit.end)
     return "".join([*result, text.text[done:]])

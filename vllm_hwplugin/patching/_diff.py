@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unified diffs, read strictly.
+"""A strict reader of unified diffs.
 
-The general parsers pass over what would make a later match less than exact: lines that a hunk's header does not count,
-hunks out of order or with nothing to match, renamed, new and deleted files. Here each of these is an error.
+General parsers ignore what makes a later match inexact: lines that a hunk's header does not count, hunks out of order
+or without context, renamed, new and deleted files. Here each is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..versions import Versions
 from ._errors import DiffError
 from ._model import VLLM, FileDiff, Hunk, target_name
 
-# Behind the second `@@` stands a hunk's range of versions, or what git takes for a heading: it begins with a letter.
+# After the second `@@` comes a hunk's range of versions, or git's heading, which begins with a letter.
 _HEADER: Final = re.compile(r"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@(?: *([<>=!~|\d].*))?")
 
 
@@ -24,13 +24,12 @@ def parse_diff(text: str, origin: str, distribution: str = VLLM) -> tuple[FileDi
     """Read the diff of one or more files.
 
     Args:
-        text: a unified diff with paths `a/vllm/...` and `b/vllm/...`; behind the `@@` of a hunk may stand the versions
-            that it is for.
+        text: a unified diff with paths `a/vllm/...` and `b/vllm/...`; a hunk's versions may follow its `@@`.
         origin: the diff's name in messages.
-        distribution: whose files it changes; paths of others than `VLLM` are as they stand in site-packages.
+        distribution: whose files it changes; paths of any but `VLLM` are relative to site-packages.
 
     Raises:
-        DiffError: malformed, or something else than changes inside existing files of that distribution.
+        DiffError: malformed, or changes more than existing files of that distribution.
     """
     files = tuple(
         file_diff(_path(source, target, origin, distribution), hunks, origin)
@@ -42,40 +41,40 @@ def parse_diff(text: str, origin: str, distribution: str = VLLM) -> tuple[FileDi
 
 
 def file_diff(path: str, hunks: Sequence[Hunk], origin: str) -> FileDiff:
-    """The diff of one file, whose hunks were read by `read_sections`.
+    """Return a file's diff, made from the hunks of `read_sections`.
 
     Raises:
-        DiffError: there is no hunk, or one that could match what was not meant.
+        DiffError: there is no hunk, or a hunk could match at a wrong place.
     """
     if not hunks:
-        raise DiffError(f"{origin}: no hunks for {path}; remove the file or write the diff anew")
+        raise DiffError(f"{origin}: no hunks for {path}; remove the file or write the diff again")
     for hunk in hunks:
         _refuse_unmatchable(hunk, f"{origin}: hunk {hunk.number} of {path}")
-    for one, following in pairwise(hunks):
-        # Of other versions are other lines stated.
-        end = one.source_start + one.source_length
-        if one.versions == following.versions and following.source_start < end:
+    for hunk, following in pairwise(hunks):
+        # Hunks for other versions state other lines.
+        end = hunk.source_start + hunk.source_length
+        if hunk.versions == following.versions and following.source_start < end:
             raise DiffError(
                 f"{origin}: hunk {following.number} of {path} starts at line {following.source_start}, inside or "
-                f"before hunk {one.number}; write the diff anew"
+                f"before hunk {hunk.number}; write the diff again"
             )
     return FileDiff(path, tuple(hunks), origin)
 
 
 def read_sections(text: str, origin: str, *, ranges: bool = False) -> Iterator[tuple[str, str, list[Hunk]]]:
-    """Whatever files a diff speaks of: the two paths as they stand there, and the hunks.
+    """Yield for each file of a diff its two paths and its hunks.
 
-    A new file's first path and a deleted one's second is `/dev/null`. Without hunks: a file that is only renamed or has
-    a new mode, or one that is not text.
+    A new file's first path and a deleted file's second path is `/dev/null`. A file that is only renamed, has a new mode
+    or is not text has no hunks.
 
     Args:
-        ranges: what stands behind the `@@` of a hunk may be its versions.
+        ranges: a hunk's versions may follow its `@@`.
 
     Raises:
         DiffError: malformed.
     """
     if text and not text.endswith("\n"):
-        raise DiffError(f"{origin}: the last line has no newline, so the file may be cut short; write the diff anew")
+        raise DiffError(f"{origin}: the last line has no newline, so the file may be cut short; write the diff again")
     lines = text.split("\n")[:-1]
     source = target = ""
     hunks: list[Hunk] = []
@@ -87,14 +86,14 @@ def read_sections(text: str, origin: str, *, ranges: bool = False) -> Iterator[t
         if line.startswith("diff --git "):
             if source:
                 yield source, target, hunks
-            # The paths stand here alone where git has nothing else to say: of a file that is renamed, or a new mode.
+            # Only this line has the paths if the file is only renamed or has a new mode.
             source, _, target = line.removeprefix("diff --git ").partition(" ")
             hunks, of_git = [], True
         elif line.startswith("--- ") and number < len(lines) and lines[number].startswith("+++ "):
             if source and not of_git:
                 yield source, target, hunks
             hunks, of_git = [], False
-            # `diff -u` writes the time of the file behind a tab.
+            # `diff -u` writes a tab and the file's time after the path.
             source = line.removeprefix("--- ").partition("\t")[0]
             target = lines[number].removeprefix("+++ ").partition("\t")[0]
             number += 1
@@ -109,7 +108,7 @@ def read_sections(text: str, origin: str, *, ranges: bool = False) -> Iterator[t
         elif line.startswith((" ", "+", "-")):
             raise DiffError(
                 f"{origin}: line {number} ({line[:40]!r}) belongs to no hunk: the '@@' header above it is malformed or "
-                "counts too few lines; write the diff anew"
+                "counts too few lines; write the diff again"
             )
     if source:
         yield source, target, hunks
@@ -132,7 +131,7 @@ def _counts(header: re.Match[str]) -> tuple[int, int, int, int]:
 def _body(
     lines: list[str], number: int, header: re.Match[str], where: str, origin: str
 ) -> tuple[list[tuple[str, str]], int]:
-    """The lines of a hunk that begins at `number`, and the number of the line behind it."""
+    """Return the lines of the hunk at `number`, and the next number."""
     _, before, _, after = _counts(header)
     counted = f"{where}: the header counts {before} and {after} lines, the hunk has"
     body: list[tuple[str, str]] = []
@@ -140,16 +139,16 @@ def _body(
         line = lines[number] if number < len(lines) else None
         if line is not None and line.startswith("\\"):
             if not body:
-                raise DiffError(f"{where}: starts with '\\ No newline at end of file'; write the diff anew")
+                raise DiffError(f"{where}: starts with '\\ No newline at end of file'; write the diff again")
             sign, text = body[-1]
             body[-1] = (sign, text.removesuffix("\n"))
             number += 1
             continue
         if before == after == 0:
             if line == "":
-                # A blank line of context whose space an editor has taken away, and which the header does not count.
+                # A blank context line whose space an editor has removed, and which the header does not count.
                 _, had_before, _, had_after = _counts(header)
-                raise DiffError(f"{counted} {had_before + 1} and {had_after + 1}; write the diff anew")
+                raise DiffError(f"{counted} {had_before + 1} and {had_after + 1}; write the diff again")
             return body, number
         if line is None:
             raise _not_a_diff(origin, "Hunk is shorter than expected")
@@ -165,7 +164,7 @@ def _body(
 
 
 def _not_a_diff(origin: str, why: str) -> DiffError:
-    return DiffError(f"{origin}: not a unified diff ({why}); write it anew with `diff -u` or `git diff`")
+    return DiffError(f"{origin}: not a unified diff ({why}); write it again with `diff -u` or `git diff`")
 
 
 def _path(source: str, target: str, origin: str, distribution: str) -> str:
@@ -191,8 +190,8 @@ def _is_module(path: str) -> bool:
 def _refuse_unmatchable(hunk: Hunk, where: str) -> None:
     before, after = hunk.before, hunk.after
     if any(not line.endswith("\n") for line in (*before[:-1], *after[:-1])):
-        raise DiffError(f"{where}: a line before its last has no newline; write the diff anew")
+        raise DiffError(f"{where}: a line before its last has no newline; write the diff again")
     if not before and hunk.source_start != 0:
         raise DiffError(f"{where}: no context to match; make the diff with at least one line of context")
     if before == after:
-        raise DiffError(f"{where}: changes nothing; write the diff anew")
+        raise DiffError(f"{where}: changes nothing; write the diff again")

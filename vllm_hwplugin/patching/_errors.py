@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the patch engine. Each message says what, where, found, expected, and the way out, in one line."""
+"""Errors of the patch engine. Each message says in one line what, where, found, expected, and the way out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from ..errors import HwpluginError
 
-#: What `compile` raises of a text that is no Python, or more than its parser can hold.
+#: What `compile` raises for a text that is no Python, or that is too large for its parser.
 NOT_COMPILED: Final = (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError)
 
 
@@ -16,20 +16,20 @@ class PatchingError(HwpluginError):
 
 
 class CatalogueError(PatchingError):
-    """The folder of patches, or one `patch.toml` in it, is not what it has to be."""
+    """A folder of patches, or a `patch.toml` in it, is invalid."""
 
 
 class UnreadableFile(PatchingError):
-    """A file of vLLM is there and cannot be read as text, or is not what Python imports: nothing can be said of it."""
+    """A file of vLLM cannot be read as text, or is not what Python imports, so no hunk can be checked."""
 
 
 class NotPython(PatchingError):
-    """What patches make of a file cannot be compiled."""
+    """A patched file cannot be compiled."""
 
 
 class DiffError(PatchingError):
-    """A file that should be a unified diff is malformed, or says things that this engine refuses to guess at."""
+    """A diff is malformed, or has what this engine does not support."""
 
 
 class InstallError(PatchingError):
-    """A feature that was asked for cannot be live, and the process must not run without it."""
+    """A feature cannot be patched in, and the process must not run without it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meta-path finder and the loader: for exactly the patched modules, the text of the copy."""
+"""The meta-path finder and the loader, which give exactly the patched modules the text of their copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._overlay import Copy
 
 
 class CopyLoader(SourceFileLoader):
-    """A source loader whose source is the text in memory that was verified, not what its path leads to by now."""
+    """A loader of the verified text in memory, not of the file that its path leads to."""
 
     def __init__(self, copy: Copy, on_load: Callable[[str], None] = lambda _: None) -> None:
         super().__init__(copy.module, str(copy.path))
@@ -34,21 +34,20 @@ class CopyLoader(SourceFileLoader):
         return self._copy.code()
 
     def get_data(self, path: str) -> bytes:
-        # `get_source` asks this, too.
+        # `get_source` calls this, too.
         return self._copy.text if path == self.path else super().get_data(path)
 
 
 class CopyFinder:
-    """Serves patched modules from their copies, and knows no other module.
+    """Finder of patched modules only, which it loads from their copies.
+
+    Limit: data files next to a patched package's ``__init__.py`` are found through ``__path__``, which stays the
+    installed folder, but not through ``pkgutil.get_data`` or ``importlib.resources``, which start from the loader.
 
     Args:
         root: the folder that holds the installed folder ``vllm``.
-        copies: module name -> copy.
-        on_load: called with the module's name when a copy is about to be loaded.
-        roots: module name -> the folder that its path begins in, of modules that are not below `root`.
-
-    One limit: data files beside a patched package's ``__init__.py`` are found through ``__path__``, which stays the
-    installed folder, but not through ``pkgutil.get_data`` or ``importlib.resources``, which start from the loader.
+        on_load: called with the module's name before a copy is loaded.
+        roots: module name -> the folder that its path begins in, for modules that are not below `root`.
     """
 
     def __init__(
@@ -73,8 +72,8 @@ class CopyFinder:
         installed = self._roots.get(fullname, self._root).joinpath(*fullname.split("."))
         parent = installed.parent
         if path is not None and not any(os.path.realpath(entry) == os.path.realpath(parent) for entry in path):
-            # Another tree has taken the package's name since the patches were computed. Its modules are not the ones
-            # that were patched, and a mixture of both is the one thing that must not run.
+            # Another tree has taken the package's name since the patches were computed. Its modules are not the patched
+            # modules, and a mixture of both must not run.
             raise ImportError(
                 f"{fullname} was patched in {parent} but is imported from {', '.join(path)}; "
                 f"start again with one {target_name(fullname.partition('.')[0])} on the path, or set VLLM_HWPLUGIN=0",
@@ -87,7 +86,7 @@ class CopyFinder:
                 # Once more: a network file system forgets a handle (ESTALE), and a full table of descriptors empties.
                 copy.verify()
         except PatchingError as error:
-            # Modules of the same features may run patched already: the stock module would make half a feature.
+            # Modules of the same features may run patched already: an unpatched module would make half a feature.
             raise ImportError(str(error), name=fullname, path=str(copy.path)) from error
         spec = spec_from_file_location(
             fullname,
@@ -100,41 +99,41 @@ class CopyFinder:
     def _wrapped(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None, spec: ModuleSpec | None
     ) -> ModuleSpec | None:
-        """The spec of a copy as another import hook has it, None where no hook has any.
+        """Return the copy's spec as another import hook wraps it, or None.
 
-        A hook such as wrapt's asks importlib for a module's spec, and wraps its loader. Those that stand behind this
-        finder would never be asked for a patched module. A spec of anything but the copy does not count.
+        A hook such as wrapt's asks importlib for a module's spec, and wraps its loader. Python would not ask the hooks
+        after this finder for a patched module. A spec of anything but the copy does not count.
         """
         asking: dict[str, Iterator[Any]] = vars(self._asking)
         outermost = fullname not in asking
-        # A hook that asks gets what the hooks behind it make of the copy.
+        # A hook that asks gets what the hooks after it make of the copy.
         behind = asking.setdefault(fullname, iter(self._finders_behind()))
         try:
             for other in behind:
-                # Up to Python 3.11 one may have none.
+                # Up to Python 3.11 a finder may lack it.
                 find = getattr(other, "find_spec", None)
-                found: ModuleSpec | None = None if find is None else find(fullname, path, target)
-                if found is not None and spec is not None and found.origin == spec.origin:
-                    return found
+                wrapped: ModuleSpec | None = None if find is None else find(fullname, path, target)
+                if wrapped is not None and spec is not None and wrapped.origin == spec.origin:
+                    return wrapped
             return None
         finally:
             if outermost:
                 del asking[fullname]
 
     def _finders_behind(self) -> Sequence[Any]:
-        """Those that are asked after this one, up to Python's own for files; none where this one is not among them."""
+        """Return the finders between this one, if Python asks it, and `PathFinder`."""
         finders = list(sys.meta_path)
         behind = finders[finders.index(self) + 1 :] if self in finders else []
         return behind[: behind.index(PathFinder)] if PathFinder in behind else behind
 
     def put_first(self) -> None:
-        """Make this the finder that is asked first, wherever others have put themselves since."""
-        # One assignment: other threads that import now see the old list or the new one.
+        """Make this the first finder that Python asks."""
+        # One assignment: threads that import meanwhile see the old list or the new list.
         sys.meta_path[:] = [self, *(other for other in sys.meta_path if other is not self)]
 
     def remove(self) -> None:
-        """Be asked no more."""
-        # A list of its own: another thread's import that is half through the old one would miss a finder.
+        """Take this finder off the meta path."""
+        # A new list: another thread's import that is half through the old list would miss a finder.
         sys.meta_path = [other for other in sys.meta_path if other is not self]
 
 

