@@ -81,8 +81,8 @@ def test_on_that_cannot_be_is_an_error() -> None:
     assert plan_of(ONE, source=source).errors == ()
     (error,) = plan_of(ONE, TWO, source=source, **{GATE: "on", GATE_2: "on"}).errors
     assert error == (
-        f"{GATE}=on, but one can't be live on vLLM 0.32.0: target-missing: vLLM has no {OTHER}; set {GATE}=auto to run "
-        "without it"
+        f"{GATE}=on, but one cannot be patched into vLLM 0.32.0: target-missing: vLLM has no {OTHER}; set {GATE}=auto "
+        "to run without it"
     )
 
 
@@ -128,9 +128,9 @@ def test_strict_names_every_feature_that_is_refused_and_its_way_out() -> None:
     source = Memory({PATH: ALPHA.replace("line 15\n", "LINE 15\n")})
     plan = make_plan(Catalogue((ONE, TWO)), source, {GATE_2: "on"}, strict=True)
     (one, two) = plan.errors
-    assert one.startswith("VLLM_HWPLUGIN_STRICT=1, but one can't be live on vLLM 0.32.0: target-missing: ")
+    assert one.startswith("VLLM_HWPLUGIN_STRICT=1, but one cannot be patched into vLLM 0.32.0: target-missing: ")
     assert one.endswith(f"set {GATE}=off to run without it")
-    assert two.startswith(f"{GATE_2}=on, but two can't be live")
+    assert two.startswith(f"{GATE_2}=on, but two cannot be patched into")
 
 
 def test_a_file_that_cannot_be_read_loses_its_own_features_alone() -> None:

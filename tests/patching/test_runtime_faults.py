@@ -49,7 +49,7 @@ def test_an_error_after_code_was_swapped_takes_it_back_and_the_record_says_so(pa
     assert "ZeroDivisionError" in written["error"]
     required = patched.start(FAILS, code, CHECK, **{GATES[0]: "on"})
     last = required.stderr.splitlines()[-1]
-    assert "InstallError: a fault in vllm-hwplugin" in last
+    assert "InstallError: a bug in vllm-hwplugin" in last
     assert "ZeroDivisionError" in last
 
 

@@ -102,8 +102,8 @@ def _locate_hunk(diff: FileDiff, hunk: Hunk, text: Text, hints: bool) -> tuple[H
     places = text.places(before)
     results = text.places(after) if after else []
     if any(is_open(hunk, text, place) for place in places):
-        # Also if one place is the stated line: another copy may stand there now, and Python keeps the last definition of a
-        # class or function.
+        # Also if one place is the stated line: another copy may stand there now, and Python keeps the last of two
+        # definitions of a class or function.
         if len(places) == 1:
             places = sorted({*places, *_elsewhere(hunk, text, places[0], results)})
         if len(places) > 1:

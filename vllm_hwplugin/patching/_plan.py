@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process will run: gates, verdicts, requirements and conflicts, settled before anything is touched."""
+"""The plan of what a process runs, from switches, verdicts, requirements and conflicts, before anything is changed."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def make_plan(
     others: Mapping[str, Source] = MappingProxyType({}),
     check: Callable[[PatchedFile], object] = lambda file: None,
 ) -> Plan:
-    """Settle which features are live on `source` and make the patched texts.
+    """Decide which features are patched into `source`, and make the patched texts.
 
-    A feature is live as a whole or not at all. Of two that conflict, the later one in the catalogue is refused. One
-    that requires what its user has switched off is off as well, unless it was asked for.
+    A feature is patched in completely or not at all. Of two features that conflict, the later in the catalogue is
+    refused. A feature that requires a feature at "off" is off, too, unless its own switch is "on".
 
     Args:
         source: vLLM.
-        choices: a feature's gate -> "auto", "on" or "off"; a gate that is not named is "auto".
-        try_unlisted: also take versions that are not listed, whose text every hunk for the nearest listed one fits.
-        strict: a feature that is refused is an error, whatever its gate says.
+        choices: a feature's switch -> "auto", "on" or "off"; a missing switch is "auto".
+        try_unlisted: also accept an unlisted version if every hunk for the nearest listed version fits its text.
+        strict: a refused feature is an error also at "auto".
         refused: feature id -> why the process cannot have it, though its text may fit.
         others: the other distributions that features change.
-        check: raises a PatchingError where the process cannot have a patched file. Its features are refused then, those
-            that override methods there before the others; where it is a NotPython, only those whose own change is
-            none, or else the last one of the file.
+        check: raises a PatchingError if the process cannot have a patched file. Then the file's features are refused:
+            the features that override methods in it, or else all. After a NotPython only the features whose change does
+            not compile by itself are refused, or else the file's last feature.
     """
     refused = dict(refused)
     sources = {VLLM: source, **others}
@@ -67,12 +67,18 @@ def make_plan(
                 check(file)
             except NotPython as error:
                 verdicts = [evaluate(plan.features[name].feature, sources[file.distribution]) for name in file.features]
-                alone = {item.feature: item.reason for item in verdicts if item.status is Status.NO_PYTHON}
-                wrong |= alone or {file.features[-1]: str(error)}
+                by_itself = {
+                    verdict.feature: verdict.reason for verdict in verdicts if verdict.status is Status.NO_PYTHON
+                }
+                wrong |= by_itself or {file.features[-1]: str(error)}
             except PatchingError as error:
                 # A module that was imported before the plugin takes new bodies, and an override makes another class.
                 users = {name: plan.features[name].feature.overrides for name in file.features}
-                remade = [name for name, items in users.items() if any(item.path == file.path for item in items)]
+                remade = [
+                    name
+                    for name, overrides in users.items()
+                    if any(overridden.path == file.path for overridden in overrides)
+                ]
                 wrong |= dict.fromkeys(remade or file.features, str(error))
         if not wrong:
             return plan
@@ -87,7 +93,7 @@ def _plan(
     strict: bool,
     refused: Mapping[str, str],
 ) -> Plan:
-    texts = {name: Texts(item) for name, item in sources.items()}
+    texts = {name: Texts(source) for name, source in sources.items()}
     states: dict[str, FeatureState] = {}
     live: list[Fit] = []
     for feature in catalogue.features:
@@ -104,14 +110,14 @@ def _plan(
 def _errors(
     states: Mapping[str, FeatureState], choices: Mapping[str, str], texts: Mapping[str, Texts], strict: bool
 ) -> Iterator[str]:
-    for name, item in states.items():
-        gate = item.feature.gate
-        read = texts.get(item.feature.distribution)
-        target = item.feature.target if read is None else f"{item.feature.target} {read.source.version}"
-        if item.state == "refused" and choices.get(gate) == "on":
-            yield (f"{gate}=on, but {name} can't be live on {target}: {item.reason}; set {gate}=auto to run without it")
-        elif item.state == "refused" and strict:
-            yield (f"{STRICT}=1, but {name} can't be live on {target}: {item.reason}; set {gate}=off to run without it")
+    for name, (feature, state, reason, _) in states.items():
+        gate = feature.gate
+        read = texts.get(feature.distribution)
+        target = feature.target if read is None else f"{feature.target} {read.source.version}"
+        if state == "refused" and choices.get(gate) == "on":
+            yield f"{gate}=on, but {name} cannot be patched into {target}: {reason}; set {gate}=auto to run without it"
+        elif state == "refused" and strict:
+            yield f"{STRICT}=1, but {name} cannot be patched into {target}: {reason}; set {gate}=off to run without it"
 
 
 def _settle(
@@ -132,16 +138,16 @@ def _settle(
     if verdict.status in _SETTLED:
         return FeatureState(feature, _SETTLED[verdict.status], verdict.reason, verdict)
     unmet = [states[name] for name in feature.requires if states[name].state not in _SATISFIED]
-    lacking = min(unmet, key=lambda item: item.state != "off", default=None)
+    lacking = min(unmet, key=lambda state: state.state != "off", default=None)
     needs = "" if lacking is None else f"it requires {lacking.feature.id}, which is {lacking.state} ({lacking.reason})"
     if lacking is not None and lacking.state == "off":
-        # Switching off the one is a wish for a process without the other, unless the other is asked for by name.
+        # A user who switches off a requirement does without this feature, too, unless its switch is `on`.
         return FeatureState(feature, "refused" if choice == "on" else "off", needs, verdict)
     if verdict.status is not Status.APPLIES:
         return FeatureState(feature, "refused", _refusal(feature, verdict, try_unlisted), verdict)
     if needs:
         return FeatureState(feature, "refused", needs, verdict)
-    conflict = next((item for one in live for item in conflicts_between([one, result])), None)
+    conflict = next((clash for patched in live for clash in conflicts_between([patched, result])), None)
     if conflict is not None:
         return FeatureState(feature, "refused", str(conflict), verdict)
     live.append(result)
@@ -163,12 +169,12 @@ def _refusal(feature: Feature, verdict: FeatureVerdict, tried: bool) -> str:
 
 def _patched(texts: Mapping[str, Texts], live: list[Fit]) -> dict[str, PatchedFile]:
     files: dict[str, PatchedFile] = {}
-    for path, distribution in sorted({(path, one.distribution) for one in live for path in one.edits}):
+    for path, distribution in sorted({(path, patched.distribution) for patched in live for path in patched.edits}):
         pristine = texts[distribution].get(path)
         assert pristine is not None
-        users = [one for one in live if path in one.edits]
-        text = apply_edits(pristine, [edit for one in users for edit in one.edits[path]])
-        of = tuple(one.verdict.feature for one in users)
+        users = [patched for patched in live if path in patched.edits]
+        text = apply_edits(pristine, [edit for user in users for edit in user.edits[path]])
+        of = tuple(user.verdict.feature for user in users)
         files[path] = patched_file(path, module_name(path), text, of, distribution)
     return files
 
@@ -176,7 +182,7 @@ def _patched(texts: Mapping[str, Texts], live: list[Fit]) -> dict[str, PatchedFi
 def patched_file(
     path: str, module: str, text: str, features: tuple[str, ...] = (), distribution: str = VLLM
 ) -> PatchedFile:
-    """A file with that text, and its digest."""
+    """Return a file with that text and its digest."""
     data = text.encode("utf-8")
     digest = hashlib.sha256(f"{module}\0".encode())
     digest.update(data)
@@ -193,10 +199,10 @@ def _fingerprint(files: Mapping[str, PatchedFile]) -> str:
 
 
 def render_diff(feature: Feature, source: Source) -> str:
-    """The exact change of `feature` alone, as a unified diff of the version's own text.
+    """Return the exact change of only this feature, as a unified diff.
 
     Args:
-        source: the distribution that it changes.
+        source: the distribution that the feature changes; the diff is of its text.
 
     Raises:
         PatchingError: the feature does not apply to that version.

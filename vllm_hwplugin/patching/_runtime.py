@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one stateful part of the engine: put the patches of this process into force, once, and know what is in force."""
+"""The stateful part of the engine: it applies this process's patches once, and knows what is patched in."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ logger = logging.getLogger("vllm.hwplugin")
 
 
 class _Wanted(NamedTuple):
-    """Everything that the decision depends on.
+    """What the plan depends on.
 
     Attributes:
         installed: distribution -> where it is, vLLM first.
-        missing: feature -> why it cannot be had, whatever its diffs say.
+        missing: feature -> why the process cannot have it, even if its diffs fit.
     """
 
     installed: Mapping[str, Installed]
@@ -48,7 +48,7 @@ class _Wanted(NamedTuple):
 
 
 class _State:
-    """What is in force in this process: `finder` and `undo` exactly that, at every moment."""
+    """What is patched in; `finder` and `undo` are exact at every moment."""
 
     def __init__(self, entry: Journal) -> None:
         self.journal = entry
@@ -61,13 +61,13 @@ class _State:
         self._tried: list[CopyFinder] = []
 
     def put_first(self, finder: CopyFinder) -> None:
-        # In this order: whatever interrupts it, `withdraw` finds what there is to take back.
+        # In this order, so that `withdraw` finds what to undo after an interrupt at any line.
         self.finder = finder
         self._tried.append(finder)
         finder.put_first()
 
     def withdraw(self) -> None:
-        """Take the finder and re-applied code back."""
+        """Remove the finder and undo re-applied code."""
         while self.undo:
             self.undo.pop()()
         if self.finder is not None:
@@ -75,7 +75,7 @@ class _State:
             self.finder = None
 
     def left_over(self, copies: Mapping[str, Copy]) -> list[str]:
-        """Modules that were imported while a finder was in force, and run for good from other copies than these."""
+        """Return imported modules that run from copies of an earlier try."""
         return sorted(
             name
             for finder in self._tried
@@ -85,7 +85,7 @@ class _State:
 
 
 class _Settled(NamedTuple):
-    """A plan that fits the modules which are imported already."""
+    """A plan that fits the modules that are imported already."""
 
     plan: Plan
     copies: Mapping[str, Copy]
@@ -97,20 +97,20 @@ _state: _State | None = None
 
 
 def install(settings: gates.Settings | None = None, *, catalogue: Catalogue | None = None) -> Journal:
-    """Put the patches of this process into force. Calling it again changes nothing.
+    """Apply this process's patches, once; later calls change nothing.
 
-    Whatever goes wrong, a feature is live completely or not at all, and vLLM runs stock where nothing is live. What was
-    decided is in the returned journal, in one log line, and in a file for ``vllm-hwplugin doctor``.
+    After any failure, a feature is patched in completely or not at all. The returned run record, one log line, and a
+    file for ``vllm-hwplugin doctor`` say what is patched in.
 
     Args:
-        settings: what the environment says; it is read here by default.
-        catalogue: features in place of the project's own. Those of catalogues from outside come behind them.
+        settings: None: read here from the environment.
+        catalogue: features in place of the project's own. Features of external catalogues follow them.
 
     Raises:
-        InstallError: a gate says ``on`` and the feature cannot be live, or strict mode is on and one should be; or a
-            module runs patched that had to be taken back, and its features would be half in force.
-        PatchingError, GateError: strict mode is on, or a feature's gate says ``on``, and the patches cannot be decided
-            at all. A fault of the plugin itself is an InstallError then.
+        InstallError: a switch at ``on`` or strict mode demands a feature that cannot be patched in; or a module already
+            runs patched and its features would be half patched.
+        PatchingError, GateError: no plan can be made, and strict mode or a switch at ``on`` demands one. A bug of the
+            plugin is an InstallError then.
     """
     global _state
     with _lock:
@@ -123,12 +123,12 @@ def install(settings: gates.Settings | None = None, *, catalogue: Catalogue | No
 
 
 def current_plan() -> Plan | None:
-    """The plan that is in force, None where :func:`install` has not run or could not make one."""
+    """Return the active plan; None before :func:`install` or after its failure."""
     return _state.plan if _state is not None else None
 
 
 def verify() -> tuple[ModuleCheck, ...]:
-    """What each patched module runs from in this process."""
+    """Return what each patched module runs from in this process."""
     with _lock:
         if _state is None or _state.finder is None:
             return ()
@@ -136,17 +136,17 @@ def verify() -> tuple[ModuleCheck, ...]:
 
 
 def force(features: Collection[str]) -> None:
-    """See that modules run patched which another finder has served from the installed files, or give features up.
+    """Patch modules that another finder loaded unpatched, or refuse features.
 
-    For callers that know better than the import order, such as a platform that has just read that the speculative
-    method is DFlash, before anything of the engine is there. A module that cannot be patched in place any more stays
-    stock where all features in it are given up with it.
+    For callers that know which features an engine uses before it is built, such as a platform that reads that the
+    speculative method is DFlash. A module that cannot be patched in place stays unpatched if all its features are
+    refused.
 
     Args:
         features: ids.
 
     Raises:
-        InstallError: only a part of a feature would run patched, or a feature is demanded that cannot be had.
+        InstallError: only a part of a feature would run patched, or a demanded feature is lost.
     """
     with _lock:
         if _state is None or _state.finder is None or _state.wanted is None or _state.plan is None:
@@ -186,7 +186,7 @@ def _install(settings: gates.Settings, catalogue: Catalogue | None) -> _State:
         _activate(state, settings, catalogue)
     except BaseException as error:
         state.withdraw()
-        # Only an error of the plugin itself deserves a traceback; the others say all there is in one line.
+        # Only a bug of the plugin needs a traceback; other errors are complete in one line.
         expected = isinstance(error, PatchingError | gates.GateError)
         required = isinstance(error, InstallError) or settings.demanded
         if not isinstance(error, Exception) or (expected and required):
@@ -194,11 +194,11 @@ def _install(settings: gates.Settings, catalogue: Catalogue | None) -> _State:
         text = str(error) if expected else f"{type(error).__name__}: {error}"
         if required:
             raise InstallError(
-                f"a fault in vllm-hwplugin, which strict mode or a feature's gate at `on` does not let pass: {text}; "
+                f"a bug in vllm-hwplugin, which is an error with strict mode or a feature's switch at `on`: {text}; "
                 "set VLLM_HWPLUGIN=0 to run without it, and report it"
             ) from error
         _refuse_mixture(state, {}, text)
-        # Placing the copies may have found that the first place has no room.
+        # Placing the copies may have shown that the first folder is full.
         base = state.overlay.writable_base() if state.overlay is not None else None
         state = _State(_of_stock(state.journal, text))
         if not compare_with_first(state.journal, settings.environ, stop=False):
@@ -213,14 +213,14 @@ def _install(settings: gates.Settings, catalogue: Catalogue | None) -> _State:
 
 
 def _refuse_mixture(state: _State, copies: Mapping[str, Copy], reason: str) -> None:
-    """A module that was imported while patches were tried out keeps its text, and half a feature must not run."""
+    """Raise InstallError if modules run other patches from an earlier try."""
     modules = state.left_over(copies)
     if modules:
         raise InstallError(f"{reason}; {', '.join(modules)} run patched already: start again with VLLM_HWPLUGIN=0")
 
 
 def _of_stock(entry: Journal, error: str) -> Journal:
-    """A journal of the same process and vLLM in which nothing is in force."""
+    """Return a run record of the process with nothing patched in."""
     plain = journal.new(entry.plugin_version)
     plain.vllm_dist, plain.vllm_version, plain.vllm_root = entry.vllm_dist, entry.vllm_version, entry.vllm_root
     plain.error = error
@@ -236,24 +236,24 @@ def _activate(state: _State, settings: gates.Settings, catalogue: Catalogue | No
     if catalogue is None:
         catalogue = load_catalogue()
     settings.read(catalogue.gates)
-    found = outside.find_outside(settings.values[outside.FOLDERS].names, catalogue)
-    settings.read(found.gates)
+    external = outside.find_outside(settings.values[outside.FOLDERS].names, catalogue)
+    settings.read(external.gates)
     state.gates = settings.gates
-    for trouble in found.troubles:
+    for trouble in external.troubles:
         if strict:
             raise InstallError(f"{gates.STRICT}=1, but the patches of {trouble.where} are off: {trouble.reason}")
-        # Among the features, because it may have had some.
+        # Recorded as a feature, because the catalogue may have had some.
         entry.features[trouble.where] = {"state": "refused", "reason": trouble.reason}
-    catalogue = found.behind(catalogue)
+    catalogue = external.behind(catalogue)
     others, missing = outside.find_targets(catalogue.features)
     if journal.starts_engines():
         for text in (*installed.troubles, *settings.unknown()):
             logger.warning("%s", text)
     if demanded := settings.unclaimed:
-        left_out = "; ".join(f"{name}: {item['reason']}" for name, item in entry.features.items())
+        left_out = "; ".join(f"{name}: {record['reason']}" for name, record in entry.features.items())
         raise InstallError(
-            f"{demanded[0]}=on, but no catalogue of patches has this gate{left_out and f' ({left_out})'}; name the "
-            "catalogue's folder in VLLM_HWPLUGIN_PATCHES, or take the variable back"
+            f"{demanded[0]}=on, but no catalogue of patches has this switch{left_out and f' ({left_out})'}; name the "
+            "catalogue's folder in VLLM_HWPLUGIN_PATCHES, or unset the variable"
         )
     state.overlay = overlay
     targets = {VLLM: installed, **others}
@@ -268,10 +268,10 @@ def _activate(state: _State, settings: gates.Settings, catalogue: Catalogue | No
         str(overlay.base),
         plan.fingerprint,
     )
-    for name, item in plan.features.items():
-        entry.features[name] = {"state": item.state, "reason": item.reason}
-        if item.state == "live" and item.feature.uses_when:
-            entry.features[name]["uses_when"] = "\n".join(item.feature.uses_when)
+    for name, (feature, state_of, reason, _) in plan.features.items():
+        entry.features[name] = {"state": state_of, "reason": reason}
+        if state_of == "live" and feature.uses_when:
+            entry.features[name]["uses_when"] = "\n".join(feature.uses_when)
     swapped = {swap.module.__name__ for swap in settled.swaps}
     entry.modules = {name: "re-applied" if name in swapped else "pending" for name in settled.copies} | {
         name: "served" for name in entry.modules if entry.modules[name] == "served"
@@ -282,7 +282,7 @@ def _activate(state: _State, settings: gates.Settings, catalogue: Catalogue | No
 
 
 def _report(entry: Journal, plan: Plan, installed: Installed, overlay: Overlay, try_unlisted: bool) -> None:
-    """Say in one line what is patched in, and in one each what should be and is not."""
+    """Log what is patched in, and a line per refused feature."""
     for note in overlay.notes:
         logger.warning("patched copies go to %s instead: %s", overlay.base, note)
     listed = is_supported(installed.version)
@@ -297,11 +297,11 @@ def _report(entry: Journal, plan: Plan, installed: Installed, overlay: Overlay, 
             if try_unlisted
             else "its features are off: set VLLM_HWPLUGIN_TRY_UNLISTED=1 to use those whose every hunk fits exactly",
         )
-    for name, item in entry.features.items():
-        # Where nothing is tried, the line above is the reason for all of the project's own.
+    for name, record in entry.features.items():
+        # If nothing is tried, the line above is the reason for all of the project's features.
         told = name in plan.features and not plan.features[name].feature.is_outside and not listed and not try_unlisted
-        if item["state"] == "refused" and not told:
-            logger.warning("%s is not patched in, vLLM runs unpatched there: %s", name, item["reason"])
+        if record["state"] == "refused" and not told:
+            logger.warning("%s is not patched in, vLLM runs unpatched there: %s", name, record["reason"])
     logger.info(
         "patched in on %s %s (plugin %s, %s): %s",
         installed.dist,
@@ -322,7 +322,7 @@ def _put_in_force(state: _State, wanted: _Wanted) -> _Settled:
         roots = {file.module: wanted.installed[file.distribution].root for file in settled.plan.files.values()}
         state.put_first(CopyFinder(wanted.installed[VLLM].root, settled.copies, _on_load(state), roots))
         swapped = {swap.module.__name__ for swap in settled.swaps}
-        # Another thread may have imported a target since it was looked for; from here on the finder serves them.
+        # Another thread may have imported a target meanwhile; from here on the finder loads them.
         if any(_is_stock(name, copy) for name, copy in settled.copies.items() if name not in swapped):
             state.withdraw()
             continue
@@ -331,14 +331,14 @@ def _put_in_force(state: _State, wanted: _Wanted) -> _Settled:
                 state.undo.append(swap.apply())
         except PatchingError as error:
             state.withdraw()
-            # What the new text imports may have brought patched modules in, which the next round refuses then.
-            refused |= {name: str(error) for name, item in settled.plan.features.items() if item.state == "live"}
+            # The new text's imports may have loaded patched modules, which the next round then refuses.
+            refused |= {name: str(error) for name, feature in settled.plan.features.items() if feature.state == "live"}
             continue
         return settled
 
 
 def _settle(wanted: _Wanted, refused: Mapping[str, str]) -> _Settled:
-    """Plan what can be placed and compiled, and patched in place where a module is imported already."""
+    """Plan what can be placed, compiled and swapped into imported modules."""
     placed: dict[str, Copy] = {}
     swaps: dict[Copy, Swap] = {}
 
@@ -368,17 +368,17 @@ def _plan_swap(targets: Mapping[str, Installed], file: PatchedFile, copy: Copy) 
 
     installed = targets[file.distribution]
     text = installed.read(file.path)
-    # The plan was made from this text a moment ago; without it nothing of the module would have been patched.
+    # The plan was made from this text, so the file exists.
     assert text is not None
     return plan_swap(sys.modules[copy.module], copy, str(installed.root / file.path), text)
 
 
 def _apply(swaps: Mapping[str, Swap], undo: list[Callable[[], None]]) -> tuple[str, str] | None:
-    """Apply all; None, or which one fails, and why: then none is applied.
+    """Apply all swaps, or none and return the failed module and reason.
 
     Args:
         swaps: by module.
-        undo: gets what takes each of them back.
+        undo: gets the undo functions.
     """
     done: list[Callable[[], None]] = []
     for name, swap in swaps.items():
@@ -399,7 +399,7 @@ def _check_live() -> None:
         if _state is not None and stock:
             assert _state.plan is not None
             assert _state.wanted is not None
-            # The engine stands: a module that was not imported by now is of no model that it runs.
+            # The engine is complete: it does not use modules that are not imported yet.
             patched = {check.module for check in checks if check.state in ("served", "re-applied")}
             give_up(_state.journal, _state.plan, stock, patched, _state.wanted.choices, strict=_state.wanted.strict)
             journal.save()
@@ -407,12 +407,12 @@ def _check_live() -> None:
 
 def _on_load(state: _State) -> Callable[[str], None]:
     def on_load(name: str) -> None:
-        # A child of a plain fork first shows itself here.
+        # The first sign of life of a child of a plain fork.
         journal.adopt()
         state.journal.modules[name] = "served"
         journal.save()
-        # Where the plugin was put in force before vLLM was imported, its table is there by now. While the state is
-        # being made, it is not settled which gates there are.
+        # If patches were applied before vLLM was imported, its table exists by now. While the state is being made, the
+        # switches are not all known.
         if _state is not None:
             _register_with_vllm()
 
@@ -420,11 +420,11 @@ def _on_load(state: _State) -> Callable[[str], None]:
 
 
 def _register_with_vllm() -> None:
-    """Enter the gates and the fingerprint of the patches in ``vllm.envs``, if this process has imported it.
+    """Enter the variables and the patches' fingerprint in ``vllm.envs``, if imported.
 
     ``compile_factors()`` asks every entry of that table in all supported versions, so the fingerprint is in the key of
-    vLLM's compile cache: a graph that was compiled from other patches is not found. The plugin's version is with it:
-    vLLM knows the texts of what it traces, and not that of a pass over graphs.
+    vLLM's compile cache: vLLM finds no graph that was compiled from other patches. The value has the plugin's version,
+    because vLLM's key covers the text of traced code, but not of passes over graphs.
     """
     envs = sys.modules.get("vllm.envs")
     table = getattr(envs, "environment_variables", None)

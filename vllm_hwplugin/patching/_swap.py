@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forced re-apply: bring a module that is already imported to its patched text by new bodies of functions, or refuse.
+"""Patching of a module that is already imported, by new bodies of its functions.
 
-Importing it again would make a second set of classes and functions and register torch operators twice. So a function
-object stays and gets new code: `from x import f`, bound methods and subclasses run the new body. Beside that the new
-text may only import more names. Everything else (signatures, decorators, classes, statements outside of functions) ran
-while the module was imported, and must be the same in both texts; and what runs now must be what the installed file
-says.
+A second import would make a second set of classes and functions and register torch operators twice. So a function
+object stays and gets new code: `from x import f`, bound methods and subclasses run the new body. Apart from bodies, the
+new text may only import more names. Everything else (signatures, decorators, classes, statements outside of functions)
+ran while the module was imported, and must be the same in both texts. The code that runs must be the installed file's.
 
-What goes on already keeps the old body: a call until it returns, a generator or coroutine until it ends. What no swap
-can see is behaviour that another module copied, such as a graph that was compiled from a function.
+A running call, generator or coroutine keeps the old body until it ends. A swap cannot see behaviour that another module
+copied, such as a graph compiled from a function.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 # The name of a definition and its first line.
 _Key = tuple[str, int]
 
-# Decorators that keep the function and only call it: new code in the function is new code for every caller. Anything
-# else may have read the source (Triton), compiled it, or handed the function to a registry.
+# Decorators that keep the function and only call it: new code in the function is new code for every caller. Any other
+# decorator may have read the source (Triton), compiled it, or passed the function to a registry.
 _ONLY_CALL = frozenset(
     {
         *("staticmethod", "classmethod", "property", "setter", "getter", "deleter", "abstractmethod", "override"),
         *("final", "no_grad", "inference_mode", "enable_grad", "contextmanager", "asynccontextmanager", "wraps"),
         # vLLM's own, which return the function or a plain wrapper of it: for tracing, and for experts that move.
         *("instrument", "step_eplb_after"),
-        # vLLM's, where the last name alone says too little: it calls `__init__` while kernels can be registered.
+        # vLLM's, whose last name is ambiguous: it calls `__init__` while kernels can be registered.
         "JitWarmupRegistry.capture",
     }
 )
@@ -51,16 +50,16 @@ _OF_CLASSES: dict[str, tuple[str, ...]] = {
     _COMPILES: ("forward", "__init__", "__call__"),
 }
 _MAKERS = ("__new__", "__init__", "__post_init__")
-# Python runs these while it makes a class, which is over.
+# Python runs these while it makes a class, which has happened already.
 _MAKE_CLASSES = ("__init_subclass__", "__set_name__", "__prepare__")
 
 
 class ReapplyRefused(PatchingError):
-    """A module is imported already and cannot be brought to its patched text."""
+    """A module is imported already and cannot be patched in place."""
 
 
 class NotABody(PatchingError):
-    """Why new bodies alone do not make the new text of the old one."""
+    """New bodies are not enough to make the new text from the old."""
 
 
 class Change(NamedTuple):
@@ -81,7 +80,7 @@ class Change(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """An imported module that can be brought to its patched text, and how."""
+    """What patches an imported module in place."""
 
     module: ModuleType
     copy: Copy
@@ -90,10 +89,10 @@ class Swap(NamedTuple):
     class_lines: tuple[tuple[type, int], ...]
 
     def apply(self) -> Callable[[], None]:
-        """Run the new imports and set the new bodies; returns what takes it back. On an error nothing stays changed.
+        """Run the new imports, set the new bodies, and return an undo.
 
         Raises:
-            ReapplyRefused: an import fails, or gives a name another meaning than the module's own.
+            ReapplyRefused: an import fails, or the module has another object under its name. Nothing stays changed.
         """
         with contextlib.ExitStack() as undo:
             for target, name, value in self._values():
@@ -115,28 +114,24 @@ class Swap(NamedTuple):
             yield self.module, name, value
         for function, code in self.bodies:
             yield function, "__code__", code
-            # Python finds the documentation of a function when it makes one.
+            # Python reads a docstring only when it makes the function.
             yield function, "__doc__", FunctionType(code, {}, closure=function.__closure__).__doc__
-        # For `inspect`, which asks the module for its text and, from Python 3.13 on, a class for its line in that.
-        yield from (
-            (self.module, *item) for item in (("__file__", path), ("__cached__", cached), ("__loader__", loader))
-        )
+        # For `inspect`, which asks the module for its text and, from Python 3.13 on, a class for its line in the text.
+        names_of_text = (("__file__", path), ("__cached__", cached), ("__loader__", loader))
+        yield from ((self.module, *named) for named in names_of_text)
         if (spec := self.module.__spec__) is not None:
-            yield from ((spec, *item) for item in (("origin", path), ("cached", cached), ("loader", loader)))
+            yield from ((spec, *named) for named in (("origin", path), ("cached", cached), ("loader", loader)))
         yield from ((owner, "__firstlineno__", line) for owner, line in self.class_lines)
 
 
 def plan_swap(module: ModuleType | None, copy: Copy, installed_path: str, installed_text: str) -> Swap:
-    """Decide whether an imported module can be brought to its patched text; nothing is changed.
+    """Plan an imported module's patch in place; change nothing.
 
     Args:
-        module: the live module, imported from the installed file; None where `sys.modules` blocks its import.
-        copy: its patched text.
-        installed_path: the installed file.
-        installed_text: what the installed file says.
+        module: imported from the installed file; None if `sys.modules` blocks its import.
 
     Raises:
-        ReapplyRefused: it cannot; the message says why and, as far as it can be known, who imported the module.
+        ReapplyRefused: it cannot be patched in place; the message says why and, as far as known, who imported it.
     """
     if not isinstance(module, ModuleType):
         raise ReapplyRefused(
@@ -163,7 +158,7 @@ def plan_swap(module: ModuleType | None, copy: Copy, installed_path: str, instal
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep garbage collection from running Python code meanwhile.
+    """Pause garbage collection, which may run Python code.
 
     CPython 3.11 counts the depth of syntax trees once a process. If a collection's callback or finalizer parses in the
     middle of `ast.parse`, or lets another thread do so, `ast.parse` raises a SystemError.
@@ -179,10 +174,10 @@ def _no_collection() -> Iterator[None]:
 
 
 def changed_bodies(old: ast.Module, new: ast.Module) -> list[Change]:
-    """The functions whose bodies turn one text into the other, besides imports.
+    """Return the functions whose bodies differ between two texts.
 
     Raises:
-        NotABody: there is more to it.
+        NotABody: the texts differ in more than bodies and imports.
     """
     changes = [*_changes(_run_once(old), _run_once(new))]
     for change in changes:
@@ -204,7 +199,7 @@ def _changes(old: list[ast.stmt], new: list[ast.stmt], classes: tuple[ast.ClassD
     for before, after in zip_longest(old, new):
         if before is None or after is None or _without_body(before) != _without_body(after):
             node: ast.stmt = after or before
-            level = f"the body of class {'.'.join(item.name for item in classes)}" if classes else "module level"
+            level = f"the body of class {'.'.join(owner.name for owner in classes)}" if classes else "module level"
             first = next(line for line in ast.unparse(node).splitlines() if not line.startswith("@"))
             raise NotABody(f"line {node.lineno} changes more than the body of a function, at {level}: {first}")
         if isinstance(before, ast.ClassDef) and isinstance(after, ast.ClassDef):
@@ -220,7 +215,7 @@ def _without_body(node: ast.stmt) -> str:
 
 
 def _check(change: Change) -> None:
-    """Refuse where others may hold the old code, or Python has no use for the new one."""
+    """Raise NotABody if old code may be held or runs no more."""
     for decorator in change.old.decorator_list:
         if not {_tail(decorator), ast.unparse(decorator)} & _ONLY_CALL:
             raise NotABody(f"{change.name} is decorated with @{ast.unparse(decorator)}, which may hold its old code")
@@ -234,9 +229,9 @@ def _check(change: Change) -> None:
 
 
 def _refuse_uses_at_import(module: ast.Module) -> None:
-    """A module whose import called what it defines, or asked it for something, may hold results of the old text.
+    """Raise NotABody if the import used definitions: results may be held.
 
-    By names alone: whose method it is that `x.method()` calls, no text says.
+    Compared by name only: the text does not tell whose method `x.method()` calls.
     """
     own = {node.name for node in ast.walk(module) if isinstance(node, _Function | ast.ClassDef)}
     for node in _used_at_import(module):
@@ -246,20 +241,20 @@ def _refuse_uses_at_import(module: ast.Module) -> None:
 
 
 def _used_at_import(node: ast.AST) -> Iterator[ast.expr]:
-    """What an import calls, asks of objects and decorates with."""
+    """Yield the calls, attributes and decorators that an import evaluates."""
     if isinstance(node, ast.Call | ast.Attribute):
         yield node
         return
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
-    # Those of a property only hold it.
-    yield from (item for item in decorators if _tail(item) not in ("setter", "getter", "deleter"))
+    # A property's decorators only hold the function.
+    yield from (node for node in decorators if _tail(node) not in ("setter", "getter", "deleter"))
     for child in [node.args] if isinstance(node, _Function | ast.Lambda) else ast.iter_child_nodes(node):
         if child not in decorators:
             yield from _used_at_import(child)
 
 
 def _tail(node: ast.expr) -> str:
-    """The last name of an expression: ``inference_mode`` for ``@torch.inference_mode()``."""
+    """Return an expression's last name: ``inference_mode`` for ``@torch.inference_mode()``."""
     if isinstance(node, ast.Call):
         node = node.func
     if isinstance(node, ast.Attribute):
@@ -268,20 +263,20 @@ def _tail(node: ast.expr) -> str:
 
 
 def _body(
-    change: Change, found: FunctionType | None, before: Mapping[_Key, CodeType], after: Mapping[_Key, CodeType]
+    change: Change, function: FunctionType | None, before: Mapping[_Key, CodeType], after: Mapping[_Key, CodeType]
 ) -> tuple[FunctionType, CodeType]:
-    if found is None or found.__code__ != before[_key(change.old)]:
+    if function is None or function.__code__ != before[_key(change.old)]:
         raise NotABody(f"{change.name} as it runs is not what the installed file says; something replaced it")
     code = after[_key(change.new)]
-    if code.co_freevars != found.__code__.co_freevars:
-        names = ", ".join(sorted({*code.co_freevars} ^ {*found.__code__.co_freevars}))
+    if code.co_freevars != function.__code__.co_freevars:
+        names = ", ".join(sorted({*code.co_freevars} ^ {*function.__code__.co_freevars}))
         raise NotABody(f"{change.name} closes over other variables than before ({names})")
-    return found, code
+    return function, code
 
 
 def _key(node: _Function | ast.ClassDef) -> _Key:
     # The compiler gives a definition the line of its first decorator.
-    return node.name, min(item.lineno for item in (node, *node.decorator_list))
+    return node.name, min(part.lineno for part in (node, *node.decorator_list))
 
 
 def _key_of(code: CodeType) -> _Key:
@@ -300,39 +295,42 @@ def _inside(code: CodeType) -> Iterator[CodeType]:
 
 
 def _live(module: ModuleType) -> Iterator[FunctionType]:
-    """The plain functions of a module, also in its classes, and in wrappers that only call them."""
+    """Yield a module's plain functions, also in classes and plain wrappers."""
     pending: list[Any] = [*vars(module).values()]
     seen: set[int] = set()
     while pending:
-        item = pending.pop()
-        kind = type(item)
-        if id(item) in seen:
+        value = pending.pop()
+        kind = type(value)
+        if id(value) in seen:
             continue
-        seen.add(id(item))
+        seen.add(id(value))
         if kind is FunctionType:
-            pending.append(getattr(item, "__wrapped__", None))
-            if item.__globals__ is vars(module):
-                yield item
+            pending.append(getattr(value, "__wrapped__", None))
+            if value.__globals__ is vars(module):
+                yield value
         elif kind in (staticmethod, classmethod):
-            pending.append(item.__func__)
+            pending.append(value.__func__)
         elif issubclass(kind, property):
-            pending += [item.fget, item.fset, item.fdel]
-        elif issubclass(kind, type) and item.__module__ == module.__name__:
-            pending += vars(item).values()
+            pending += [value.fget, value.fset, value.fdel]
+        elif issubclass(kind, type) and value.__module__ == module.__name__:
+            pending += vars(value).values()
 
 
 def _refuse_closures(functions: list[FunctionType]) -> None:
-    """Functions that the old body made, and copies of it, would keep its code for good."""
+    """Raise NotABody if other functions hold, and would keep, the old code."""
     codes = [function.__code__ for function in functions]
     for code in codes:
         codes += _inside(code)
     for holder in gc.get_referrers(*codes) if codes else ():
         if isinstance(holder, FunctionType) and holder not in functions:
-            raise NotABody(f"{holder.__qualname__}, which the old text made, is in use")
+            raise NotABody(f"{holder.__qualname__}, which the old text made, still exists")
 
 
 def _refuse_objects(module: ModuleType, changes: list[Change]) -> None:
-    """An object that was set up by the old text may lack what the new text relies on, or hold graphs of the old."""
+    """Raise NotABody if objects exist that the old text has set up.
+
+    They may lack what the new text relies on, or hold graphs of the old text.
+    """
     pending: list[Any] = []
     for change in changes:
         if change.classes and (change.old.name in _MAKERS or change.compiled):
@@ -341,7 +339,7 @@ def _refuse_objects(module: ModuleType, changes: list[Change]) -> None:
     while pending:
         family.add(owner := pending.pop())
         pending += type.__subclasses__(owner)
-    # An object refers to its class, and asking for what refers to a class is quicker than looking at every object.
+    # An object refers to its class, and finding a class's referrers is quicker than looking at every object.
     for value in gc.get_referrers(*family) if family else ():
         if type(value) in family:
             raise NotABody(f"an object of {type(value).__name__} exists, set up by the old text")
@@ -349,7 +347,7 @@ def _refuse_objects(module: ModuleType, changes: list[Change]) -> None:
 
 def _class_lines(names: Any, body: list[ast.stmt]) -> Iterator[tuple[type, int]]:
     for node in body:
-        # Under another name a class has no text that could be asked for.
+        # A class under another name has no text that `inspect` can find.
         if isinstance(node, ast.ClassDef) and issubclass(type(owner := names.get(node.name)), type):
             if "__firstlineno__" in vars(owner):
                 yield owner, _key(node)[1]
@@ -366,16 +364,16 @@ def _refusal(module: ModuleType, reason: str) -> ReapplyRefused:
 
 
 def importers_of(module: ModuleType, limit: int = 3) -> tuple[str, ...]:
-    """Modules that hold this one, or a function or class of it, by name: as much as can be known afterwards."""
-    found: list[str] = []
+    """Return modules whose names hold this module, its functions or classes."""
+    importers: list[str] = []
     for name, other in sorted(sys.modules.items()):
         if other is module or not issubclass(type(other), ModuleType):
             continue
         parent = module.__name__.startswith(name + ".")
         for value in list(vars(other).values()):
-            # `type()`, not `isinstance`: lazy modules and deprecated names answer the latter by running code.
+            # `type()`, not `isinstance`, which runs code of lazy modules and deprecated names.
             defined = issubclass(type(value), FunctionType | type) and value.__module__ == module.__name__
             if (value is module and not parent) or (defined and vars(module).get(value.__name__) is value):
-                found.append(name)
+                importers.append(name)
                 break
-    return tuple(found[:limit])
+    return tuple(importers[:limit])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Catalogues from outside: folders and packages of others with features of their own.
+"""External catalogues: folders and packages with features that are not the project's (docs/your-own-patches.md).
 
-Such a catalogue is a folder like `patches/` with a `catalogue.toml` at its top. Its features are `catalogue/feature`,
-and their gates come from their `patch.toml`. A process imports this only where there is one (docs/your-own-patches.md).
+An external catalogue is a folder like `patches/` with a `catalogue.toml` at its top. Its features are named
+`catalogue/feature`, and their `patch.toml` declare their switches.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ MANIFEST: Final = "catalogue.toml"
 #: `[project.entry-points."vllm_hwplugin.patches"]`: any name, and the package that has the `catalogue.toml`.
 GROUP: Final = "vllm_hwplugin.patches"
 
-#: The gate that names folders of catalogues.
+#: The environment variable that names folders of catalogues.
 FOLDERS: Final = "VLLM_HWPLUGIN_PATCHES"
 
-#: While `patches save` swaps two folders, the old one is `.NAME.old`.
+#: While `patches save` swaps two folders, the old folder is `.NAME.old`.
 ASIDE: Final = ".old"
 
 _KEYS: Final = frozenset({"name", "distribution"})
@@ -74,7 +74,7 @@ class Manifest(NamedTuple):
 
     Attributes:
         name: lower case, digits and dashes.
-        distribution: whose files its features change where their `patch.toml` does not say.
+        distribution: whose files its features change by default.
     """
 
     folder: Path
@@ -83,11 +83,11 @@ class Manifest(NamedTuple):
 
 
 class Outside(NamedTuple):
-    """A catalogue from outside, requirements before those that require them.
+    """An external catalogue.
 
     Attributes:
+        features: requirements before the features that require them.
         required: features of other catalogues that its features require.
-        gates: one for each variable that its features name.
     """
 
     manifest: Manifest
@@ -97,10 +97,10 @@ class Outside(NamedTuple):
 
 
 def read_manifest(folder: Path, *, read: Callable[[Path], bytes] = Path.read_bytes) -> Manifest:
-    """The `catalogue.toml` of a folder.
+    """Read the `catalogue.toml` of a folder.
 
     Raises:
-        CatalogueError: there is none, or it is not as it has to be.
+        CatalogueError: it is missing or invalid.
     """
     file = folder / MANIFEST
     raw = read_toml(file, read, "a folder of patches has one with its `name`")
@@ -112,16 +112,15 @@ def read_manifest(folder: Path, *, read: Callable[[Path], bytes] = Path.read_byt
 
 
 def load_outside(folder: Path, *, read: Callable[[Path], bytes] = Path.read_bytes) -> Outside:
-    """Read every feature of a catalogue from outside.
+    """Read every feature of an external catalogue.
 
     Nothing is imported or run, so the folder need not be trusted.
 
     Args:
-        folder: with a `catalogue.toml` at its top.
-        read: the bytes of a file.
+        read: returns the bytes of a file.
 
     Raises:
-        CatalogueError: the folder, `catalogue.toml` or a `patch.toml` is not as it has to be.
+        CatalogueError: the folder, `catalogue.toml` or a `patch.toml` is invalid.
         DiffError: a diff is malformed.
     """
     manifest = read_manifest(folder, read=read)
@@ -129,14 +128,14 @@ def load_outside(folder: Path, *, read: Callable[[Path], bytes] = Path.read_byte
         if not (name := folder / aside.name[1 : -len(ASIDE)]).exists():
             raise CatalogueError(f"{aside}: a command was stopped while it wrote {name.name}; rename it to {name}")
     terms = Terms(manifest.name, manifest.distribution, read)
-    features = [load_feature(item, terms) for item in feature_folders(folder, _WAY_OUT)]
+    features = [load_feature(home, terms) for home in feature_folders(folder, _WAY_OUT)]
     if not features:
         raise CatalogueError(
             f"{folder}: has no feature, which is a folder with a patch.toml; a package names them in its package-data "
             "(docs/your-own-patches.md)"
         )
     prefix = f"{manifest.name}/"
-    required = frozenset(name for item in features for name in item.requires if not name.startswith(prefix))
+    required = frozenset(name for feature in features for name in feature.requires if not name.startswith(prefix))
     return Outside(manifest, in_order(features, folder, required), required, _gates(features, manifest))
 
 
@@ -147,42 +146,43 @@ def _gates(features: list[Feature], manifest: Manifest) -> tuple[gates.Gate, ...
     for name, of in users.items():
         if len({feature.switch.default for feature in of if feature.switch is not None}) > 1:
             raise CatalogueError(
-                f"{manifest.folder}: {' and '.join(feature.id for feature in of)} have one gate, {name}, and different "
-                "defaults; give them the same"
+                f"{manifest.folder}: {' and '.join(feature.id for feature in of)} share the switch {name} and have "
+                "different defaults; give them the same"
             )
     return Catalogue(tuple(features)).gates
 
 
 class Trouble(NamedTuple):
-    """A catalogue that is left out: where it was looked for, and why."""
+    """A catalogue that is left out: its place, and why."""
 
     where: str
     reason: str
 
 
 class Found(NamedTuple):
-    """The catalogues from outside that an environment has, and those that cannot be used."""
+    """The external catalogues of an environment, and why others cannot be used."""
 
     catalogues: tuple[Outside, ...] = ()
     troubles: tuple[Trouble, ...] = ()
 
     @property
     def gates(self) -> tuple[gates.Gate, ...]:
-        return tuple(gate for each in self.catalogues for gate in each.gates)
+        return tuple(gate for catalogue in self.catalogues for gate in catalogue.gates)
 
     def behind(self, own: Catalogue) -> Catalogue:
-        """One catalogue of the project's own features and these: of two that conflict, the earlier one is live."""
-        return Catalogue((*own.features, *(feature for each in self.catalogues for feature in each.features)))
+        """Return one catalogue, in which the project's own features come first."""
+        external = (feature for catalogue in self.catalogues for feature in catalogue.features)
+        return Catalogue((*own.features, *external))
 
 
 def find_outside(folders: Sequence[str], own: Catalogue) -> Found:
-    """The catalogues in these folders, in their order, then those of installed packages, by name.
+    """Load the catalogues in these folders, then in installed packages, by name.
 
-    A catalogue is taken as a whole, or left out with a reason. Its features may require those of the project and of the
-    catalogues before it.
+    A catalogue is loaded as a whole, or left out with a reason. Its features may require features of the project and of
+    the catalogues before it.
 
     Args:
-        folders: what ``VLLM_HWPLUGIN_PATCHES`` names.
+        folders: from ``VLLM_HWPLUGIN_PATCHES``.
         own: the project's own features.
     """
     catalogues: list[Outside] = []
@@ -190,7 +190,7 @@ def find_outside(folders: Sequence[str], own: Catalogue) -> Found:
     places: list[tuple[str, Callable[[], Path], Callable[[Path], bytes]]] = [
         (folder, functools.partial(cachedir.code_folder, Path(folder)), cachedir.read_code) for folder in folders
     ]
-    # A package is not judged by its owner: Python imports the code of whoever can write to it without asking.
+    # A package's owner is not checked: Python imports its code without a check.
     places += [
         (f"package {name}", functools.partial(_package_folder, point), Path.read_bytes)
         for name, point in sorted((point.dist.name if point.dist else "", point) for point in entry_points(group=GROUP))
@@ -198,7 +198,7 @@ def find_outside(folders: Sequence[str], own: Catalogue) -> Found:
     for where, place, read in places:
         try:
             folder = place()
-            if any(folder == each.manifest.folder for each in catalogues):
+            if any(folder == catalogue.manifest.folder for catalogue in catalogues):
                 continue
             loaded = load_outside(folder, read=read)
             refuse_taken(loaded, catalogues, own)
@@ -207,7 +207,7 @@ def find_outside(folders: Sequence[str], own: Catalogue) -> Found:
         except (HwpluginError, OSError) as error:
             troubles.append(Trouble(where, str(error)))
         except Exception as error:
-            # What its author wrote, and no check here foresaw: still only this catalogue is left out.
+            # An author's mistake that no check here foresees costs only this catalogue, too.
             text = f"{type(error).__name__}: {error}"
             troubles.append(Trouble(where, f"it cannot be read ({text}); see docs/your-own-patches.md"))
         else:
@@ -216,25 +216,25 @@ def find_outside(folders: Sequence[str], own: Catalogue) -> Found:
 
 
 def refuse_taken(new: Outside, catalogues: Sequence[Outside], own: Catalogue) -> None:
-    """CatalogueError where a catalogue has the name or a gate of one before it, or requires what is no feature.
+    """Raise a CatalogueError for a taken name or switch, or unknown requirement.
 
     Args:
-        catalogues: those before it.
+        catalogues: the catalogues before it.
         own: the project's own features.
     """
     manifest = new.manifest
-    for each in catalogues:
-        if each.manifest.name == manifest.name:
+    for earlier in catalogues:
+        if earlier.manifest.name == manifest.name:
             raise CatalogueError(
-                f"{manifest.folder}: its name, {manifest.name}, is that of {each.manifest.folder} too; rename one"
+                f"{manifest.folder}: {earlier.manifest.folder} has the name {manifest.name}, too; rename one of them"
             )
-        if both := {gate.name for gate in each.gates} & {gate.name for gate in new.gates}:
+        if both := {gate.name for gate in earlier.gates} & {gate.name for gate in new.gates}:
             raise CatalogueError(
-                f"{manifest.folder}: the gate {min(both)} is one of {each.manifest.folder} too; name another `gate` in "
+                f"{manifest.folder}: {earlier.manifest.folder} has the switch {min(both)}, too; name another `gate` in "
                 "patch.toml"
             )
     known = {feature.id for feature in own.features}.union(
-        *({item.id for item in each.features} for each in catalogues)
+        *({feature.id for feature in catalogue.features} for catalogue in catalogues)
     )
     if missing := new.required - known:
         raise CatalogueError(
@@ -244,7 +244,7 @@ def refuse_taken(new: Outside, catalogues: Sequence[Outside], own: Catalogue) ->
 
 
 def _package_folder(point: EntryPoint) -> Path:
-    """The folder of the package that an entry point names, found without importing it."""
+    """Find the folder of an entry point's package without importing it."""
     top, *rest = point.value.split(".")
     tried = [place.joinpath(*rest) for place in importable(top)]
     for folder in tried:
