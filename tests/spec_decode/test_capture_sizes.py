@@ -144,13 +144,13 @@ def test_what_is_decided_is_on_record_and_stays(entry: journal.Journal, monkeypa
         ({"mode": CUDAGraphMode.PIECEWISE}, "cudagraph_mode is PIECEWISE"),
         # Its graphs of batches with prompts would be as many, and as large.
         ({"mode": CUDAGraphMode.FULL}, "cudagraph_mode is FULL"),
-        ({"dp": 2}, "a rank of data parallelism pads its batches to those of others"),
-        ({"tp": 2, "sp": True}, "with sequence parallelism they also have to be multiples of the tensor parallel size"),
+        ({"dp": 2}, "data-parallel ranks pad their batches to each other's"),
+        ({"tp": 2, "sp": True}, "with sequence parallelism they must also be multiples of the tensor parallel size"),
         # A dispatcher of the V1 runner takes no size to compile for that is padded.
         ({"compile_sizes": [600]}, "compile_sizes are given"),
         (
             {"architectures": ["DeepseekV41ForCausalLM"]},
-            "DeepSeek V4.1 replays layers in graphs whose sizes and buffers follow from these",
+            "DeepSeek V4.1 replays layers in graphs whose sizes and buffers follow from the capture sizes",
         ),
         ({"lora": object()}, "with LoRA each of them is captured several times"),
         ({"tiers": [(1, 8, 3)]}, "the number of drafts changes from step to step"),
@@ -190,14 +190,14 @@ def test_sizes_of_other_methods_are_left_alone(entry: journal.Journal) -> None:
     ("more", "said"),
     [
         # Five requests of seven tokens end at 35, and 40 is no whole block.
-        ({"sizes": [1, 2, 4, 8, 16, 24, 32]}, "5 and 6 of 6 requests; cudagraph_capture_sizes with 42 serves them"),
-        ({"largest": 6}, "1 to 6 of 6 requests; max_cudagraph_capture_size with 42 serves them"),
-        ({"largest": 41}, "6 of 6 requests; max_cudagraph_capture_size with 42 serves them"),
+        ({"sizes": [1, 2, 4, 8, 16, 24, 32]}, "5 and 6 of 6 requests; cudagraph_capture_sizes with 42 covers them"),
+        ({"largest": 6}, "1 to 6 of 6 requests; max_cudagraph_capture_size with 42 covers them"),
+        ({"largest": 41}, "6 of 6 requests; max_cudagraph_capture_size with 42 covers them"),
         ({"largest": 42}, None),
         ({"sizes": [8, 56], "mode": CUDAGraphMode.FULL}, None),
         (
             {"sizes": [8, 40], "mode": CUDAGraphMode.FULL},
-            "6 of 6 requests; cudagraph_capture_sizes with 42 serves them",
+            "6 of 6 requests; cudagraph_capture_sizes with 42 covers them",
         ),
         ({"sizes": [8], "mode": CUDAGraphMode.PIECEWISE}, None),
     ],
@@ -220,7 +220,7 @@ def test_decode_batches_without_a_graph_are_noted_with_the_size_to_name(
 def test_without_the_feature_sizes_are_vllms(entry: journal.Journal) -> None:
     entry.features["capture-sizes"] = {"state": "off", "reason": "its gate is off"}
     assert made(config_of(), stock).compilation_config.max_cudagraph_capture_size == 512
-    assert entry.decisions["capture-sizes"] == "left to vLLM: capture-sizes is not live (its gate is off)"
+    assert entry.decisions["capture-sizes"] == "left to vLLM: capture-sizes is not patched in (its gate is off)"
 
 
 def test_a_fault_leaves_the_sizes_to_vllm_unless_strict(

@@ -1,31 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attention metadata builders a CUDA graph of a draft, or of a step's inputs, may have.
+"""Which attention metadata builders may work inside CUDA graphs of drafts or of a step's inputs.
 
-A captured kernel reads the tensors that its metadata named at capture, and what a build does on the host is done once.
+A captured kernel reads the tensors that its metadata named at capture. A build's host work is done only once.
 
-- *A pass* of a V1 drafter. Before each launch of its graph the drafter calls `build_for_drafting` again, on a batch
-  padded to the graph's shape, so what a builder keeps in buffers of its own may change from launch to launch. Capture
-  takes `build_for_drafting` as well, never `build_for_cudagraph_capture`: a graph needs the metadata of the call that
-  will refresh it. FLASH_ATTN's capture call plans a schedule into a buffer (`fast_build` is False there) that no later
-  `build_for_drafting` would write; the others' overrides only choose lengths for a quick capture.
-- *A chain* of a V1 drafter's passes in one graph. Nothing is built between them, so the metadata may name nothing but
-  the batch's tensors, which the chain itself advances.
-- *One token* a request, in a graph that makes the metadata of each step itself, by vLLM's own `build`. All that the
-  build takes from the host is the graph's shape, or the model's longest sequence in place of the batch's. It copies
-  nothing from the host to the device, because a replay would read memory that was freed long ago, and it never waits
-  for the device.
-- *A decode batch*, the same for several tokens a request: only lengths, slots and block tables change from step to
-  step.
-- *Prompts*, the same for a batch of any mix: a graph that is captured for a longest request of all its tokens.
-  `AttentionCGSupport.ALWAYS` does not say so: from 0.31 on FLASHINFER_MLA declares it for any mix of 1 to 1 + k tokens,
-  and its capture of a longer request raises.
+- *A pass* of a V1 drafter. Before each launch the drafter calls `build_for_drafting` on a batch padded to the graph's
+  shape, so the contents of a builder's buffers may change from launch to launch. Capture also uses
+  `build_for_drafting`, never `build_for_cudagraph_capture`: the graph needs the metadata of the call that refreshes
+  it. FLASH_ATTN's capture call plans a schedule into a buffer (`fast_build` is False there) that no later
+  `build_for_drafting` would write; other overrides only choose lengths for a quick capture.
+- *A chain* of a V1 drafter's passes in one graph. Nothing is built between them, so the metadata may name only the
+  batch's tensors, which the chain itself advances.
+- *One token* per request, in a graph that calls vLLM's own `build` for each step. The build reads only the graph's
+  shape from the host, or the model's longest sequence in place of the batch's. It copies nothing from the host to the
+  device, because a replay would read freed memory, and it never waits for the device.
+- *A decode batch*, the same for several tokens per request: only lengths, slots and block tables change between steps.
+- *Prompts*, the same for any mix of requests: the graph is captured for one request with all its tokens.
+  `AttentionCGSupport.ALWAYS` does not imply that: from 0.31 on FLASHINFER_MLA declares it for any mix of 1 to 1 + k
+  tokens, and its capture of a longer request raises.
 
-From 0.28 on a builder may say that vLLM's own update brings its metadata of one token a request up to date on the
-device. For sparse MLA and its indexer a graph of draft steps has that update in it, and metadata that was built before
-(`updated_in_place`); they say so in 0.32, where they were read.
+From 0.28 on a builder may declare that vLLM's own update refreshes its one-token metadata on the device. For sparse MLA
+and its indexer a graph of draft steps contains that update and metadata built earlier (`updated_in_place`). They
+declare it in 0.32, where they were read.
 
-For passes and chains each class was read in vLLM 0.20.2, 0.26.0 and 0.32.0, for the others in the last release of each
-minor version from 0.20 to 0.33. A class that is not listed, or that overrides what was read, gets no graph.
+For passes and chains each class was read in vLLM 0.20.2, 0.26.0 and 0.32.0, for the other uses in the last release of
+each minor version from 0.20 to 0.33. A class that is not listed, or that overrides what was read, gets no graph.
 """
 
 from __future__ import annotations
@@ -36,25 +34,25 @@ from typing import Any, Final
 
 from vllm_hwplugin import gates
 
-#: What a builder class says of itself where a drafter's passes may take it for its base class: it overrides methods
-#: that make metadata, but lets its base class make it.
+#: A class attribute by which a builder declares: it overrides methods that make metadata, but its base class makes it.
+#: A drafter's passes then use the base class's entry.
 SAME_AS_BASE: Final = "same_metadata_as_base"
 
 
 @dataclass(frozen=True)
 class Builder:
-    """What graphs may have of one builder class.
+    """The graph uses that one builder class allows.
 
     Attributes:
         passes: one pass of a V1 drafter, with a build before each launch.
-        chain: several of them, with no build in between.
-        non_causal: either of these with queries that see later ones.
-        one_token: the build itself, of a batch with one token a request.
-        decode: the same with several.
-        prompts: the same with any mix of prompts and decodes, where the class also declares `ALWAYS`.
-        updated: metadata of one token a request that vLLM's own update brings up to date on the device, wherever the
-            builder says so (`supports_draft_decode_metadata_update`).
-        why: why no more than that.
+        chain: several passes, with no build in between.
+        non_causal: passes and chains whose queries see later queries.
+        one_token: the build itself, of a batch with one token per request.
+        decode: the build with several tokens per request.
+        prompts: the build with any mix of prompts and decodes, if the class also declares `ALWAYS`.
+        updated: one-token metadata that vLLM's own update refreshes on the device, if the builder declares it
+            (`supports_draft_decode_metadata_update`).
+        why: why nothing more is allowed.
     """
 
     passes: bool = False
@@ -68,24 +66,24 @@ class Builder:
 
 
 _BACKENDS: Final = "vllm.v1.attention.backends"
-# The batch's tensors; FlashAttention 3 puts a kernel's schedule into one tensor of the builder's, which is long enough
-# for every graph. `fast_build`, which drafting asks for, leaves it out.
+# They name the batch's tensors. FlashAttention 3 puts a kernel's schedule into one tensor of the builder, which is long
+# enough for every graph; `fast_build`, which drafting asks for, leaves the schedule out.
 _VIEWS: Final = Builder(passes=True, chain=True, non_causal=True, one_token=True, decode=True, prompts=True)
 _UPDATED: Final = Builder(updated=True, why="its build works on the host, and here vLLM cannot update what it made")
 _UNKNOWN: Final = Builder(why="it is not among the builders whose metadata is known to suit a graph")
 
 BUILDERS: Final[Mapping[str, Builder]] = {
     f"{_BACKENDS}.flash_attn.FlashAttentionMetadataBuilder": _VIEWS,
-    # Only refuses what it has no kernel for.
+    # Only refuses batches that it has no kernel for.
     "vllm_hwplugin.attention.cuda.CudaFlashAttentionMetadataBuilder": _VIEWS,
-    # A drafter's batches (`build_for_drafting`) have neither a schedule nor keys beside the cache; where others have
-    # schedules of its own it says so (`makes_schedules`). It declares UNIFORM_BATCH.
+    # A drafter's batches (`build_for_drafting`) have neither a schedule nor keys outside the cache. `makes_schedules`
+    # says whether the builder makes schedules for other batches. It declares UNIFORM_BATCH.
     "vllm_hwplugin.musa.attention.MusaFlashAttentionMetadataBuilder": _VIEWS,
     f"{_BACKENDS}.triton_attn.TritonAttentionMetadataBuilder": _VIEWS,
     f"{_BACKENDS}.mla.flashattn_mla.FlashAttnMLAMetadataBuilder": Builder(
         passes=True, one_token=True, decode=True, why="each build plans a schedule into one buffer of the builder's"
     ),
-    # Not as vLLM's FLASHMLA: each build has a kernel plan, in tensors of the builder's.
+    # Unlike vLLM's FLASHMLA: each build has a kernel plan, in tensors of the builder.
     "vllm_hwplugin.musa.mla.MusaFlashMLAMetadataBuilder": Builder(
         passes=True, one_token=True, decode=True, why="each build makes a plan in tensors of the builder's"
     ),
@@ -94,22 +92,22 @@ BUILDERS: Final[Mapping[str, Builder]] = {
         one_token=True,
         why="each build makes a plan, which its first kernel or a buffer of the builder's holds",
     ),
-    # All requests of a step are decodes, of which these name the batch's tensors (FLASHINFER_MLA itself from 0.31 on).
-    # TRITON_MLA in all versions, CUTLASS_MLA and TOKENSPEED_MLA add nothing to the common builder.
+    # All requests of a step are decodes, and the metadata names the batch's tensors. FLASHINFER_MLA has its own builder
+    # from 0.31 on. TRITON_MLA in all versions, CUTLASS_MLA and TOKENSPEED_MLA add nothing to the common builder.
     f"{_BACKENDS}.mla.flashinfer_mla.FlashInferMLAMetadataBuilder": Builder(
         passes=True, one_token=True, decode=True, why="a chain over it was never run"
     ),
     "vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder": Builder(
         passes=True, one_token=True, decode=True, why="a chain over it was never run"
     ),
-    # Their builds work on the host. The update of each writes all of a decode step's metadata anew, from lengths and
-    # block tables on the device, into tensors that the metadata names.
+    # Their builds work on the host. Their updates write all of a decode step's metadata again, from lengths and block
+    # tables on the device, into tensors that the metadata names.
     f"{_BACKENDS}.mla.flashattn_mla_sparse.FlashAttnMLASparseMetadataBuilder": _UPDATED,
     f"{_BACKENDS}.mla.indexer.DeepseekV32IndexerMetadataBuilder": _UPDATED,
     f"{_BACKENDS}.mla.sparse_swa.DeepseekSparseSWAMetadataBuilder": _UPDATED,
     f"{_BACKENDS}.flashinfer.FlashInferMetadataBuilder": Builder(passes=True, why="each build plans on the host"),
     f"{_BACKENDS}.flex_attention.FlexAttentionMetadataBuilder": Builder(
-        why="each build makes its block mask anew, in part from host values and temporary tensors"
+        why="each build makes its block mask again, in part from host values and temporary tensors"
     ),
     f"{_BACKENDS}.tree_attn.TreeAttentionMetadataBuilder": Builder(
         why="tree attention drafts several tokens a request and step"
@@ -117,7 +115,7 @@ BUILDERS: Final[Mapping[str, Builder]] = {
 }
 
 
-#: FlashInfer's on TRTLLM kernels, by the gate of these: a decode batch's names the batch's tensors (from 0.26 on).
+#: FlashInfer's on TRTLLM kernels, by its switch. A decode batch's metadata names the batch's tensors (from 0.26 on).
 _TRTLLM: Final = {
     True: Builder(one_token=True, decode=True),
     False: Builder(why="graphs over its TRTLLM kernels were never run; VLLM_HWPLUGIN_TRTLLM_GRAPHS=1 asks for them"),
@@ -125,15 +123,17 @@ _TRTLLM: Final = {
 
 
 def known(builder_class: type, *, by_its_word: bool = False) -> Builder:
-    """What graphs may have of a builder class, by its own entry or by that of the base class that makes its metadata.
+    """Return what graphs may use of a builder class.
+
+    The entry is that of the class itself or of the base class that makes its metadata.
 
     Args:
-        by_its_word: whether a class that declares `SAME_AS_BASE` is taken for its base class.
+        by_its_word: whether a class that declares `SAME_AS_BASE` uses its base class's entry.
     """
     for cls in builder_class.__mro__:
-        found = BUILDERS.get(f"{cls.__module__}.{cls.__qualname__}")
-        if found is not None:
-            return found
+        builder = BUILDERS.get(f"{cls.__module__}.{cls.__qualname__}")
+        if builder is not None:
+            return builder
         makes_metadata = any(name.lstrip("_").startswith("build") for name in vars(cls))
         if makes_metadata and not (by_its_word and vars(cls).get(SAME_AS_BASE, False)):
             break
@@ -141,18 +141,22 @@ def known(builder_class: type, *, by_its_word: bool = False) -> Builder:
 
 
 def builders_of(attn_groups: Iterable[Iterable[Any]]) -> Iterator[Any]:
-    """Those of each KV cache group's `AttentionGroup`s, which exist."""
+    """Return the builders of each KV cache group's `AttentionGroup`s, which exist."""
     return (group.get_metadata_builder(0) for groups in attn_groups for group in groups)
 
 
-def refusing(builder_classes: Iterable[type], what: str) -> str | None:
-    """The builders of a V1 drafter that do not allow `what` (a field of `Builder`), each with its reason, or None."""
-    found = {cls.__name__: known(cls, by_its_word=True) for cls in builder_classes}
-    return _joined({name: builder.why for name, builder in found.items() if not getattr(builder, what)})
+def refusing(builder_classes: Iterable[type], use: str) -> str | None:
+    """Return the V1 drafter's builders that refuse `use`, with reasons, or None.
+
+    Args:
+        use: a field of `Builder`.
+    """
+    builders = {cls.__name__: known(cls, by_its_word=True) for cls in builder_classes}
+    return _joined({name: builder.why for name, builder in builders.items() if not getattr(builder, use)})
 
 
 def _of(builder: Any, causal: bool) -> Builder:
-    """What graphs of Model Runner V2 may have of a builder. FlashInfer plans on the host only for its other kernels."""
+    """Return what V2's graphs may use; FlashInfer plans on the host only without TRTLLM."""
     kernel = getattr(builder, "flashinfer_trtllm_api_decode_kernel", None)
     if causal and getattr(kernel, "name", "") == "TRTLLM_GEN":
         return _TRTLLM[gates.read("VLLM_HWPLUGIN_TRTLLM_GRAPHS").flag]
@@ -160,23 +164,23 @@ def _of(builder: Any, causal: bool) -> Builder:
 
 
 def why_not_in_graph(
-    attn_groups: Sequence[Sequence[Any]], what: str = "one_token", *, causal: bool = True
+    attn_groups: Sequence[Sequence[Any]], use: str = "one_token", *, causal: bool = True
 ) -> str | None:
-    """Why the metadata of a draft's passes cannot be made inside a CUDA graph, or None where it can.
+    """Return why a draft's metadata cannot be made inside a CUDA graph, or None.
 
-    Context parallelism is left out: it splits lengths over ranks, and nothing advances these between draft steps.
+    Context parallelism is refused: it splits lengths over ranks, and nothing advances these between draft steps.
 
     Args:
-        attn_groups: a speculator's, for each KV cache group its `AttentionGroup`s, whose builders exist.
-        what: `one_token`, or `chain` where a pass has more tokens a request than a decode, too: such metadata names
-            the batch's tensors alone, however many these are.
-        causal: whether no query of the draft sees later ones.
+        attn_groups: a speculator's `AttentionGroup`s for each KV cache group, whose builders exist.
+        use: `one_token`; `chain` if a pass has more tokens per request than a decode: such metadata names only the
+            batch's tensors, for any number of tokens.
+        causal: whether no query of the draft sees later queries.
     """
     refused: dict[str, str] = {}
     for builder in builders_of(attn_groups):
-        found = _of(builder, causal)
-        if not getattr(found, what):
-            refused[type(builder).__name__] = found.why
+        entry = _of(builder, causal)
+        if not getattr(entry, use):
+            refused[type(builder).__name__] = entry.why
         elif getattr(builder, "dcp_world_size", 1) > 1:
             refused[type(builder).__name__] = "decode context parallelism"
         elif getattr(builder, "makes_schedules", False):
@@ -185,29 +189,30 @@ def why_not_in_graph(
 
 
 def updated_in_place(speculator: Any) -> bool:
-    """Whether no graph may build the metadata of a draft's steps, and vLLM's own update in it makes up for that.
+    """Whether only vLLM's own update lets a graph have the draft steps' metadata.
 
-    vLLM updates all or none, between the steps of a drafter that makes one token after the other.
+    A graph then cannot build the metadata. vLLM updates all builders or none, between the steps of a drafter that makes
+    one token after the other.
     """
-    found = list(builders_of(getattr(speculator, "attn_groups", ())))
-    entries = [known(type(builder)) for builder in found]
+    builders = list(builders_of(getattr(speculator, "attn_groups", ())))
+    entries = [known(type(builder)) for builder in builders]
     return (
         hasattr(speculator, "_generate_fused_drafts")
         and any(entry.updated for entry in entries)
         and all(entry.updated or entry.one_token for entry in entries)
-        and all(getattr(builder, "supports_draft_decode_metadata_update", False) for builder in found)
-        and not any(getattr(builder, "makes_schedules", False) for builder in found)
-        and all(getattr(builder, "dcp_world_size", 1) == 1 for builder in found)
+        and all(getattr(builder, "supports_draft_decode_metadata_update", False) for builder in builders)
+        and not any(getattr(builder, "makes_schedules", False) for builder in builders)
+        and all(getattr(builder, "dcp_world_size", 1) == 1 for builder in builders)
     )
 
 
 def serves_prompts(builder: Any) -> bool:
-    """Whether a graph can make the metadata of a batch with prompts in place of this builder."""
+    """Whether a graph can make prompt metadata in place of this builder."""
     return _of(builder, causal=True).prompts
 
 
 def host_work(builder: Any) -> str | None:
-    """Why a graph cannot make the metadata of a decode batch in place of this builder; None where it can."""
+    """Return why a graph cannot make this builder's decode metadata, or None."""
     if not _of(builder, causal=True).decode or getattr(builder, "makes_schedules", False):
         return f"{type(builder).__name__} may make metadata on the host"
     return None

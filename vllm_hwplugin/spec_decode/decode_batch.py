@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What graphs of whole parts of a decode step have in common: their shapes, and what they ask of requests."""
+"""The shapes of graphs of a decode step's parts, and the sampling parameters that they support."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Final
 
-#: Requests of the largest graph. `max_num_seqs` bounds them as well.
+#: Requests of the largest graph. `max_num_seqs` also bounds them.
 MAX_NUM_REQS: Final = 256
 
 _HANDLED: Final = frozenset(("temperature", "top_k", "top_p", "seed"))
 
-#: What other parts of vLLM do with a request. The tokens to stop at matter to the sampler with `min_tokens` alone.
+#: What other parts of vLLM do with a request. The tokens to stop at matter to the sampler only with `min_tokens`.
 _NOT_THE_SAMPLERS: Final = frozenset(
     (
         *("n", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "_eos_token_id", "_all_stop_token_ids"),
@@ -23,7 +23,7 @@ _NOT_THE_SAMPLERS: Final = frozenset(
     )
 )
 
-#: Keys of `extra_args` that the scheduler's `Request` reads (vllm/v1/request.py). Others are for logits processors.
+#: Keys of `extra_args` that the scheduler's `Request` reads (vllm/v1/request.py). Other keys are for logits processors.
 _OF_THE_SCHEDULER: Final = frozenset(("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"))
 
 
@@ -41,11 +41,9 @@ def uniform_shape(query_len: int, num_reqs: int) -> GraphShape:
 
 
 def asks_for_nothing_else(params: Any) -> bool:
-    """Whether vLLM's sampler does nothing more for a request of these `SamplingParams` than random sampling needs.
+    """Whether these `SamplingParams` need only temperature, top-k, top-p and a seed.
 
-    That is a temperature, top-k, top-p and a seed.
-
-    A parameter that is not known here has to have its default value: a vLLM may have learned to do more.
+    An unknown parameter must have its default value: a vLLM may have learned to do more.
     """
     default = type(params)()
     return _OF_THE_SCHEDULER.issuperset(params.extra_args or ()) and all(
@@ -56,5 +54,5 @@ def asks_for_nothing_else(params: Any) -> bool:
 
 
 def has_prompt(input_batch: Any, count: int) -> bool:
-    """Whether one of the first `count` requests of V1's `InputBatch` still has tokens of its prompt to compute."""
+    """Whether any of V1's first `count` requests still has prompt tokens to compute."""
     return bool((input_batch.num_computed_tokens_cpu[:count] < input_batch.num_prompt_tokens[:count]).any())

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a DFlash engine's config must fulfil, checked before any weight is loaded.
+"""Check a DFlash engine's config before any weight is loaded.
 
-Stock vLLM finds these faults late and says little: layers that the target does not have end as a shape error inside the
-draft's first matrix product, and a backend without non-causal attention is refused once the target's weights are on the
-device. No version serves such a config, so it is an error here. A config that some version serves is a warning (a block
-that is too long only costs acceptance; one of several lists of layers may never be read), and an error only where
+Unpatched vLLM finds these errors late and says little: layers that the target does not have end as a shape error inside
+the draft's first matrix product, and a backend without non-causal attention is refused once the target's weights are on
+the device. No version runs such a config, so it is an error here. A config that some version runs is a warning (a block
+that is too long only costs acceptance; one of several lists of layers may never be read), and an error only if
 `VLLM_HWPLUGIN_DFLASH_FULL_GRAPH` is `on`.
 """
 
@@ -33,7 +33,7 @@ class DFlashConfigError(HwpluginError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with a config, in words, and whether some version of vLLM still serves it."""
+    """What is wrong with a config, and whether some vLLM version still runs it."""
 
     text: str
     served: bool = False
@@ -44,10 +44,10 @@ class AuxLayers:
     """One list of target layers whose hidden states the draft reads.
 
     Attributes:
-        where: the key of the draft's config.json.
-        ids: as they are written there.
-        last: the highest id that a target of n layers has, less n: -1 where ids count layers from 0, 0 where id i is
-            the residual stream after i layers.
+        where: the key in the draft's config.json.
+        ids: as written there.
+        last: the highest id that a target of n layers has, minus n: -1 if ids count layers from 0, 0 if id i is the
+            residual stream after i layers.
     """
 
     where: str
@@ -57,13 +57,13 @@ class AuxLayers:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a DFlash draft's config.json says, as far as the rules need it.
+    """What the rules need of a DFlash draft's config.json.
 
     Attributes:
-        block_size: tokens in a trained block: the last accepted token and the masks after it; None where not stated.
-        uses_aux: the draft's `fc` reads several target layers; otherwise it reads the target's last hidden states.
+        block_size: tokens in a trained block: the last accepted token and the masks after it; None if not stated.
+        uses_aux: whether the draft's `fc` reads several target layers; else it reads the target's last hidden states.
         target_hidden_size: width of each of the target's states that the draft was built for.
-        non_causal: some layer attends to later tokens of its block, in every version's reading.
+        non_causal: whether some layer attends to later tokens of its block, as every version reads the config.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target model: its name, decoder layers and hidden size; None where its config does not say."""
+    """The target model: its name, decoder layers and hidden size; None if its config does not say."""
 
     name: str
     num_layers: int | None
@@ -85,23 +85,24 @@ class Target:
 
 
 def check(vllm_config: Any) -> None:
-    """Refuse a DFlash config that cannot work, and warn of one that works badly. Any other config passes.
+    """Raise for a DFlash config that cannot work; warn of one that works badly.
 
-    vLLM makes a config several times; each warning is logged once in a process, and put in the journal.
+    Any other config passes. vLLM makes a config several times; each warning is logged once in a process, and noted in
+    the run record.
 
     Args:
         vllm_config: vLLM's `VllmConfig`, of the target or of the draft.
 
     Raises:
         DFlashConfigError: the draft's layers or width do not fit the target, or the user named an attention backend for
-            the draft that has no non-causal attention. Where the gate says `on`, also if `num_speculative_tokens` does
-            not fit the draft's block.
+            the draft that has no non-causal attention. If the switch is `on`, also if `num_speculative_tokens` does not
+            fit the draft's block.
     """
     spec = vllm_config.speculative_config
     if spec is None or not spec.use_dflash() or spec.draft_model_config is None:
         return
     draft = read_draft(spec.draft_model_config.model, spec.draft_model_config.hf_config)
-    # Where a draft's VllmConfig is made, `model_config` may be the draft's; this one never is.
+    # In a draft's VllmConfig `model_config` may be the draft's; `target_model_config` never is.
     target_model = spec.target_model_config or vllm_config.model_config
     text = target_model.hf_text_config
     target = Target(target_model.model, getattr(text, "num_hidden_layers", None), getattr(text, "hidden_size", None))
@@ -111,13 +112,13 @@ def check(vllm_config: Any) -> None:
         width_problem(draft, target),
         _backend_problem(draft, vllm_config),
     )
-    found = [problem for problem in problems if problem is not None]
+    present = [problem for problem in problems if problem is not None]
     required = gates.demands(gate_of(DFLASH_FULL_GRAPH))
-    for problem in found:
+    for problem in present:
         if required or not problem.served:
             raise DFlashConfigError(problem.text)
-    if found:
-        _warn("; ".join(problem.text for problem in found))
+    if present:
+        _warn("; ".join(problem.text for problem in present))
 
 
 @functools.lru_cache(maxsize=16)
@@ -129,9 +130,9 @@ def _warn(text: str) -> None:
 def read_draft(name: str, config: Any) -> Draft:
     """Read a draft's `hf_config`.
 
-    The keys are those of the published DFlash checkpoints (`block_size`, `num_target_layers` and `dflash_config` with
-    `target_layer_ids`) and of the `speculators` format as vLLM converts it (`eagle_aux_hidden_state_layer_ids`, no
-    block size). `dflash_config` goes before the top level, as in vLLM.
+    The keys are from the published DFlash checkpoints (`block_size`, `num_target_layers` and `dflash_config` with
+    `target_layer_ids`) and from the `speculators` format as vLLM converts it (`eagle_aux_hidden_state_layer_ids`, no
+    block size). `dflash_config` takes precedence over the top level, as in vLLM.
     """
     own = _mapping(config, "dflash_config")
     uses_aux = own.get("use_aux_hidden_state", getattr(config, "use_aux_hidden_state", True))
@@ -148,7 +149,10 @@ def read_draft(name: str, config: Any) -> Draft:
 
 
 def block_problem(draft: Draft, num_speculative_tokens: int) -> Problem | None:
-    """Why this many tokens do not fit the draft's block, None where they do or the block size is not stated."""
+    """Return why the draft's block cannot hold this many tokens, or None.
+
+    It is None if the block size is not stated.
+    """
     if draft.block_size is None or num_speculative_tokens < draft.block_size:
         return None
     most = draft.block_size - 1
@@ -162,9 +166,9 @@ def block_problem(draft: Draft, num_speculative_tokens: int) -> Problem | None:
 
 
 def layer_problem(draft: Draft, target: Target) -> Problem | None:
-    """Why the target cannot give the layers that the draft reads, None where it can.
+    """Return why the target lacks layers that the draft reads, or None.
 
-    Of several lists each version takes the layers from one: all from vLLM's own key where the config has it.
+    Of several lists each version reads one: all read vLLM's own key if the config has it.
     """
     if not draft.uses_aux:
         return None
@@ -190,14 +194,14 @@ def _list_problem(aux: AuxLayers, draft: Draft, target: Target) -> str:
 
 
 def width_problem(draft: Draft, target: Target) -> Problem | None:
-    """Why the target's hidden states do not fit the draft's inputs, None where they do."""
-    expected, found = draft.target_hidden_size, target.hidden_size
-    if expected is None or found is None or expected == found:
+    """Return why the target's hidden states do not fit the draft's inputs, or None."""
+    expected, actual = draft.target_hidden_size, target.hidden_size
+    if expected is None or actual is None or expected == actual:
         return None
     key = "target_hidden_size or hidden_size" if draft.uses_aux else "hidden_size"
     return Problem(
         f"the DFlash draft {draft.name} reads target states of width {expected} ({key} of its config.json), but the "
-        f"target {target.name} has hidden_size {found}; use the draft that was trained for this target"
+        f"target {target.name} has hidden_size {actual}; use the draft that was trained for this target"
     )
 
 
@@ -214,14 +218,14 @@ def _backend_problem(draft: Draft, vllm_config: Any) -> Problem | None:
 
 
 def _named_backend(vllm_config: Any) -> tuple[str, Any, str]:
-    """The option that names the draft's backend, the `AttentionBackendEnum` it names if any, and how to do without."""
+    """Return the option naming the draft's backend, that `AttentionBackendEnum`, and the cure."""
     spec = vllm_config.speculative_config
     if hasattr(spec, "attention_backend"):
         option = "attention_backend of --speculative-config"
         return option, spec.attention_backend, "leave the option out and vLLM chooses one for the draft"
     # vLLM 0.20 has one option for both models.
     entry = journal.current()
-    # Where it is live, this version's target and draft no longer share one backend.
+    # If the feature is patched in, this version's target and draft no longer share one backend.
     apart = entry is not None and DFLASH_DRAFT_BACKEND in entry.live
     return (
         "--attention-backend",
@@ -231,18 +235,18 @@ def _named_backend(vllm_config: Any) -> tuple[str, Any, str]:
 
 
 def _supports_non_causal(backend: Any) -> bool | None:
-    """What the backend's class declares; None where it cannot be imported, which vLLM itself will report."""
+    """Return what the backend's class declares, or None if it cannot be imported."""
     try:
         backend_class = backend.get_class()
     except Exception as error:
-        # A backend of another platform or without its library fails in a way of its own.
+        # A backend of another platform or without its library fails in its own way, which vLLM itself will report.
         logger.debug("attention backend %s cannot be asked for non-causal attention: %r", backend.name, error)
         return None
     return bool(backend_class.supports_non_causal())
 
 
 def _aux_layers(config: Any) -> Iterator[AuxLayers]:
-    """Every list that some version reads, in vLLM's order of precedence.
+    """Yield every list that some version reads, in vLLM's order of precedence.
 
     vLLM up to 0.21 takes `target_layer_ids` as they are and later versions add 1. The checkpoints mean the output of
     layer i, so they never name the n-th.
@@ -259,7 +263,7 @@ def _aux_layers(config: Any) -> Iterator[AuxLayers]:
 
 
 def _non_causal(config: Any) -> bool:
-    """Whether a layer is non-causal whichever version reads the config.
+    """Whether a layer is non-causal in every version's reading of the config.
 
     `causal` counts since 0.23, `is_causal` since 0.28, and since 0.25 a draft without either is causal in its sliding
     layers. The first versions take every draft for non-causal; for a causal one they report that themselves.

@@ -34,10 +34,10 @@ _lock = threading.Lock()
 
 
 def norm_rows(op: NormOp, out: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, eps: float) -> None:
-    """Write into ``out`` the RMS norm of ``x``, layer ``i`` with weight row ``weights[i]``.
+    """Write into ``out`` the RMS norm of ``x``, with weight row ``weights[i]`` for layer ``i``.
 
     Args:
-        op: the platform's ``rms_norm``, called once where it honours a weight row per layer, else once a layer.
+        op: the platform's ``rms_norm``, called once if it honours a weight row per layer, else once per layer.
         out: ``[L, ..., width]``, contiguous.
         x: ``[L, ..., width]``; may be broadcast over the layers (stride 0).
         weights: ``[L, width]``.
@@ -52,13 +52,13 @@ def norm_rows(op: NormOp, out: torch.Tensor, x: torch.Tensor, weights: torch.Ten
 
 def _honours_rows(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
     if torch.compiler.is_compiling():
-        return False  # nothing can be asked in a trace; one call a layer is right everywhere
+        return False  # a trace cannot run the probe; one call per layer is right everywhere
     question = (op, str(x.device), x.dtype, weights.shape[0], weights.shape[1], x.stride(0) == 0)
     answer = _answers.get(question)
     if answer is not None:
         return answer
     if x.device.type in ("cuda", "musa") and torch.get_device_module(x.device).is_current_stream_capturing():
-        # The probe reads its result on the host, which would break the capture. One call a layer serves until an
+        # The probe reads its result on the host, which would break the capture. One call per layer is used until an
         # ordinary call asks; the engine's own profiling run, which comes first, is one.
         return False
     with _lock:
@@ -69,7 +69,10 @@ def _honours_rows(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
 
 
 def context_norm_obstacle() -> str | None:
-    """Why vLLM's own call serves in this process, None where it does not or has not been asked yet."""
+    """Return why this process uses vLLM's own call, or None.
+
+    It is None if it does not, or if no call has asked yet.
+    """
     return _OP_IS_RIGHT if _answers and all(_answers.values()) else None
 
 
@@ -77,23 +80,23 @@ def _ask(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
     layers, width = weights.shape
     broadcast = x.stride(0) == 0
     # The contiguous question goes first: an op that ignores the weight rows may ignore strides too, and is then never
-    # handed a broadcast tensor to read past.
-    fault = _probe(op, layers, width, x.dtype, x.device, broadcast=False)
-    if fault is None and broadcast:
-        fault = _probe(op, layers, width, x.dtype, x.device, broadcast=True)
+    # given a broadcast tensor to read past.
+    failure = _probe(op, layers, width, x.dtype, x.device, broadcast=False)
+    if failure is None and broadcast:
+        failure = _probe(op, layers, width, x.dtype, x.device, broadcast=True)
     where = f"{x.device.type} {str(x.dtype).removeprefix('torch.')} [{layers}, {width}]"
     if broadcast:
         where += " broadcast"
-    decision = _OP_IS_RIGHT if fault is None else f"rms_norm {fault}; one call a layer instead"
+    decision = _OP_IS_RIGHT if failure is None else f"rms_norm {failure}; one call a layer instead"
     journal.note(f"{DFLASH_CONTEXT_NORM} {where}", decision)
     logger.info("%s on %s: %s", DFLASH_CONTEXT_NORM, where, decision)
-    return fault is None
+    return failure is None
 
 
 def _probe(
     op: NormOp, layers: int, width: int, dtype: torch.dtype, device: torch.device, *, broadcast: bool
 ) -> str | None:
-    """None where the op agrees with a plain norm, else what it did instead."""
+    """Return what the op did instead of a plain norm, or None if it agrees."""
     eps = 1e-6
     # Built without the random generator: drawing from it would change what the engine samples.
     ramp = torch.arange(layers * 2 * width, dtype=torch.float32, device=device).reshape(layers, 2, width)
@@ -102,7 +105,7 @@ def _probe(
         x = x[:1].expand(layers, -1, -1)
     weights = torch.arange(1, layers + 1, dtype=torch.float32, device=device)[:, None].expand(layers, width)
     weights = weights.contiguous().to(dtype)
-    # NaN, so that rows the op leaves alone cannot pass by chance.
+    # NaN, so that rows that the op does not write cannot pass by chance.
     out = torch.full((layers, 2, width), float("nan"), dtype=dtype, device=device)
     try:
         op(out, x, weights, eps)

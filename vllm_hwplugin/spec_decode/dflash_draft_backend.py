@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a DFlash draft needs of attention, kept apart from what its target needs.
+"""Select a DFlash draft's attention backend apart from its target's.
 
 A draft's mask tokens see each other, so its layers need a backend with non-causal attention; the target's layers do
-not. Which layers are being built shows in the configuration they are built under, so the draft gets one of its own.
-They are shallow copies: ``replace()`` would run ``VllmConfig.__post_init__`` again, with its effects on objects that
-target and draft share (capture sizes, the platform's hooks).
+not. A layer shows in its configuration which model it belongs to, so the draft gets its own configuration. It is a
+shallow copy: ``replace()`` would run ``VllmConfig.__post_init__`` again, with its effects on objects that target and
+draft share (capture sizes, the platform's hooks).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 def draft_config(target: VllmConfig) -> VllmConfig:
-    """The configuration under which vLLM before 0.21.0 builds a DFlash draft.
+    """Return the configuration under which vLLM before 0.21.0 builds a DFlash draft.
 
-    Those versions have no setting for the draft's backend, only one for the target's. The draft takes that backend,
-    too, if it declares non-causal attention, as before. Otherwise vLLM selects the draft's; the name, given by the
-    user, the target's model class or the platform, counts only for the target.
+    These versions have one setting, for the target's backend. The draft also takes that backend if it declares
+    non-causal attention. Otherwise vLLM selects the draft's; the name, given by the user, the target's model class or
+    the platform, counts only for the target.
 
     Args:
         target: the engine's configuration; it is not changed.
@@ -53,12 +53,12 @@ def draft_config(target: VllmConfig) -> VllmConfig:
 
 
 def needs_non_causal(config: VllmConfig) -> bool:
-    """Whether layers that are built under ``config`` need non-causal attention: only :func:`draft_config`'s do."""
+    """Whether ``config`` is from :func:`draft_config`, so its layers need non-causal attention."""
     return bool(getattr(config.attention_config, "use_non_causal", False))
 
 
 def without_mm_prefix(config: VllmConfig) -> VllmConfig:
-    """``config`` for a draft that reads text only, beside a target whose images are seen in both directions.
+    """Return ``config`` for a text-only draft of a target with bidirectional image attention.
 
     The flag excludes backends that the draft could use. vLLM clears it in the ``ModelConfig`` that draft and target
     share. The target's metadata builders read it there later: since 0.28.0 FlashAttention's then drops the ranges of
@@ -78,15 +78,15 @@ def without_mm_prefix(config: VllmConfig) -> VllmConfig:
 def layouts_clash(
     kv_cache_config: Any, attn_groups: Sequence[Sequence[Any]], kernel_block_sizes: Sequence[int], cache_dtype: str
 ) -> bool:
-    """Whether one KV cache tensor holds layers whose backends index blocks by different dimensions.
+    """Whether layers that share a KV cache tensor disagree on its block dimension.
 
     Args:
         kv_cache_config: vLLM's ``KVCacheConfig``; its tensors say which layers share memory.
         attn_groups: the runner's ``AttentionGroup`` objects, by KV cache group.
-        kernel_block_sizes: tokens a block, by KV cache group. A last group of layers without a cache has none.
+        kernel_block_sizes: tokens per block, by KV cache group. A last group of layers without a cache has none.
         cache_dtype: ``CacheConfig.cache_dtype``, which decides the shape for some backends.
     """
-    # Not above: vLLM's selector of backends imports this module, and the other imports much.
+    # Not at the top: vLLM's selector of backends imports this module, and this import loads much.
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     groups: dict[str, Any] = {}
@@ -95,7 +95,7 @@ def layouts_clash(
             groups.update(dict.fromkeys(group.layer_names, group))
     for tensor in kv_cache_config.kv_cache_tensors:
         sharing = [groups[name] for name in tensor.shared_by if name in groups]
-        # One backend agrees with itself, and an engine without a second one is asked nothing that stock does not ask.
+        # One backend agrees with itself, so an engine with one backend gets no more calls than in unpatched vLLM.
         if len({group.backend for group in sharing}) < 2:
             continue
         if len({_block_dim(group, kernel_block_sizes[group.kv_cache_group_id], cache_dtype) for group in sharing}) > 1:

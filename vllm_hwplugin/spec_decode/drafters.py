@@ -18,7 +18,7 @@ class Drafter(NamedTuple):
         speculators: V2's classes, in any version.
         v1: why V1's drafting is not captured; empty if it is.
         v2: why V2's drafting is not captured; empty if it is.
-        since: the first vLLM whose V2 has it, where that is later than V2 with graphs.
+        since: the first vLLM whose V2 has it, if that is later than V2 with graphs.
         combines: the draft model combines hidden states of several target layers.
         cached: drafts have keys and values in the KV cache.
         masks: the model drafts all tokens in one pass over masks, after the context's keys were written.

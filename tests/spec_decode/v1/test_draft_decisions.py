@@ -181,7 +181,7 @@ def planning(proposer, runner):
     [
         (no_template, "no attention metadata for the drafter's KV-cache group"),
         (short_table, "the largest graph has 8 rows, and the drafter's block table holds 7"),
-        (planning, "FlexAttentionMetadataBuilder: each build makes its block mask anew"),
+        (planning, "FlexAttentionMetadataBuilder: each build makes its block mask again"),
     ],
 )
 def test_what_cannot_be_captured_leaves_the_drafter_stock(make, notes, prepare, reason):
