@@ -111,8 +111,8 @@ _DRAFTS_STEP_BY_STEP: Final = dict.fromkeys(
 )
 _PASSES_OF_MLA: Final = {
     "draft-full-graph": "",
-    "draft-loop-graph": "metadata has to be built between steps",
-    "v1-draft-phase": "metadata has to be built in each step",
+    "draft-loop-graph": "metadata must be built between steps",
+    "v1-draft-phase": "metadata must be built in each step",
     "v1-step-inputs": "",
 }
 _ALL_OF_V2: Final = dict.fromkeys(V2_GRAPHS, "")
@@ -183,7 +183,7 @@ CASES: Final[Mapping[str, Case]] = {
     "assistant": Case(
         _gemma4(),
         "mtp",
-        {"draft-full-graph": "drafting code of its own"},
+        {"draft-full-graph": "its own drafting code"},
         _ALL_OF_V2,
         since="0.23.0",
         # For heads of 512 FlashAttention needs packages that not every host has.

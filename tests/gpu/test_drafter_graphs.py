@@ -238,7 +238,7 @@ def check(name: str, patched: dict[str, Any]) -> None:
         assert "there is no chain" in loop
     elif "mtp" in name:
         # MLA's builder plans each pass.
-        assert "launched one by one: metadata has to be built between steps" in loop
+        assert "launched one by one: metadata must be built between steps" in loop
     else:
         assert "in one graph" in loop
 

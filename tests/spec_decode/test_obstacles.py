@@ -277,9 +277,9 @@ CASES: Final = [
     (runner_v1, "speculative_config.method", "draft_model", "method is draft_model", PHASE),
     (runner_v1, "speculative_config.method", "ngram_gpu", "changes from step to step", Part.V1_INPUTS),
     (runner_v1, "drafter.draft_loop", None, "needs draft-loop-graph", PHASE),
-    (runner_v1, "drafter.draft_loop.failed", True, "recording the graphs", PHASE),
+    (runner_v1, "drafter.draft_loop.failed", True, "capturing the graphs", PHASE),
     (runner_v1, "drafter.uses_mrope", True, "between steps: uses_mrope", PHASE),
-    (runner_v1, "drafter.needs_extra_input_slots", True, "tokens of its own", PHASE),
+    (runner_v1, "drafter.needs_extra_input_slots", True, "its own tokens", PHASE),
     (runner_v1, "drafter.set_per_group_block_table", object(), "each KV cache group", Part.V1_METADATA),
     (runner_v1, "vllm_config.parallel_config.data_parallel_size", 2, "data parallelism", Part.V1_METADATA),
     (runner_v1, "vllm_config.parallel_config.pipeline_parallel_size", 2, "pipeline", PHASE | Part.V1_INPUTS),
@@ -572,7 +572,7 @@ def test_drafters_that_share_the_method_of_another_are_served_where_they_share_i
     assert ("propose" not in vars(cls)) == served
     made = runner_v2()
     made.speculator.__class__ = cls
-    assert refused(made, runner_v2, "drafts in a way of its own") == (Part(0) if served else Part.V2_DRAFTING | MIXED)
+    assert refused(made, runner_v2, "drafts in its own way") == (Part(0) if served else Part.V2_DRAFTING | MIXED)
 
 
 def test_a_draft_model_is_served_where_a_graph_can_make_all_of_its_metadata() -> None:
@@ -603,15 +603,15 @@ def test_n_grams_are_served_without_any_metadata() -> None:
 OTHERS: Final = {
     "weights are loaded from the host in each step",
     "VLLM_COMPUTE_NANS_IN_LOGITS is set",
-    "{} drafts in a way of its own",
-    "{} samples in a way of its own",
+    "{} drafts in its own way",
+    "{} samples in its own way",
     "requests may bring the tokens that are to be sampled",
     "mamba_cache_mode is {}, whose states are moved on the host",
-    "{} has work of its own after each step",
+    "{} has its own work after each step",
     "there are custom logits processors: {}",
     "samples are watermarked",
-    "block tables of the draft layers are made anew in each step",
-    "metadata has to be built in each step ({})",
+    "block tables of the draft layers are made again in each step",
+    "metadata must be built in each step ({})",
     "a schedule for windows depends on the longest sequence",
 }
 

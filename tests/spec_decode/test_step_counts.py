@@ -225,6 +225,6 @@ def test_of_several_api_servers_one_counts_and_a_newer_engine_takes_an_older_one
 
 
 def test_each_reason_is_in_the_documents_table() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
-    table = page.partition("\n### Steps served\n")[2].partition("\n## ")[0]
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    table = page.partition("\n## Steps served\n")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [reason.label for reason in Reason]

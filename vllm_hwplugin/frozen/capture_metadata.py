@@ -43,7 +43,7 @@ class RebuiltStates(Mapping[Any, Any]):
             # Taken where vLLM's function has `backport-mixed-graphs`.
             **known_arguments(prepare_inputs_to_capture, max_query_len=desc.uniform_token_count or desc.num_tokens),
         )
-        # From 0.23 there is one for the run before the capture; whoever asks uses one of the two.
+        # From 0.23 on a second state is for the run before the capture; a caller uses only one of the two.
         return type(left)(made, made) if pair else made
 
     def __iter__(self) -> Iterator[Any]:
@@ -58,7 +58,7 @@ def captured_draft(runner: Any, states: Mapping[Any, Any]) -> bool:
 
     Args:
         runner: Model Runner V2's `GPUModelRunner`, whose graphs have just been captured.
-        states: by `BatchExecutionDescriptor`, what its `cudagraph_manager.capture` returned.
+        states: by `BatchExecutionDescriptor`, the result of its `cudagraph_manager.capture`.
 
     Raises:
         FeatureRequired: the capture failed, and the switch is `on`.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention metadata of the one-token draft steps of vLLM 0.20, made again inside its graph of all steps.
+"""Build attention metadata of vLLM 0.20's one-token draft steps inside its graph of all steps.
 
-vLLM's own `build` is called between the steps while the graph is captured, so the graph holds what vLLM does on the
+vLLM's own `build` is called between the steps while the graph is captured, so the graph holds the build's work on the
 device, and repeats it at each replay; `builders` says for which builders that is enough.
 """
 
@@ -25,13 +25,13 @@ def capture_steps(speculator: Any, *arguments: Any, **settings: Any) -> None:
 
     Args:
         speculator: vLLM's `EagleSpeculator`, which has its attention groups.
-        arguments: of its manager's `capture`.
-        settings: of the same.
+        arguments: positional arguments of its manager's `capture`.
+        settings: keyword arguments of the same call.
 
     Raises:
         FeatureRequired: the capture failed, and the switch is `on`.
     """
-    # The one step after the first has the metadata that was made for it.
+    # With fewer steps, the one after the first has the metadata that was made for it.
     reason = None if speculator.num_speculative_steps < 3 else why_not_in_graph(speculator.attn_groups)
     if reason is not None:
         journal.note(V2_DRAFT_METADATA, f"{_ON_HOST}: {reason}")
@@ -52,13 +52,13 @@ def metadata_of_step(
         attn_metadata: the step before's; None in a run without attention.
         step: from 1 on.
         num_reqs: rows of the batch, or of the graph that is being captured.
-        num_tokens_padded: tokens of the same.
+        num_tokens_padded: tokens of the batch or graph.
     """
     if attn_metadata is None:
         return None
     if step == 1:
-        # It is new; but vLLM warms up with the metadata that it captures with, and FLASHMLA's first call makes a plan
-        # that stays in it.
+        # The metadata is new; but vLLM warms up with the metadata that it captures with, and FLASHMLA's first call
+        # makes a plan that stays in it.
         capturing = torch.cuda.is_current_stream_capturing()
         if not capturing or why_not_in_graph(speculator.attn_groups) is not None:
             return attn_metadata

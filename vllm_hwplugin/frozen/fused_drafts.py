@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All draft steps after the first in one CUDA graph, where Model Runner V2 launches a graph for each.
+"""Capture all draft steps after the first in one CUDA graph, where V2 launches a graph for each.
 
-From 0.21.0 to 0.27.1 the host makes for each step slot mappings, the attention backend's metadata, the number of the
-step, and launches a graph. Here the decode graphs hold all of that for all steps, and a batch's drafts are one launch.
-vLLM does so from 0.28.0 on, for backends that can change their metadata in place; here `builders` says whose build may
-be recorded.
+From 0.21.0 to 0.27.1 Model Runner V2 makes for each step slot mappings, the attention backend's metadata and the number
+of the step on the host, and launches a graph. Here the decode graphs hold all of that for all steps, and a batch's
+drafts are one launch. vLLM does so from 0.28.0 on, for backends that can change their metadata in place; here
+`builders` says whose build may be captured.
 
-A graph's shape may have more rows than the batch. What is recorded has the shape's number of rows in its launches, and
-reads on the device what is real:
+A graph's shape may have more rows than the batch. Its launches have the shape's number of rows, and read on the device
+which rows are real:
 
 - `query_start_loc` ends with the number of real rows, repeated. So `compute_slot_mappings` finds no token in a padded
   row, never looks its request up (the row of `idx_mapping` may be stale, or -1), and its last program sets every slot
-  from the first padded one on to -1: nothing is written to the KV cache.
+  from the first padded slot on to -1: nothing is written to the KV cache.
 - The next step's `seq_lens` of padded rows start from 0 and count up with the others, as they do when vLLM replays a
-  graph for each step; no query of theirs reads them.
+  graph for each step; no query of a padded row reads them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FusedDrafts:
             stays_stock(V2_FUSED_DRAFTS, _STOCK, reason)
             return generate_draft
         self._generate_draft = generate_draft
-        # Slots are looked up by it while capturing, and -1 from an earlier batch would be a row before the first.
+        # The capture looks up slots by it, and -1 from an earlier batch would be a row before the first.
         self._speculator.idx_mapping.zero_()
         journal.note(V2_FUSED_DRAFTS, f"{self._speculator.num_speculative_steps - 1} steps in one graph")
         journal.use(V2_FUSED_DRAFTS, True)
@@ -107,9 +107,9 @@ class FusedDrafts:
 
         Args:
             num_reqs: rows of the graph.
-            num_tokens_padded: tokens of the graph, one of each row.
+            num_tokens_padded: tokens of the graph, one per row.
             attn_metadata: made for the capture, and not used: the graph makes the first step's, too.
-            slot_mappings: as before.
+            slot_mappings: made for the capture, and not used.
             num_tokens_across_dp: None; there is no data parallelism.
         """
         speculator = self._speculator

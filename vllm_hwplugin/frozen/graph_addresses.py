@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block tables whose layout tensors stay where they are, so that a CUDA graph may hold the kernels that read them.
+"""Keep the layout tensors of block tables at addresses that CUDA graphs may read.
 
 vLLM's `BlockTables` keeps addresses, strides and block sizes in small tensors, and up to 0.28 allocates them again when
 the KV cache wakes up: sleeping discards their contents with the cache's. The memory itself comes back at its old
-address. An eager launch of `compute_slot_mappings` gets the new tensors. In a graph it reads the old ones, which hold
-nothing any more, and the draft's keys go wherever that points to.
+address. An eager launch of `compute_slot_mappings` gets the new tensors. In a graph it reads the old ones, whose
+contents are gone, and the draft's keys go wherever they point to.
 """
 
 from __future__ import annotations

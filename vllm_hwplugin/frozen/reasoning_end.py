@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a request's reasoning ends within a step, so that its grammar is fed what follows and nothing before.
+"""Find where a request's reasoning ends within a step, so that its grammar gets only what follows.
 
 Without speculative decoding a step has one token, and the end marker is a whole step. A step with accepted
-drafts may hold reasoning, the marker and the beginning of what the grammar is for.
+drafts may hold reasoning, the marker and the beginning of the structured output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def in_step(request: Any, new_token_ids: list[int]) -> Any:
 
     Args:
         request: vLLM's ``Request``, whose ``all_token_ids`` end with the step's.
-        new_token_ids: of the step.
+        new_token_ids: the step's tokens.
 
     Returns:
         The request.
@@ -31,7 +31,7 @@ def in_step(request: Any, new_token_ids: list[int]) -> Any:
 def start_of_step(request: Any) -> int:
     """Return the index in ``all_token_ids`` where the current step begins.
 
-    If `in_step` was not told of the step, it is vLLM's guess. After rejected drafts the guess lies behind the step.
+    If `in_step` did not see the step, it is vLLM's guess, which lies behind the step after rejected drafts.
     """
     count = len(request.all_token_ids)
     start, end = getattr(request.structured_output_request, "hwplugin_step", (0, -1))
@@ -47,7 +47,7 @@ def note_end(request: Any, reasoner: Any, start: int) -> None:
     Args:
         request: vLLM's ``Request``; its reasoning ends within ``all_token_ids[start:]``.
         reasoner: vLLM's ``ReasoningParser`` of the request.
-        start: of the step, an index of ``all_token_ids``.
+        start: the step's first index in ``all_token_ids``.
     """
     tokens: Sequence[int] = request.all_token_ids
     before = list(itertools.islice(tokens, start))
@@ -66,10 +66,10 @@ def after_end(request: Any, new_token_ids: list[int]) -> list[int]:
 
     Args:
         request: vLLM's ``Request``, whose ``all_token_ids`` end with the step's.
-        new_token_ids: of the step.
+        new_token_ids: the step's tokens.
 
     Returns:
-        The tokens after the one that `note_end` kept; all where that is of an earlier step, or there is none.
+        The tokens after the token that `note_end` kept; all if that token is in an earlier step, or was never kept.
     """
     end: int | None = getattr(request.structured_output_request, "reasoning_end_token_index", None)
     if end is None:

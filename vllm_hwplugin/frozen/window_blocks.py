@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free the KV cache blocks outside a sliding window by the tokens that are certain to be computed.
+"""Free KV cache blocks outside a sliding window only by tokens that cannot be rejected.
 
 With asynchronous scheduling vLLM schedules a step while the last one still runs, and ``Request.num_computed_tokens`` is
 ahead by that step's drafts until they are verified. vLLM up to 0.25 frees by it. A rejection then moves the window back
-over blocks that other requests may have by now.
+over blocks that other requests may have by then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def remove_skipped_blocks(coordinator: Any, request: Any, total_computed_tokens:
     """
     certain = max(0, total_computed_tokens - request.num_output_placeholders)
     for manager in coordinator.single_type_managers:
-        # Mamba's counts the drafts out by itself, and would count them twice.
+        # MambaManager subtracts the drafts itself, and would subtract them twice.
         computed = total_computed_tokens if isinstance(manager, MambaManager) else certain
         manager.remove_skipped_blocks(request.request_id, computed, **more)
 

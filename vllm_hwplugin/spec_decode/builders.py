@@ -125,7 +125,7 @@ _TRTLLM: Final = {
 def known(builder_class: type, *, by_its_word: bool = False) -> Builder:
     """Return what graphs may use of a builder class.
 
-    The entry is that of the class itself or of the base class that makes its metadata.
+    The entry belongs to the class itself or to the base class that makes its metadata.
 
     Args:
         by_its_word: whether a class that declares `SAME_AS_BASE` uses its base class's entry.
@@ -156,7 +156,7 @@ def refusing(builder_classes: Iterable[type], use: str) -> str | None:
 
 
 def _of(builder: Any, causal: bool) -> Builder:
-    """Return what V2's graphs may use; FlashInfer plans on the host only without TRTLLM."""
+    """Return what V2's graphs may use; FlashInfer's TRTLLM kernels need no plan."""
     kernel = getattr(builder, "flashinfer_trtllm_api_decode_kernel", None)
     if causal and getattr(kernel, "name", "") == "TRTLLM_GEN":
         return _TRTLLM[gates.read("VLLM_HWPLUGIN_TRTLLM_GRAPHS").flag]
@@ -166,7 +166,7 @@ def _of(builder: Any, causal: bool) -> Builder:
 def why_not_in_graph(
     attn_groups: Sequence[Sequence[Any]], use: str = "one_token", *, causal: bool = True
 ) -> str | None:
-    """Return why a draft's metadata cannot be made inside a CUDA graph, or None.
+    """Return why no CUDA graph can make a draft's metadata, or None.
 
     Context parallelism is refused: it splits lengths over ranks, and nothing advances these between draft steps.
 
@@ -189,7 +189,7 @@ def why_not_in_graph(
 
 
 def updated_in_place(speculator: Any) -> bool:
-    """Whether only vLLM's own update lets a graph have the draft steps' metadata.
+    """Whether only vLLM's own update can make draft metadata in a graph.
 
     A graph then cannot build the metadata. vLLM updates all builders or none, between the steps of a drafter that makes
     one token after the other.

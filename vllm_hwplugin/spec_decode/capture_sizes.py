@@ -37,7 +37,7 @@ LARGEST: Final = 2048
 LARGEST_MIXED: Final = 4096
 # Sizes per octave of request counts. Padding adds less than its inverse to a batch.
 _RUNGS_PER_OCTAVE: Final = 8
-#: The note on decode batches that no FULL graph serves.
+#: The note on decode batches without a FULL graph.
 UNSERVED: Final = "decode batches without a FULL graph"
 #: The largest size that the user named without a list, or None; not set if a list is named.
 _LIMIT: Final = "_hwplugin_largest_named"
@@ -79,7 +79,7 @@ def capture_sizes(
         max_num_batched_tokens: tokens in a batch, at most.
         own_sizes: vLLM's own capture sizes, in tokens.
         mixed: whether batches with prompts get larger graphs, too.
-        steps: whether graphs of these sizes, up to `max_num_seqs`, draft with one token per request. Then
+        steps: whether graphs of the sizes up to `max_num_seqs`, draft with one token per request. Then
             `max_num_seqs` is a size if vLLM's sizes reach it, with the whole blocks on both sides: otherwise, in 0.25
             to 0.28, decode batches of the one kind would find the other kind's graph.
     """
@@ -101,7 +101,7 @@ def _whole_blocks(size: int, block: int) -> int:
 
 
 def _request_counts(top: int) -> Iterator[int]:
-    """Yield all counts from 1 to 16, then eight per octave up to `top`."""
+    """Yield 1 to 16, then eight counts per octave, up to `top`."""
     count = 1
     while count < top:
         yield count
@@ -130,7 +130,7 @@ def note_user_sizes(vllm_config: Any) -> None:
 
 
 def check_and_update_config(vllm_config: Any) -> bool:
-    """Set the sizes of an engine with a drafter, unless the user named a list.
+    """Set the sizes of an engine with a drafter, unless listed.
 
     A platform's `check_and_update_config` calls this, after its base class has decided the cudagraph mode.
 
@@ -171,7 +171,7 @@ def check_and_update_config(vllm_config: Any) -> bool:
 
 
 def _why_left(vllm_config: Any) -> str | None:
-    """Return why the sizes stay vLLM's, or None if the plugin sets them."""
+    """Return why the sizes stay vLLM's, or None."""
     compilation, parallel, entry = vllm_config.compilation_config, vllm_config.parallel_config, journal.current()
     if entry is None or CAPTURE_SIZES not in entry.live:
         reason = "" if entry is None else entry.features.get(CAPTURE_SIZES, {}).get("reason") or entry.error
@@ -229,7 +229,7 @@ def _set(vllm_config: Any, limit: int | None) -> tuple[str, str]:
 
 
 def _note_unserved(vllm_config: Any, option: str) -> None:
-    """Note which decode batches have no FULL graph, and the size that would give them one."""
+    """Note decode batches without a FULL graph and the size for them."""
     compilation, scheduler, entry = vllm_config.compilation_config, vllm_config.scheduler_config, journal.current()
     mode = compilation.cudagraph_mode
     if entry is None or mode.decode_mode().name != "FULL":
@@ -258,7 +258,7 @@ def _note_unserved(vllm_config: Any, option: str) -> None:
 def served_requests(
     block: int, max_num_seqs: int, sizes: Sequence[int], *, separate: bool, v2: bool, vllm: Version
 ) -> frozenset[int]:
-    """Return the request counts of decode batches that vLLM runs in a FULL graph.
+    """Return the request counts of decode batches with a FULL graph.
 
     Args:
         block: tokens of a request in a decode batch, 1 + num_speculative_tokens.
@@ -319,13 +319,16 @@ def leave_mixed_to_vllm(vllm_config: Any) -> None:
 
 
 def largest_own(compilation_config: Any) -> int | None:
-    """Return vLLM's largest size in tokens, or None if the plugin adds none above."""
+    """Return vLLM's largest size in tokens.
+
+    None if no larger size is the plugin's.
+    """
     own: int | None = vars(compilation_config).get(_OWN)
     return own
 
 
 def why_left(compilation_config: Any) -> str | None:
-    """Return why the sizes are not the plugin's, or None if they are."""
+    """Return why the sizes are not the plugin's, or None."""
     reason: str = vars(compilation_config).get(_LEFT, "vLLM's own platform class has chosen them")
     return reason or None
 
@@ -336,7 +339,7 @@ def has_sizes(compilation_config: Any) -> bool:
 
 
 def added_sizes(compilation_config: Any, block: int) -> frozenset[int]:
-    """Return the sizes that the V1 runner would not capture without the plugin.
+    """Return the sizes that the V1 runner captures only with the plugin.
 
     Args:
         block: tokens of a request in a decode batch. The V1 runner rounds its sizes up to multiples of it.
@@ -347,7 +350,7 @@ def added_sizes(compilation_config: Any, block: int) -> frozenset[int]:
 
 
 def leave_to_vllm(compilation_config: Any) -> None:
-    """Put vLLM's own sizes back, after the capture of added sizes has failed."""
+    """Restore vLLM's own sizes, after the capture of added sizes failed."""
     attributes = vars(compilation_config)
     sizes, largest = attributes.pop(_VLLMS)
     attributes.pop(_OWN, None)
@@ -385,7 +388,7 @@ def largest_mixed(compilation_config: Any) -> int | None:
 
 
 def piecewise_sizes(compilation_config: Any) -> Sequence[int]:
-    """Return the sizes of PIECEWISE graphs on the V1 runner, for its patched `CudagraphDispatcher`."""
+    """Return the PIECEWISE sizes, for the V1 runner's patched `CudagraphDispatcher`."""
     return _up_to(largest_mixed(compilation_config), compilation_config.cudagraph_capture_sizes)
 
 
@@ -419,7 +422,7 @@ def sampled(compilation_config: Any, descs: Sequence[Any]) -> list[Any]:
 
 
 def two_samples(samples: list[int]) -> tuple[list[int], int]:
-    """Return the two samples that vLLM reads, and what to add to its estimate.
+    """Return vLLM's two samples, and what to add to its estimate.
 
     vLLM reads the first and the last; the samples between them are added.
 
@@ -435,13 +438,13 @@ def max_num_splits(builder: Any, num_tokens: int, max_query_len: int = 1) -> int
     FlashAttention's patched metadata builders call this. vLLM allows 32 parts for each batch up to the largest size,
     captured or not, and the kernel allocates float32 buffers of [parts, heads, tokens, head size] for them: at 32 heads
     of 128, 256 MiB for 512 tokens, and a GiB for 2048. Above vLLM's own sizes the bound keeps these buffers within
-    their size at vLLM's largest; it leaves some parts for a long sequence among short ones. A replay has the bound of its
-    capture, because no graph takes batches on both sides.
+    their size at vLLM's largest; it leaves some parts for a long sequence among short ones. A replay has the bound of
+    its capture, because no graph takes batches on both sides.
 
     Args:
         builder: FlashAttention's metadata builder.
         num_tokens: tokens of the batch.
-        max_query_len: the longest request's tokens. Above a decode batch's, the batch has none of these FULL graphs.
+        max_query_len: the longest request's tokens. Above a decode batch's, the batch has no such FULL graph.
     """
     splits: int = builder.max_num_splits
     own = largest_own(builder.vllm_config.compilation_config)

@@ -54,5 +54,5 @@ def asks_for_nothing_else(params: Any) -> bool:
 
 
 def has_prompt(input_batch: Any, count: int) -> bool:
-    """Whether any of V1's first `count` requests still has prompt tokens to compute."""
+    """Whether any of V1's first `count` requests still computes its prompt."""
     return bool((input_batch.num_computed_tokens_cpu[:count] < input_batch.num_prompt_tokens[:count]).any())

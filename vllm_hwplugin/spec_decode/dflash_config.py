@@ -85,7 +85,7 @@ class Target:
 
 
 def check(vllm_config: Any) -> None:
-    """Raise for a DFlash config that cannot work; warn of one that works badly.
+    """Refuse a DFlash config that cannot work; warn if it works badly.
 
     Any other config passes. vLLM makes a config several times; each warning is logged once in a process, and noted in
     the run record.
@@ -194,7 +194,7 @@ def _list_problem(aux: AuxLayers, draft: Draft, target: Target) -> str:
 
 
 def width_problem(draft: Draft, target: Target) -> Problem | None:
-    """Return why the target's hidden states do not fit the draft's inputs, or None."""
+    """Return why the target's width does not fit the draft, or None."""
     expected, actual = draft.target_hidden_size, target.hidden_size
     if expected is None or actual is None or expected == actual:
         return None
@@ -235,7 +235,7 @@ def _named_backend(vllm_config: Any) -> tuple[str, Any, str]:
 
 
 def _supports_non_causal(backend: Any) -> bool | None:
-    """Return what the backend's class declares, or None if it cannot be imported."""
+    """Return what the backend's class declares, or None if not importable."""
     try:
         backend_class = backend.get_class()
     except Exception as error:

@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 
 def norm_rows(op: NormOp, out: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, eps: float) -> None:
-    """Write into ``out`` the RMS norm of ``x``, with weight row ``weights[i]`` for layer ``i``.
+    """Write ``x``'s RMS norm into ``out``, with one weight row per layer.
 
     Args:
         op: the platform's ``rms_norm``, called once if it honours a weight row per layer, else once per layer.
@@ -96,7 +96,7 @@ def _ask(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
 def _probe(
     op: NormOp, layers: int, width: int, dtype: torch.dtype, device: torch.device, *, broadcast: bool
 ) -> str | None:
-    """Return what the op did instead of a plain norm, or None if it agrees."""
+    """Return how the op differs from a plain norm, or None."""
     eps = 1e-6
     # Built without the random generator: drawing from it would change what the engine samples.
     ramp = torch.arange(layers * 2 * width, dtype=torch.float32, device=device).reshape(layers, 2, width)

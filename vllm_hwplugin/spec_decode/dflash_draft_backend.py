@@ -58,11 +58,11 @@ def needs_non_causal(config: VllmConfig) -> bool:
 
 
 def without_mm_prefix(config: VllmConfig) -> VllmConfig:
-    """Return ``config`` for a text-only draft of a target with bidirectional image attention.
+    """Return ``config`` for a text-only draft of a target with images.
 
-    The flag excludes backends that the draft could use. vLLM clears it in the ``ModelConfig`` that draft and target
-    share. The target's metadata builders read it there later: since 0.28.0 FlashAttention's then drops the ranges of
-    the images, and the target's own output changes.
+    The flag says that images are seen in both directions, and excludes backends that the draft could use. vLLM clears
+    it in the ``ModelConfig`` that draft and target share. The target's metadata builders read it there later: since
+    0.28.0 FlashAttention's then drops the ranges of the images, and the target's own output changes.
 
     Args:
         config: a configuration whose ``model_config`` is the target's; neither is changed.
@@ -78,7 +78,7 @@ def without_mm_prefix(config: VllmConfig) -> VllmConfig:
 def layouts_clash(
     kv_cache_config: Any, attn_groups: Sequence[Sequence[Any]], kernel_block_sizes: Sequence[int], cache_dtype: str
 ) -> bool:
-    """Whether layers that share a KV cache tensor disagree on its block dimension.
+    """Whether layers that share a KV cache tensor disagree on block dimensions.
 
     Args:
         kv_cache_config: vLLM's ``KVCacheConfig``; its tensors say which layers share memory.

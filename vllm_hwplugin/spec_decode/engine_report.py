@@ -19,7 +19,7 @@ from vllm_hwplugin.journal import Journal, Use
 
 logger = logging.getLogger("vllm.hwplugin")
 
-#: The cause of reasons by which an engine loses nothing.
+#: The cause of reasons that cost the engine nothing.
 UNNEEDED: Final = "this engine does not need them"
 
 
@@ -27,11 +27,11 @@ class Unused(NamedTuple):
     """Why an engine does not use a feature.
 
     Attributes:
-        text: the whole reason, with `{}` for what `holds` gives.
-        holds: whether it is so in this engine, or what finds it out.
+        text: the whole reason, with `{}` for the result of `holds`.
+        holds: whether it is so in this engine, or a function that finds out.
         cause: a fact about the engine that several reasons share; features are shown together by it.
         wants: what the feature is for in place of that fact (a model runner, a drafter), shown in place of its name.
-        cure: what to change, where an option of vLLM or a variable changes it.
+        cure: what to change, if an option of vLLM or a variable changes it.
     """
 
     text: str
@@ -52,10 +52,10 @@ class Findings:
 
     Attributes:
         described: the part and what decides about it, for the log.
-        uses: whether it uses each live feature that works in it, as far as its configuration says.
-        demanded: the features that this part has to use where their gate says `on`. Features that mend a fault are not
-            among them: an engine that does not use them does not have the fault.
-        engine: index of the engine whose steps this part counts; None where another part of it does.
+        uses: whether it uses each patched-in feature that works in it, as far as its configuration says.
+        demanded: the features that this part must use if their switch is `on`. Fixes are not among them: an engine that
+            does not use a fix does not have the bug.
+        engine: index of the engine whose steps this part counts; None if another part of it does.
     """
 
     described: str
@@ -65,31 +65,33 @@ class Findings:
 
 
 def report(part: Any, examine: Callable[[Any, Journal], Findings]) -> None:
-    """Put in the journal and in the log what a part of the engine uses. Without a journal nothing happens.
+    """Log and record what a part of the engine uses.
+
+    Without a run record nothing happens.
 
     Args:
         part: vLLM's worker or scheduler.
         examine: looks at it.
 
     Raises:
-        FeatureRequired: a gate says `on`, and the feature is not used.
+        FeatureRequired: a switch is `on`, and the feature is not used.
         HwpluginError: a module of a feature was imported past the plugin; see :func:`vllm_hwplugin.journal.check_live`.
     """
     entry = journal.current()
     if entry is None:
         return
-    # A worker of Ray may get here with vLLM's logging not configured.
+    # A Ray worker may get here before vLLM's logging is configured.
     log.give_out()
     journal.check_live()
     try:
-        found = examine(part, entry)
+        findings = examine(part, entry)
     except Exception:
-        # Only a report is lost, and the engine serves without it: a vLLM may keep elsewhere what was looked for here.
+        # Only the report is lost: this vLLM may keep elsewhere what was looked for here.
         logger.warning("cannot say which features this %s uses", type(part).__name__, exc_info=True)
         return
-    settled = journal.settle_uses(found.uses, found.engine)
-    logger.info("%s %s", found.described, sentence(settled))
-    for feature in found.demanded:
+    settled = journal.settle_uses(findings.uses, findings.engine)
+    logger.info("%s %s", findings.described, sentence(settled))
+    for feature in findings.demanded:
         if feature in settled and not settled[feature]["used"]:
             refuse_if_required(feature, settled[feature]["reason"])
 
@@ -104,7 +106,7 @@ def use_of(reasons: Iterable[Unused]) -> Use:
 
 
 def sentence(uses: Mapping[str, Use]) -> str:
-    """Say in one line which features are used, and by cause which are not."""
+    """Say in one line which features are used, and why not others."""
     used = [name for name, use in uses.items() if use["used"]]
     return "; ".join(
         [f"uses {', '.join(used) or 'no feature'}", *(f"unused because {line}" for line in unused_by_cause(uses))]
@@ -112,7 +114,7 @@ def sentence(uses: Mapping[str, Use]) -> str:
 
 
 def unused_by_cause(uses: Mapping[str, Use]) -> list[str]:
-    """Return a line for each cause by which features are not used, with what to change."""
+    """Return a line per cause of unused features, with what to change."""
     groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for name, use in uses.items():
         if not use["used"]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM's own methods are recorded into CUDA graphs, and what happens where that fails.
+"""Capture vLLM's own methods into CUDA graphs, and go on without them if that fails.
 
-No list of what cannot be recorded is complete: a model may wait for the device in its `compute_logits`, and memory may
-run out. So each feature records inside `attempt`, and a start goes on without the graphs that failed.
+No list of what cannot be captured is complete: a model may wait for the device in its `compute_logits`, and memory may
+run out. So each feature captures inside `attempt`, and a start goes on without the graphs that failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vllm_hwplugin.fallback import FeatureRequired, in_a_line, stays_stock
 try:
     from vllm.compilation.cudagraph_pool import capture_pool
 except ImportError:
-    # Up to 0.31 there is no other pool than the caller's.
+    # Up to 0.31 there is only the caller's pool.
     @contextmanager
     def capture_pool(pool: Any, vllm_config: Any) -> Iterator[Any]:
         set_graph_pool_id(pool)
@@ -39,31 +39,31 @@ except ImportError:
 logger = logging.getLogger("vllm.hwplugin")
 
 _TRITON_CACHE: Final = "TRITON_CACHE_DIR"
-#: Of the user; vLLM names a folder later, while it compiles.
+#: The user's folder; vLLM names a folder later, while it compiles.
 _OF_USER: Final = os.environ.get(_TRITON_CACHE)
 
 
-#: The method of vLLM's `CustomAllreduce` by which ranks exchange what was recorded.
+#: The method of vLLM's `CustomAllreduce` by which ranks exchange addresses of captured inputs.
 _EXCHANGE: Final = "register_graph_buffers"
-#: Whether a `torch.cuda.CUDAGraph` whose `capture_end` failed releases its pool when it is destroyed. Where it does, a
+#: Whether a `torch.cuda.CUDAGraph` whose `capture_end` failed releases its pool when it is destroyed. If it does, a
 #: second release ends the process: the destructor throws.
 _GRAPH_RELEASES_POOL: Final = Version(torch.__version__).release >= (2, 14)
 
 
 class RecordingFailed(HwpluginError, RuntimeError):
-    """A recording that failed on a rank of tensor parallelism, as every rank knows."""
+    """A capture failed on a rank of tensor parallelism, and every rank knows."""
 
 
 def known_arguments(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Those of `arguments` that `function` takes in this vLLM."""
+    """Return the arguments that `function` takes in this vLLM."""
     taken = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in taken}
 
 
 def reserved_memory() -> int:
-    """Bytes of the device that this process's allocator holds, without those that it would give back.
+    """Return the bytes that this process's allocator holds and cannot give back.
 
-    It leaves out other processes, and what CUDA itself needs for a graph.
+    They include neither other processes nor CUDA's own memory for a graph.
     """
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
@@ -72,10 +72,10 @@ def reserved_memory() -> int:
 
 
 def shared_scratch() -> list[torch.Tensor]:
-    """Memory in which vLLM's kernels for top-k and top-p work, whatever the batch.
+    """Return the buffers in which vLLM's top-k and top-p kernels work.
 
-    vLLM lets it go when a larger batch comes, and takes more. A graph of these kernels goes on with the memory that it
-    was recorded with, so the owner of the graph has to keep that, too.
+    vLLM frees a buffer and allocates a larger one when the batch grows. A graph of such kernels keeps using the memory
+    of its capture, so the owner of the graph must also keep that memory.
     """
     return list(topk_topp_triton._TRITON_BUFFER_CACHE.values())
 
@@ -89,24 +89,24 @@ def attempt(
     *,
     kernels: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> bool:
-    """Have a feature record its graphs; if that fails, have it forget them, and let the start go on.
+    """Capture a feature's graphs; if that fails, forget them and go on.
 
-    With tensor parallelism it fails on all ranks where it fails on one, so all ranks have to call this in one order. A
-    rank that fails between kernels that talk to others leaves these waiting on the device: nothing can help them.
+    With tensor parallelism a failure on one rank is a failure on all, so all ranks must call this in one order. A rank
+    that fails between kernels that talk to other ranks leaves these waiting on the device: nothing can help them.
 
     Args:
         feature: one of `features`.
-        effect: what happens without the graphs, as `stays_stock` says it.
-        record: records, by `record_graph` or by vLLM's own wrapper.
+        effect: what happens without the graphs, as for `stays_stock`.
+        record: captures, by `record_graph` or by vLLM's own wrapper.
         forget: drops all graphs of the feature, and what was made for them.
-        pool: of graphs that vLLM's wrapper records; None where `record_graph` does.
+        pool: the pool of graphs that vLLM's wrapper captures; None if `record_graph` captures.
         kernels: a context for `record`; by default `kept_kernels`.
 
     Returns:
-        Whether all was recorded.
+        Whether all was captured.
 
     Raises:
-        FeatureRequired: something failed, and the feature's gate says `on`.
+        FeatureRequired: something failed, and the feature's switch is `on`.
     """
     try:
         with (kernels or kept_kernels)():
@@ -121,36 +121,36 @@ def attempt(
     except Exception as failure:
         all_ranks(False)
         reason = in_a_line(failure)
-        logger.debug("%s: recording failed", feature, exc_info=True)
+        logger.debug("%s: capture failed", feature, exc_info=True)
         if pool is not None:
             leave_capture(pool, broken=None)
     settle_all_reduce()
     forget()
-    # A failure may be in a circle with its frames, and these hold what the failed run had made.
+    # A failure may be in a cycle with its frames, and these hold what the failed run had made.
     gc.collect()
     # Waits for what still uses the memory, and gives it back.
     reserved_memory()
-    stays_stock(feature, effect, f"recording graphs failed: {reason}", level=logging.WARNING)
+    stays_stock(feature, effect, f"capturing graphs failed: {reason}", level=logging.WARNING)
     return False
 
 
 def attempt_capture(
     feature: str, effect: str, capture: Callable[[], object], managers: Sequence[Any], device: torch.device
 ) -> bool:
-    """Have vLLM's managers capture graphs that a feature changed; if that fails, leave them without any.
+    """Have vLLM's managers capture a feature's graphs; if that fails, clear them.
 
     Args:
         feature: one of `features`.
-        effect: what happens without these graphs, as `stays_stock` says it.
+        effect: what happens without these graphs, as for `stays_stock`.
         capture: calls vLLM's methods.
-        managers: all `CudaGraphManager` that `capture` fills.
-        device: of the runner.
+        managers: every `CudaGraphManager` that `capture` fills.
+        device: the runner's.
 
     Returns:
         Whether all was captured.
 
     Raises:
-        FeatureRequired: something failed, and the feature's gate says `on`.
+        FeatureRequired: something failed, and the feature's switch is `on`.
     """
 
     def record() -> None:
@@ -169,7 +169,7 @@ def attempt_capture(
 
 
 def _own_cache() -> str | None:
-    """A folder in vLLM's cache; None where vLLM has none, or this user may not write there."""
+    """Return a writable folder in vLLM's cache, or None."""
     folder = os.path.join(envs.VLLM_CACHE_ROOT, "vllm_hwplugin", "triton")
     if not os.path.isdir(envs.VLLM_CACHE_ROOT):
         return None
@@ -180,10 +180,10 @@ def _own_cache() -> str | None:
 
 @contextmanager
 def kept_kernels() -> Iterator[None]:
-    """Have Triton keep the kernels that it compiles where each start of vLLM finds them, in vLLM's own cache.
+    """Keep Triton's kernels in vLLM's own cache, where each start finds them.
 
-    While vLLM compiles a model it names a folder of that model for them, and none where it loads what it compiled at an
-    earlier start: so a second start would compile once more what a first one did. A folder that the user names stays.
+    While vLLM compiles a model it names a folder of that model for them, and no folder if it loads what it compiled at
+    an earlier start: so a second start would compile again what a first start did. A folder that the user names stays.
     """
     named, folder = os.environ.get(_TRITON_CACHE), _OF_USER or _own_cache()
     if folder is None:
@@ -200,15 +200,15 @@ def kept_kernels() -> Iterator[None]:
 
 
 def record_graph(run: Callable[[], None], pool: Any, vllm_config: Any) -> torch.cuda.CUDAGraph:
-    """Record `run` on the current stream, which is not the default one.
+    """Capture `run` on the current stream, which is not the default stream.
 
-    It is called once before: kernels that compile or tune themselves may not do so meanwhile. `torch.cuda.graph` would
-    give the allocator's memory back to the device around each of some hundred recordings.
+    `run` is called once before: kernels must not compile or tune themselves during a capture. `torch.cuda.graph` would
+    give the allocator's memory back to the device around each of some hundred captures.
 
     Args:
         run: what the graph holds.
-        pool: memory of the graph, where vLLM has no pool of all graphs that a sleep offloads.
-        vllm_config: says whether vLLM has one.
+        pool: memory of the graph, if vLLM has no pool of all graphs that a sleep offloads.
+        vllm_config: says whether vLLM has that pool.
 
     Raises:
         RecordingFailed: `run` or its capture failed, here or on another rank of tensor parallelism.
@@ -222,7 +222,7 @@ def record_graph(run: Callable[[], None], pool: Any, vllm_config: Any) -> torch.
 
 def _capture(graph: torch.cuda.CUDAGraph, run: Callable[[], None], pool: Any, vllm_config: Any) -> None:
     failure: Exception | None = None
-    # It also names the pool to collectives in symmetric memory, which leave it for a while.
+    # It also names the pool to collectives in symmetric memory, which leave the pool for a while.
     with capture_pool(pool, vllm_config) as pool:
         try:
             graph.capture_begin(pool=pool)
@@ -238,21 +238,24 @@ def _capture(graph: torch.cuda.CUDAGraph, run: Callable[[], None], pool: Any, vl
             if failure is not None:
                 raise failure
         finally:
-            # It holds this frame, and what the failed run had made.
+            # The exception holds this frame, and what the failed run had made.
             del failure
 
 
 def leave_capture(pool: Any, *, broken: bool | None) -> None:
-    """Have torch leave a capture that CUDA has ended because of a failure.
+    """Make torch leave a capture that CUDA ended after a failure.
 
-    `capture_end` then raises before it has told the allocator and the random generators. The one goes on taking memory
-    of `pool`, the others go on refusing to draw. No graph can have this pool any more: torch has no way to tell the
-    allocator of pinned memory.
+    `capture_end` then raises before it has told the allocator and the random generators. The allocator goes on taking
+    memory of `pool`, the generators go on refusing to draw. No graph can have this pool again: torch has no way to tell
+    the allocator of pinned memory.
+
+    Args:
+        broken: whether to release the pool; None if nobody knows whether a capture broke.
     """
     device = torch.accelerator.current_device_index()
-    # Both raise where torch was built without CUDA; the first one also where the allocator has left the pool by itself,
-    # as that of torch 2.13 does. A pool that other graphs have must not be let go of once too often: where nobody knows
-    # whether a capture broke, its memory may stay.
+    # Both raise if torch was built without CUDA; the first also if the allocator has left the pool by itself, as in
+    # torch 2.13. A pool that other graphs have must not be released once too often: if nobody knows whether a capture
+    # broke, its memory may stay.
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device, pool)
         broken = True
@@ -267,29 +270,29 @@ def leave_capture(pool: Any, *, broken: bool | None) -> None:
 
 
 def _together(work: Callable[[], None]) -> None:
-    """Do `work`, and fail where any rank of tensor parallelism fails."""
+    """Do `work`, and fail if any rank of tensor parallelism fails."""
     try:
         work()
     except Exception as failure:
         all_ranks(False)
-        logger.debug("recording failed", exc_info=True)
-        said = in_a_line(failure)
+        logger.debug("capture failed", exc_info=True)
+        reason = in_a_line(failure)
     else:
         if all_ranks(True):
             return
-        said = "it failed on another rank"
-    # Not from the failure: its frames hold the memory that is to be given back. No context manager either, whose frame
+        reason = "it failed on another rank"
+    # Not from the failure: its frames hold the memory that is to be given back. No context manager either: its frame
     # would be one of them.
-    raise RecordingFailed(said)
+    raise RecordingFailed(reason)
 
 
 def settle_all_reduce() -> None:
-    """Have vLLM's custom all-reduce exchange now what was recorded, within vLLM's `graph_capture`.
+    """Make vLLM's custom all-reduce exchange captured addresses, inside `graph_capture`.
 
-    Each of its kernels that is recorded leaves the address of its input behind. When the context ends, the ranks
-    exchange these in the order of recording, and only then may a graph be replayed. The exchange would end the start
-    where memory is gone by then; where a rank had failed first, and so has fewer, graphs would read inputs of others.
-    So this comes before a replay and before graphs go. All ranks of tensor parallelism have to call it together.
+    Each captured kernel leaves the address of its input behind. When the context ends, the ranks exchange these in the
+    order of capture, and only then may a graph be replayed. The exchange would end the start if that memory is gone by
+    then; if a rank had failed first, and so has fewer, graphs would read inputs of other kernels. So call this before a
+    replay and before graphs are dropped. All ranks of tensor parallelism must call it together.
     """
     custom = _custom_all_reduce()
     if custom is None or custom.disabled:
@@ -298,7 +301,7 @@ def settle_all_reduce() -> None:
     most = _over_ranks(len(offsets), torch.distributed.ReduceOp.MAX)
     lacking = most - len(offsets)
     if lacking:
-        # It reads 16 bytes at a time.
+        # The kernel reads 16 bytes at a time.
         nothing = torch.zeros(4, dtype=torch.float32, device=custom.device)
         out = torch.empty_like(nothing)
         graph = torch.cuda.CUDAGraph()
@@ -312,15 +315,15 @@ def settle_all_reduce() -> None:
 
 @contextmanager
 def exchanged_later() -> Iterator[None]:
-    """Leave the exchange of custom all-reduce to the `graph_capture` around this, of another one in here.
+    """Leave custom all-reduce's exchange to the outer of two nested `graph_capture`.
 
-    vLLM exchanges at the end of that context also where a rank has failed, and so has recorded less than others.
+    vLLM exchanges at the end of the inner context even if a rank has failed, and so has captured less than other ranks.
     """
     custom = _custom_all_reduce()
     if custom is None:
         yield
         return
-    # Also within another one.
+    # This context may itself be nested.
     before = {name: value for name, value in vars(custom).items() if name in ("_IS_CAPTURING", _EXCHANGE)}
     setattr(custom, _EXCHANGE, lambda: None)
     try:
@@ -331,7 +334,7 @@ def exchanged_later() -> Iterator[None]:
 
 
 def agreed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which raises where a rank of tensor parallelism has failed since the last call.
+    """Wrap `function` to raise if a rank failed since the last call.
 
     Raises:
         RecordingFailed: it failed on another rank, as every rank knows.
@@ -347,22 +350,22 @@ def agreed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _custom_all_reduce() -> Any:
-    """vLLM's `CustomAllreduce` of tensor parallelism, or None."""
+    """Return vLLM's `CustomAllreduce` of tensor parallelism, or None."""
     return getattr(get_tp_group().device_communicator, "ca_comm", None) if _tensor_parallel() else None
 
 
 def all_ranks(agreed: bool) -> bool:
-    """Whether all ranks of tensor parallelism say so, which wait for each other."""
+    """Whether all ranks of tensor parallelism agree; they wait for each other."""
     return bool(_over_ranks(agreed, torch.distributed.ReduceOp.MIN))
 
 
 def _over_ranks(value: int, op: Any) -> int:
-    """What `op` makes of every rank's value."""
+    """Return `op` applied to every rank's value."""
     if not _tensor_parallel():
         return value
-    found = torch.tensor([value], dtype=torch.int64)
-    torch.distributed.all_reduce(found, op=op, group=get_tp_group().cpu_group)
-    return int(found.item())
+    values = torch.tensor([value], dtype=torch.int64)
+    torch.distributed.all_reduce(values, op=op, group=get_tp_group().cpu_group)
+    return int(values.item())
 
 
 def _tensor_parallel() -> bool:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find settings of `--speculative-config` that the other model runner reads and the chosen one ignores.
+"""Find settings of `--speculative-config` that only the other model runner reads.
 
-vLLM takes each field of `SpeculativeConfig` on either runner, and says nothing where the runner has no code for it. The
-text of the two runners answers: a field is ignored if a module of the other runner reads it, and none of the chosen
-runner does. No module is imported.
+vLLM takes each field of `SpeculativeConfig` on either runner, and does not warn if the runner has no code for it. The
+text of the two runners answers: a field is ignored if a module of the other runner reads it, and no module of the
+chosen runner does. No module is imported.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import ast
 from collections.abc import Callable, Iterable
 from typing import Final
 
-#: Text of a module by its path in vLLM; None where there is none.
+#: Text of a module by its path in vLLM; None if there is no such module.
 Read = Callable[[str], "str | None"]
 
 _RUNNERS: Final = {False: "vllm.v1.worker.gpu_model_runner", True: "vllm.v1.worker.gpu.model_runner"}
-# What a runner imports from elsewhere serves both.
+# Modules outside these packages belong to both runners.
 _OF_A_RUNNER: Final = ("vllm.v1.worker.", "vllm.v1.spec_decode.")
 _CONFIG: Final = "vllm/config/speculative.py"
-# The scheduler reads this setting, and hands its decision to the runner under another name.
+# The scheduler reads this setting, and passes its decision to the runner under another name.
 _HANDED_ON: Final = {"num_speculative_tokens_per_batch_size": "num_spec_tokens_to_schedule"}
 
 
@@ -27,11 +27,11 @@ def ignored(fields: Iterable[str], *, v2: bool, read: Read) -> tuple[str, ...]:
     """Return the fields of `SpeculativeConfig` that only the other runner reads.
 
     Args:
-        fields: those that the user sets.
+        fields: the fields that the user sets.
         v2: whether Model Runner V2 is chosen.
         read: gives vLLM's text.
     """
-    chosen, other = (_names_read(_RUNNERS[one], _RUNNERS[not one], read) for one in (v2, not v2))
+    chosen, other = (_names_read(_RUNNERS[runner], _RUNNERS[not runner], read) for runner in (v2, not v2))
     config = ast.parse(read(_CONFIG) or "")
     through, handed_over = _methods_that_read(config), _handed_over(config)
 
@@ -45,11 +45,11 @@ def ignored(fields: Iterable[str], *, v2: bool, read: Read) -> tuple[str, ...]:
 
 
 def _names_read(root: str, without: str, read: Read) -> frozenset[str]:
-    """Return every attribute, and every name in a string, that a runner's modules read.
+    """Return every attribute and string name that a runner's modules read.
 
     Args:
         root: the runner's module.
-        without: the other runner's, of which a module may take a helper.
+        without: the other runner's module, whose helpers a module may import.
         read: gives vLLM's text.
     """
     names: set[str] = set()
@@ -74,7 +74,7 @@ def _names_read(root: str, without: str, read: Read) -> frozenset[str]:
 
 
 def _named(node: ast.AST) -> set[str]:
-    """Return the attribute that a node reads, or the name that it has as a string, as for `getattr`."""
+    """Return the attribute that a node reads or names in a string."""
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
         return {node.attr}
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
@@ -106,19 +106,19 @@ def _handed_over(module: ast.Module) -> set[str]:
 
 
 def _methods_that_read(module: ast.Module) -> dict[str, set[str]]:
-    """Return by field the methods of `SpeculativeConfig` that read it, also by another method or a table."""
+    """Return by field the methods of `SpeculativeConfig` that read it, also indirectly."""
     reads: dict[str, set[str]] = {}
     for node in module.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            # A table of fields, such as those that a draft's configuration takes over.
-            reads[node.targets[0].id] = {name for one in ast.walk(node.value) for name in _named(one)}
+            # A table of fields, such as those for a draft's configuration.
+            reads[node.targets[0].id] = {name for part in ast.walk(node.value) for name in _named(part)}
         elif isinstance(node, ast.ClassDef) and node.name == "SpeculativeConfig":
             for method in node.body:
-                # What checks a configuration, or completes it, makes nothing of a setting.
+                # A method that checks or completes a configuration makes nothing of a setting.
                 if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
                     inside = list(ast.walk(method))
-                    reads[method.name] = {name for one in inside for name in _named(one)}
-                    reads[method.name] |= {one.id for one in inside if isinstance(one, ast.Name)}
+                    reads[method.name] = {name for part in inside for name in _named(part)}
+                    reads[method.name] |= {part.id for part in inside if isinstance(part, ast.Name)}
     through: dict[str, set[str]] = {}
     for start in reads:
         reached, queue = set[str](), [start]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands against graphs of a step: one table for both model runners and all parts that are recorded.
+"""Why CUDA graphs of a step are not used: one table for both model runners and all captured parts.
 
 A log line has reasons in the table's order. docs/obstacles.md is made from it.
 """
@@ -45,7 +45,7 @@ logger = logging.getLogger("vllm.hwplugin")
 
 _VERIFIED: Final = "how many drafts are verified changes from step to step"
 
-#: Where one of these is set, a proposer does something on the host between its one-token steps.
+#: If a name here is set, a proposer works on the host between its one-token steps.
 _HOST_SIDE: Final = (
     "supports_mm_inputs",
     "uses_mrope",
@@ -56,44 +56,44 @@ _HOST_SIDE: Final = (
     "allowed_attn_types",
     "eplb_state",
 )
-#: What vLLM calls of a KV connector at each layer, and what it asks one beforehand.
+#: The methods of a KV connector that vLLM calls at each layer, and the method that vLLM asks beforehand.
 _AT_LAYERS: Final = ("wait_for_layer_load", "save_kv_layer")
 _ANSWER: Final = "requires_piecewise_for_cudagraph"
-#: What Python makes of a method without statements. A decorated one has its decorator's, which call it.
+#: What Python makes of a method without statements. A decorated method has its decorator's instructions, which call it.
 _NOTHING: Final = frozenset(("RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"))
 #: V2's samplers of batches without drafts.
 _SAMPLERS: Final = ("Sampler", "GPUWatermarkSampler")
-#: Those of V2's sampler: they do nothing for a request that asks for nothing of theirs.
+#: The logits processors of V2's sampler: they do nothing for a request that does not ask for them.
 _LOGITS_PROCESSORS: Final = ("LogitBiasState", "PenaltiesState", "BadWordsState")
 
 
 class Part(Flag):
-    """What is recorded of a step, each by itself: of V1 by `v1-draft-phase` and `v1-step-inputs`, of V2 likewise."""
+    """What is captured of a step, each part separately: by `v1-draft-phase` and `v1-step-inputs`, on V2 likewise."""
 
-    #: Of a drafter, by `draft-full-graph` and `draft-loop-graph`.
+    #: A drafter's passes, by `draft-full-graph` and `draft-loop-graph`.
     V1_PASSES = auto()
     V1_CHAIN = auto()
     V1_SAMPLING = auto()
     V1_DRAFTING = auto()
     V1_INPUTS = auto()
-    #: Of a step whose other inputs are recorded.
+    #: Metadata of a step whose other inputs are captured.
     V1_METADATA = auto()
     V2_SAMPLING = auto()
     V2_DRAFTING = auto()
     V2_INPUTS = auto()
     #: As on V1.
     V2_METADATA = auto()
-    #: Of a drafter, by `v2-fused-drafts`.
+    #: A drafter's steps, by `v2-fused-drafts`.
     V2_STEPS = auto()
     #: Whole batches of any shape, by `v2-mixed-graphs`.
     V2_MIXED = auto()
 
 
-#: What an engine without a drafter can have.
+#: The parts that an engine without a drafter can have.
 _WITHOUT_DRAFTS: Final = Part.V2_SAMPLING | Part.V2_INPUTS | Part.V2_METADATA | Part.V2_MIXED
 
 
-#: What each feature captures, part by part. A feature without any of its parts is not used.
+#: What each feature captures, part by part. A feature without any of its parts is unused.
 PARTS: Final[Mapping[str, Mapping[str, Part]]] = {
     features.DRAFT_FULL_GRAPH: {"passes": Part.V1_PASSES},
     features.DFLASH_FULL_GRAPH: {"passes": Part.V1_PASSES},
@@ -111,9 +111,10 @@ class Obstacle(NamedTuple):
     """One row.
 
     Attributes:
-        reason: with `{}` for what `found` returns.
-        hinders: what cannot be recorded then.
-        found: of a runner, or of a drafter where that has the graphs, whether the obstacle is there, or which it is.
+        reason: the text, with `{}` for the result of `found`.
+        hinders: the parts that cannot be captured then.
+        found: returns whether the obstacle is present, or which it is; its argument is a runner, or a drafter if
+            the drafter has the graphs.
     """
 
     reason: str
@@ -122,12 +123,12 @@ class Obstacle(NamedTuple):
 
 
 def why_not(owner: Any, parts: Part) -> str | None:
-    """All that stands against recording one of `parts`; None where nothing does.
+    """Return every reason not to capture one of `parts`, or None.
 
     Args:
         owner: a `GPUModelRunner` of V1 or of Model Runner V2 that has its KV cache, or at least its managers of graphs
             for `V2_MIXED`. For `V1_PASSES` and `V1_CHAIN` a V1 drafter, for `V2_STEPS` a speculator, each with its
-            attention groups; what `V1_PASSES` needs is there before them.
+            attention groups; `V1_PASSES` also works before they exist.
     """
     drafter = getattr(owner, "drafter", getattr(owner, "speculator", owner))
     if owner.speculative_config is None or drafter is None:
@@ -139,17 +140,17 @@ def why_not(owner: Any, parts: Part) -> str | None:
 
 
 def _reason(row: Obstacle, owner: Any) -> str:
-    """Return what a row has against graphs; empty where nothing. A fault in the row counts, and ends no start."""
+    """Return a row's reason, or ""; an error counts as a reason."""
     try:
-        found = row.found(owner)
+        obstacle = row.found(owner)
     except Exception as error:
         logger.debug("obstacles: %s", row.reason, exc_info=True)
         return f"{in_a_line(error)}, so it is not known whether {row.reason.replace('{}', '…')}"
-    return row.reason.format(found) if found else ""
+    return row.reason.format(obstacle) if obstacle else ""
 
 
 def decodes_plainly(runner: Any) -> bool:
-    """Whether this runner samples without a drafter, in an engine that is to have graphs without speculation.
+    """Whether this runner samples without a drafter and graphs are asked for.
 
     Args:
         runner: a `GPUModelRunner`.
@@ -160,15 +161,18 @@ def decodes_plainly(runner: Any) -> bool:
 
 
 def builder_classes(proposer: Any) -> frozenset[type]:
-    """The classes of a V1 drafter's metadata builders; empty until its `initialize_attn_backend` made them."""
+    """Return the classes of a V1 drafter's metadata builders.
+
+    They are empty until its `initialize_attn_backend` made them.
+    """
     return frozenset(type(group.get_metadata_builder()) for group in proposer.draft_attn_groups)
 
 
 def working_by_layer(transfer: KVTransferConfig | None) -> str:
-    """The name of the KV connector's class that may load or save keys at each layer; empty where none does.
+    """Return the KV connector class that may work by layer, or "".
 
-    vLLM asks a connector before and after each attention layer, on the host. A captured pass skips that. A connector
-    that needs it can say so, and vLLM then has no FULL graphs; not all connectors say so.
+    vLLM calls a connector before and after each attention layer, on the host, to load or save keys. A captured pass
+    skips that. A connector that needs it can say so, and vLLM then has no FULL graphs; not all connectors say so.
 
     Args:
         transfer: vLLM's `kv_transfer_config`, of an engine with FULL graphs.
@@ -179,20 +183,20 @@ def working_by_layer(transfer: KVTransferConfig | None) -> str:
     name: str = cls.__name__
     if name == "MultiConnector":
         parts = transfer.kv_connector_extra_config.get("connectors", ())
-        return next((found for part in parts if (found := working_by_layer(KVTransferConfig(**part)))), "")
+        return next((part for config in parts if (part := working_by_layer(KVTransferConfig(**config)))), "")
     if any(_ANSWER in vars(base) for base in cls.__mro__ if base is not KVConnectorBase_V1):
-        # It was asked, and works in another way with these options.
+        # vLLM asked it, and it does not work by layer with these options.
         return ""
     return "" if all(_does_nothing(getattr(cls, hook)) for hook in _AT_LAYERS) else name
 
 
 def _does_nothing(method: Any) -> bool:
     code = getattr(method, "__code__", None)
-    return code is not None and all(one.opname in _NOTHING for one in dis.get_instructions(code))
+    return code is not None and all(step.opname in _NOTHING for step in dis.get_instructions(code))
 
 
 def _has(*names: str) -> Callable[[Any], bool]:
-    """Whether the runner, or what it owns, has one of these, which not every version or engine has."""
+    """Return a check for attributes that not every version or engine has."""
 
     def found(runner: Any) -> bool:
         for name in names:
@@ -205,19 +209,24 @@ def _has(*names: str) -> Callable[[Any], bool]:
 
 
 def _ranks(*kinds: str) -> Callable[[Any], bool]:
-    """Whether there are several ranks of this kind of parallelism."""
+    """Return a check for several ranks of any kind of parallelism named."""
     return lambda r: any(getattr(r.vllm_config.parallel_config, f"{kind}_parallel_size", 1) > 1 for kind in kinds)
 
 
 def _names(things: Iterable[Any]) -> str:
-    return ", ".join(sorted({type(one).__name__ for one in things}))
+    return ", ".join(sorted({type(thing).__name__ for thing in things}))
 
 
 def _host_builders(runner: Any) -> str:
-    """On V1 those of MLA as well: `v1-step-inputs` knows of no lengths that the host has within their metadata."""
+    """Name builders that work on the host; on V1 also MLA's.
+
+    `v1-step-inputs` does not know the host's lengths within MLA's metadata.
+    """
     on_v1 = hasattr(runner, "input_batch")
     return _names(
-        one for one in builders_of(runner.attn_groups) if host_work(one) or (on_v1 and not known(type(one)).chain)
+        builder
+        for builder in builders_of(runner.attn_groups)
+        if host_work(builder) or (on_v1 and not known(type(builder)).chain)
     )
 
 
@@ -226,7 +235,10 @@ def _draft_groups(runner: Any) -> Any:
 
 
 def _not_in_graph(runner: Any) -> str | None:
-    """The first pass of a draft model of its own has more tokens a request than some builders take for a decode."""
+    """Return why no graph may make the draft's metadata, or None.
+
+    The first pass of a standalone draft model has more tokens per request than some builders take for a decode.
+    """
     if updated_in_place(runner.speculator):
         return None
     standalone = runner.speculative_config.method in STANDALONE_METHODS
@@ -235,12 +247,12 @@ def _not_in_graph(runner: Any) -> str | None:
 
 
 def _plans_by_window(runner: Any) -> bool:
-    planned = (one for one in builders_of(runner.attn_groups) if getattr(one, "aot_schedule", False))
-    return any(one.aot_sliding_window not in (None, (-1, -1)) for one in planned)
+    planned = (builder for builder in builders_of(runner.attn_groups) if getattr(builder, "aot_schedule", False))
+    return any(builder.aot_sliding_window not in (None, (-1, -1)) for builder in planned)
 
 
 def _other_proposer(proposer: Any) -> str:
-    """DFlash's is the patched one where a hunk has given it graphs of the context."""
+    """Name an unsupported proposer; DFlash's needs the hunk that adds context graphs."""
     name = type(proposer).__name__
     rows = (row for row in DRAFTERS if row.proposer == name and not row.v1)
     return "" if any(not row.masks or hasattr(proposer, "draft_context") for row in rows) else name
@@ -266,7 +278,10 @@ def _other_speculator(runner: Any) -> str:
 
 
 def _other_sampler(runner: Any) -> str:
-    """A model that fills in several tokens at once has one, and counts these as drafts."""
+    """Name another sampler.
+
+    A model that fills in several tokens together has one, and counts the tokens as drafts.
+    """
     name = type(runner.sampler).__name__
     return "" if runner.speculator is not None or name in _SAMPLERS else name
 
@@ -290,16 +305,19 @@ def _some_batches_only(runner: Any) -> str:
 
 
 def _state_before(runner: Any) -> str:
-    """A hybrid's kernels that move states are vLLM's in each step, and work with what a graph has made."""
+    """Name another model state.
+
+    A hybrid's kernels that move states run in vLLM in each step, and work with what a graph has made.
+    """
     known_states = ("DefaultModelState", "MambaHybridModelState")
     return "" if type(runner.model_state).__name__ in known_states else _names([runner.model_state])
 
 
 def _state_after(runner: Any) -> str:
-    """A hybrid's kernels pass over rows that no request has, so a graph can hold them.
+    """Name a state whose work after a step no graph can hold.
 
-    Up to 0.31 those that move states between blocks come about in the first step, and `RecoverSSMState` keeps a step's
-    states on the host.
+    A hybrid's kernels pass over rows that no request has, so a graph can hold them. Up to 0.31 the kernels that move
+    states between blocks come about in the first step, and `RecoverSSMState` keeps a step's states on the host.
     """
     state, owner = runner.model_state, type(runner.model_state).postprocess_state.__qualname__.partition(".")[0]
     ready = not getattr(state, "_align_mode", False) or getattr(state._mamba_ctx, "is_initialized", False)
@@ -308,15 +326,18 @@ def _state_after(runner: Any) -> str:
 
 
 def custom_processors(runner: Any) -> str:
-    """The logits processors of a `GPUModelRunner` that are not vLLM's own, by name; empty where there are none.
+    """Return the names of custom logits processors, or "".
 
-    V2's sampler has them from 0.31 on. An installed package brings some without being asked.
+    V2's sampler has them from 0.31 on. An installed package may bring some by itself.
+
+    Args:
+        runner: a `GPUModelRunner`.
     """
     if hasattr(runner, "input_batch"):
         own, processors = f"{logits_processor.__name__}.", runner.input_batch.logitsprocs.all
-        return _names(one for one in processors if not f"{type(one).__module__}.".startswith(own))
+        return _names(thing for thing in processors if not f"{type(thing).__module__}.".startswith(own))
     processors = getattr(runner.sampler, "logits_processors", ())
-    return _names(one for one in processors if type(one).__name__ not in _LOGITS_PROCESSORS)
+    return _names(thing for thing in processors if type(thing).__name__ not in _LOGITS_PROCESSORS)
 
 
 def _moved_states(runner: Any) -> str:
@@ -333,7 +354,7 @@ def _lacks_graphs(runner: Any) -> str:
     needed = getattr(drafter, "draft_context" if spec.method in MASK_METHODS else "draft_loop", None)
     if needed is None and spec.method not in MASK_METHODS and spec.num_speculative_tokens > 1:
         return "it needs draft-loop-graph's graphs"
-    return "recording the graphs that it is built on failed" if needed is not None and needed.failed else ""
+    return "capturing the graphs that it is built on failed" if needed is not None and needed.failed else ""
 
 
 _PHASE: Final = Part.V1_SAMPLING | Part.V1_DRAFTING
@@ -343,14 +364,14 @@ _PASSES, _CHAIN, _STEPS, _MIXED = Part.V1_PASSES, Part.V1_CHAIN, Part.V2_STEPS, 
 _V1, _V2, _METADATA, _DRAFTS = Part.V1_INPUTS, Part.V2_INPUTS, Part.V1_METADATA, Part.V2_DRAFTING
 
 OBSTACLES: Final = (
-    Obstacle("{} has drafting code of its own that no live feature covers", _PASSES, _other_proposer),
+    Obstacle("{} has its own drafting code, which no active feature covers", _PASSES, _other_proposer),
     Obstacle("the speculative config asks for enforce_eager", _PASSES, attrgetter("speculative_config.enforce_eager")),
     Obstacle(
         "disable_padded_drafter_batch gives the drafter batches of varying query length",
         _PASSES,
         attrgetter("speculative_config.disable_padded_drafter_batch"),
     ),
-    Obstacle("with data parallelism the ranks agree on a graph mode by token count alone", _PASSES, _ranks("data")),
+    Obstacle("with data parallelism the ranks agree on a graph mode by token count only", _PASSES, _ranks("data")),
     Obstacle(
         "decode context parallelism keeps per-rank lengths at changing addresses", _PASSES, _ranks("decode_context")
     ),
@@ -375,7 +396,7 @@ OBSTACLES: Final = (
         "the draft model shares top-k indices between steps by a host-side switch", _PASSES, _has("_share_mtp_indices")
     ),
     Obstacle(
-        "{} may load and save keys layer by layer, also those of the draft of a prompt",
+        "{} may load and save keys layer by layer, also the keys of a prompt's draft",
         _PASSES,
         lambda p: p.speculative_config.method in MASK_METHODS and working_by_layer(p.vllm_config.kv_transfer_config),
     ),
@@ -384,10 +405,10 @@ OBSTACLES: Final = (
         _CHAIN,
         lambda p: p.speculative_config.num_speculative_tokens < 2 or p.parallel_drafting,
     ),
-    Obstacle("metadata has to be built between steps ({})", _CHAIN, lambda p: refusing(builder_classes(p), "chain")),
+    Obstacle("metadata must be built between steps ({})", _CHAIN, lambda p: refusing(builder_classes(p), "chain")),
     Obstacle(
         # DeepSeek V4's MTP passes several residual streams on, side by side.
-        "the states that the draft model passes on are wider than those it samples from",
+        "the states that the draft model passes on are wider than the states that it samples from",
         _CHAIN,
         lambda p: p.hidden_size != p.draft_model_config.get_hidden_size(),
     ),
@@ -403,7 +424,7 @@ OBSTACLES: Final = (
         lambda s: not s.decode_cudagraph_manager.needs_capture(),
     ),
     Obstacle(
-        # Before 0.23.0 every speculator's go up.
+        # Before 0.23.0 every speculator's positions go up.
         "the draft's positions stay the same, so vLLM makes the metadata once as it is",
         _STEPS,
         lambda s: not getattr(s, "advance_draft_positions", True),
@@ -422,20 +443,20 @@ OBSTACLES: Final = (
     Obstacle("there is one request at a time", _MIXED, lambda r: r.max_num_reqs == 1),
     Obstacle("only some batches can have graphs: {}", _MIXED, _some_batches_only),
     Obstacle("the speculative method is {}", _PHASE | _MIXED, _other_method),
-    Obstacle("{} drafts in a way of its own", _DRAFTS | _MIXED, _other_speculator),
+    Obstacle("{} drafts in its own way", _DRAFTS | _MIXED, _other_speculator),
     Obstacle(
         "drafts are not verified by rejection",
         _TAIL,
         lambda r: r.speculator is not None and r.rejection_sampler is None,
     ),
-    Obstacle("{} samples in a way of its own", Part.V2_SAMPLING, _other_sampler),
+    Obstacle("{} samples in its own way", Part.V2_SAMPLING, _other_sampler),
     Obstacle(_VERIFIED, _V1, lambda r: r.speculative_config.method == "ngram_gpu"),
     Obstacle(_VERIFIED, _TAIL | _MIXED, _has("adaptive_verification")),
     Obstacle("acceptance is estimated in each step", _DRAFTS, _has("speculator.acceptance_estimator")),
     Obstacle("{}", _PHASE, _lacks_graphs),
     Obstacle("the drafter works on the host between steps: {}", _PHASE, lambda r: _host_side(r.drafter)),
     Obstacle(
-        "the drafter has tokens of its own in its first pass",
+        "the drafter adds its own tokens in its first pass",
         _PHASE,
         lambda r: r.speculative_config.method not in MASK_METHODS and r.drafter.needs_extra_input_slots,
     ),
@@ -472,13 +493,13 @@ OBSTACLES: Final = (
     Obstacle("positions change when parts of a video are left out", _V2, _has("model_state.mm_pruner")),
     Obstacle("positions have several dimensions", _V1, _has("model_config.uses_mrope", "model_config.uses_xdrope_dim")),
     Obstacle("mamba_cache_mode is {}, whose states are moved on the host", _V1, _moved_states),
-    Obstacle("{} has work of its own before each step", _V2, _state_before),
-    Obstacle("{} has work of its own after each step", _TAIL, _state_after),
+    Obstacle("{} has its own work before each step", _V2, _state_before),
+    Obstacle("{} has its own work after each step", _TAIL, _state_after),
     Obstacle("hidden states leave the engine in each step", _TAIL, _has("aux_output_connector")),
     Obstacle("VLLM_COMPUTE_NANS_IN_LOGITS is set", _SAMPLES, lambda _: envs.VLLM_COMPUTE_NANS_IN_LOGITS),
     Obstacle("there are custom logits processors: {}", _SAMPLES, custom_processors),
     Obstacle("sampling masks leave the engine in each step", Part.V2_SAMPLING, _has("sampler.return_sampling_mask")),
-    # vLLM refuses such requests beside speculation.
+    # vLLM refuses such requests together with speculation.
     Obstacle(
         "requests may bring the tokens that are to be sampled",
         Part.V2_SAMPLING,
@@ -492,11 +513,11 @@ OBSTACLES: Final = (
         lambda r: hasattr(r.get_model(), "get_mtp_target_hidden_states"),
     ),
     Obstacle(
-        "metadata has to be built in each step ({})", _PHASE, lambda r: refusing(builder_classes(r.drafter), "chain")
+        "metadata must be built in each step ({})", _PHASE, lambda r: refusing(builder_classes(r.drafter), "chain")
     ),
     # From 0.32 on, where a backend needs smaller blocks than the KV cache's, as it may in hybrids.
-    Obstacle("block tables of the draft layers are made anew in each step", _PHASE, _other_blocks),
-    Obstacle("metadata has to be built in each step ({})", _DRAFTS, _not_in_graph),
+    Obstacle("block tables of the draft layers are made again in each step", _PHASE, _other_blocks),
+    Obstacle("metadata must be built in each step ({})", _DRAFTS, _not_in_graph),
     Obstacle("{} may make metadata on the host", _METADATA | Part.V2_METADATA | _MIXED, _host_builders),
     Obstacle("a schedule for windows depends on the longest sequence", _METADATA, _plans_by_window),
     Obstacle(

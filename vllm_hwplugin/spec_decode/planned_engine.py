@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Foresee which features an engine will use, from its `VllmConfig` alone, before anything of it is built.
+"""Foresee which features an engine will use, only from its `VllmConfig`, before anything is built.
 
 The answers come from the tables that a worker asks when it is built (`worker_use`, `obstacles`). What these tables ask
-of a runner or of a drafter that does not exist yet is not known, and is said so.
+of a runner or a drafter that does not exist yet is reported as unknown.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from vllm_hwplugin.spec_decode.engine_report import Unused, use_of
 from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, PARTS, Part
 from vllm_hwplugin.spec_decode.worker_use import why_unused
 
-#: The table asks the drafter about these parts, and the runner about the others.
+#: The parts about which the table asks the drafter; it asks the runner about all other parts.
 _OF_DRAFTER: Final = Part.V1_PASSES | Part.V1_CHAIN | Part.V2_STEPS
-#: What an engine without a drafter can have of these.
+#: The parts that an engine without a drafter can have.
 _WITHOUT_DRAFTER: Final = (Part.V2_SAMPLING, Part.V2_INPUTS, Part.V2_MIXED)
 #: What a `GPUModelRunner` of either runner takes from its configuration under the same name.
 _CONFIGS: Final = (
@@ -30,7 +30,7 @@ _CONFIGS: Final = (
 
 
 class NotBuilt(HwpluginError):
-    """A part of the engine is asked for that is only there when the engine is built."""
+    """A part of the engine is asked for that exists only when the engine is built."""
 
 
 class Foreseen(NamedTuple):
@@ -38,8 +38,8 @@ class Foreseen(NamedTuple):
 
     Attributes:
         use: whether the engine will use it, as far as that is known.
-        left: part of the feature -> why that part stays vLLM's, where the feature is used without it.
-        unknown: reasons not to use it, or a part of it, of which it is not known whether they hold.
+        left: part of the feature -> why that part stays vLLM's, if the feature is used without it.
+        unknown: reasons not to use it, or a part of it, that may or may not hold.
     """
 
     use: Use
@@ -48,7 +48,7 @@ class Foreseen(NamedTuple):
 
 
 class _NameNotKnown(type):
-    """Of a class whose name would be taken for vLLM's choice of a drafter."""
+    """The type of a class whose name would be taken for vLLM's choice of a drafter."""
 
     @property
     def __name__(cls) -> str:  # type: ignore[override]
@@ -86,7 +86,7 @@ def foresee(config: Any, entry: Journal) -> dict[str, Foreseen]:
     v2 = uses_v2(config)
     spec = config.speculative_config
     configs = {name: getattr(config, name) for name in _CONFIGS} | {"vllm_config": config}
-    # A drafter by masks has it whatever the configuration says.
+    # A drafter by masks has it under any configuration.
     in_parallel = spec is not None and (spec.method in MASK_METHODS or getattr(spec, "parallel_drafting", False))
     drafter = None if spec is None else _Planned(**configs, parallel_drafting=in_parallel)
     runner = _Planned(
@@ -105,7 +105,7 @@ def _foresee(reasons: Iterable[Unused], parts: Mapping[str, Part], runner: Any, 
         try:
             use = use_of([reason])
         except NotBuilt:
-            # The table of obstacles has more to say about what it is asked.
+            # The table of obstacles says more about it.
             unknown |= {} if reason.text == "{}" else {reason.text: None}
         else:
             if not use["used"]:
@@ -124,14 +124,14 @@ def _foresee(reasons: Iterable[Unused], parts: Mapping[str, Part], runner: Any, 
 
 
 def _obstacles(part: Part, owner: Any) -> tuple[list[str], list[str]]:
-    """Return the reasons that hold against capturing a part, and reasons that may hold."""
+    """Return the reasons not to capture a part, and the unknown ones."""
     holding, open_ = [], []
     for row in OBSTACLES:
         if row.hinders & part:
             try:
-                what = row.found(owner)
+                obstacle = row.found(owner)
             except NotBuilt:
                 open_.append(row.reason.format("..."))
             else:
-                holding += [row.reason.format(what)] if what else []
+                holding += [row.reason.format(obstacle)] if obstacle else []
     return holding, open_

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many steps each fast path has served while the engine runs, and why the others took vLLM's own way.
+"""Count the steps that each fast path takes while the engine runs, and why it missed the others.
 
-A step adds 1 to an integer, here and nowhere else. Every few seconds a thread puts the sums into the process journal,
-where `doctor` and vLLM's metrics read them. It says once in the log which path hardly ever serves.
+A step adds 1 to an integer, here and nowhere else. Every few seconds a thread writes the sums to the run record, where
+`doctor` and vLLM's metrics read them. It logs once which path hardly ever takes a step.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from vllm_hwplugin import journal
 
 logger = logging.getLogger("vllm.hwplugin")
 
-#: Seconds by which the process journal may be behind.
+#: Seconds by which the run record may be behind.
 INTERVAL: Final = 5.0
-#: The outcome of a step that was served, beside the names of :class:`Reason`.
+#: The outcome of a served step, next to the names of :class:`Reason`.
 SERVED: Final = "served"
 
-# Of so many decode steps a path that is in use should serve a tenth.
+# Out of this many decode steps an active path should take a tenth.
 _JUDGED: Final = 1000
 
 
 class Reason(IntEnum):
-    """Why a fast path did not serve a step. The first that is found counts."""
+    """Why a fast path did not take a step. The first reason that holds counts."""
 
     meaning: str
 
@@ -41,7 +41,7 @@ class Reason(IntEnum):
 
     NOT_CAPTURED = "there is no graph: none was captured, or they were given up"
     PROMPT = "a request's prompt is computed, or again what it had before it was preempted"
-    STRUCTURED_OUTPUT = "a request has to follow a grammar"
+    STRUCTURED_OUTPUT = "a request must follow a grammar"
     FEWER_DRAFTS = "a request has, or is to get, another number of drafts than graphs are for"
     LARGER_BATCH = "there are more requests or tokens than the largest graph takes"
     NO_FULL_GRAPH = "the batch runs in no FULL graph of the target, or of the draft"
@@ -54,12 +54,12 @@ class Reason(IntEnum):
 
     @property
     def label(self) -> str:
-        """As journals and metrics have it."""
+        """The reason's name in run records and metrics."""
         return self.name.lower()
 
 
 class StepCounts:
-    """The counts of one part of a feature. New ones for the same part take the place of the old.
+    """The counts of one part of a feature. New counts for the same part replace the old.
 
     Args:
         feature: its id.
@@ -85,13 +85,13 @@ class StepCounts:
         self._counts[reason] += 1
 
     def outcomes(self) -> dict[str, int]:
-        """Steps by outcome: `SERVED`, or the label of a reason. Without those that did not occur."""
+        """Return nonzero counts by outcome: `SERVED`, or a reason's label."""
         served, *missed = self._counts
         counts = {SERVED: served, **{reason.label: missed[reason - 1] for reason in Reason}}
         return {outcome: count for outcome, count in counts.items() if count}
 
     def judge(self) -> None:
-        """Say, once, that less than a tenth of a thousand decode steps were served."""
+        """Log once if under a tenth of 1000 decode steps were served."""
         counts = list(self._counts)
         counts[Reason.PROMPT] = 0
         steps, served = sum(counts), counts[0]
@@ -113,24 +113,27 @@ _keeper: threading.Thread | None = None
 
 
 def begin() -> None:
-    """Count from 0, now that the engine stands: warm-up is no step. From now on the process journal has the sums."""
+    """Count from 0, and start writing the sums to the run record.
+
+    The engine is ready: warm-up is no step.
+    """
     global _keeper
     for counts in _paths.values():
         counts.reset()
     save()
     entry = journal.current()
-    # In a fork of a process that had one it does not run.
+    # The thread does not run in a fork of its process.
     if entry is not None and (_keeper is None or not _keeper.is_alive()):
         _keeper = threading.Thread(target=_keep, args=(entry,), name="vllm-hwplugin steps", daemon=True)
         _keeper.start()
-        # A process of `multiprocessing` passes over what atexit has.
+        # A `multiprocessing` process skips atexit handlers.
         multiprocessing.util.Finalize(None, save, exitpriority=0)
 
 
 def save() -> None:
-    """Put the sums into the process journal."""
-    found = {path: counts.outcomes() for path, counts in list(_paths.items())}
-    journal.keep_steps({path: outcomes for path, outcomes in found.items() if outcomes})
+    """Write the sums to the run record."""
+    outcomes = {path: counts.outcomes() for path, counts in list(_paths.items())}
+    journal.keep_steps({path: counted for path, counted in outcomes.items() if counted})
 
 
 def _keep(entry: journal.Journal) -> None:

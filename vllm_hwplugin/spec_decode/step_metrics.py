@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps that fast paths served, among vLLM's own metrics.
+"""Add the steps that fast paths served to vLLM's own metrics.
 
-A worker counts them, and another process answers for `/metrics`. Their messages have no room for counts: vLLM imports
-the classes of these before any plugin, and a field cannot be added then. So a thread here reads the workers' process
-journals, which are never older than a few seconds.
+A worker counts them, and another process answers for `/metrics`. The messages between them have no room for counts:
+vLLM imports their classes before any plugin, and a field cannot be added then. So a thread here reads the workers' run
+records, which are never older than a few seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from vllm_hwplugin import gates, journal, journals
 from vllm_hwplugin.spec_decode.step_counts import INTERVAL
 
-# Of the engines that were made last in this process: vLLM drops its own counters of the ones before, too.
+# For the engines that were made last in this process: vLLM also drops its own counters of earlier engines.
 _stop = threading.Event()
 
 
@@ -25,7 +25,7 @@ class StepCounters:
 
     Args:
         counter_class: vLLM's, which is prometheus_client's or Ray's.
-        labelnames: of vLLM's metrics.
+        labelnames: the label names of vLLM's metrics.
         per_engine_labelvalues: their values, by engine.
     """
 
@@ -42,12 +42,12 @@ class StepCounters:
         self._seen: dict[tuple[int, str, str], int] = {}
 
     def observe(self) -> None:
-        """Count what the workers have put in the journal since the last call."""
+        """Count what workers have recorded since the last call."""
         if self._workers is None:
-            # The engines stand when a front end makes its metrics, so all that will ever be here is in the journal.
+            # The engines are ready when a front end makes its metrics, so every worker has its run record.
             family = journals.families(journals.read_all()).get((journal.pids(), os.getpid()), [])
             engines = self._labelvalues
-            self._workers = {engine: one.process for one in family for engine in engines if one.engine == engine}
+            self._workers = {engine: entry.process for entry in family for engine in engines if entry.engine == engine}
         for engine, worker in self._workers.items():
             entry = journals.read_latest(worker)
             if entry is not None:
@@ -59,7 +59,7 @@ class StepCounters:
             for outcome, count in outcomes.items():
                 before = self._seen.get((engine, path, outcome), 0)
                 self._seen[engine, path, outcome] = count
-                # A worker that captures anew begins at 0.
+                # A worker that captures again begins at 0.
                 new = count - before if count >= before else count
                 self._counter.labels(*self._labelvalues[engine], feature, part, outcome).inc(new)
 
@@ -67,9 +67,10 @@ class StepCounters:
 def follow(
     config: Any, counter_class: Any, labelnames: Sequence[str], per_engine_labelvalues: Mapping[int, Sequence[object]]
 ) -> None:
-    """Have the steps of engines of `config` counted from now on: called by the patched `PrometheusStatLogger`.
+    """Start counting the steps of the engines of `config`.
 
-    Only the first of several API servers counts; they answer `/metrics` with the sum of all.
+    The patched `PrometheusStatLogger` calls this. Only the first of several API servers counts; they answer `/metrics`
+    with the sum of all.
     """
     global _stop
     _stop.set()

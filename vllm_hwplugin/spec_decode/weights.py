@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep weights where recorded graphs read them, also when vLLM or a user puts others in their place.
+"""Keep weights where captured graphs read them, even if vLLM or a user replaces them.
 
 Loaders write parameters in place. A DFlash draft also fuses some of them into tensors that are neither parameters nor
-buffers. When the draft's weights are updated, and in some versions when it wakes up, vLLM fuses anew, at other
+buffers. When the draft's weights are updated, and in some versions when it wakes up, vLLM fuses again, at other
 addresses.
 """
 
@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class Parameters:
-    """The parameters of modules that stock vLLM calls in each step, and graphs of the plugin hold.
+    """The parameters of modules that vLLM calls in each step and the plugin's graphs hold.
 
     Args:
-        modules: with all that is below them; None is passed over.
-        places: owner and attribute of further ones, which may be replaced as a whole; and what the owner itself has.
+        modules: with all their submodules; None is passed over.
+        places: owner and attribute of further modules, which may be replaced as a whole; with the owner's own tensors.
     """
 
     def __init__(self, *modules: torch.nn.Module | None, places: Iterable[tuple[Any, str]] = ()):
@@ -29,21 +29,21 @@ class Parameters:
         below = (owner for module in (*modules, *(place[3] for place in self._places)) for owner in _below(module))
         owners = {id(owner): owner for owner in (*below, *(place[1] for place in self._places))}
         self._recorded = [
-            (kept, type(owner).__name__, name, tensor.data_ptr())
+            (tensors, type(owner).__name__, name, tensor.data_ptr())
             for owner in owners.values()
             if isinstance(owner, torch.nn.Module)
-            for kept in (owner._parameters, owner._buffers)
-            for name, tensor in kept.items()
+            for tensors in (owner._parameters, owner._buffers)
+            for name, tensor in tensors.items()
             if tensor is not None
         ]
 
     def moved(self) -> str | None:
-        """Why graphs read other memory than vLLM does, or None."""
+        """Return why graphs read other memory than vLLM does, or None."""
         for attributes, owner, name, module in self._places:
             if attributes.get(name) is not module:
                 return f"the {name} of a {type(owner).__name__} is another module than at capture"
-        for kept, owner_name, name, address in self._recorded:
-            current = kept.get(name)
+        for tensors, owner_name, name, address in self._recorded:
+            current = tensors.get(name)
             if current is None or current.data_ptr() != address:
                 return f"the {name} of a {owner_name} is another tensor than at capture"
         return None
@@ -54,7 +54,7 @@ def _below(module: torch.nn.Module | None) -> Iterator[torch.nn.Module]:
 
 
 def _attributes(owner: Any, name: str) -> Mapping[str, Any]:
-    """Where `owner` keeps what its attribute names."""
+    """Return the dict in which `owner` keeps the attribute."""
     children: Mapping[str, Any] = getattr(owner, "_modules", {})
     return children if name in children else vars(owner)
 
@@ -64,10 +64,13 @@ _COMBINING: Final = ("fc", "fc_norm", "input_norm", "hidden_norm", "aux_hidden_n
 
 
 def around_graphs(model: Any) -> list[tuple[Any, str]]:
-    """Return what vLLM reads of a target or a draft outside of its own graphs, as owners and attributes.
+    """Return owners and attributes that vLLM reads outside of a model's graphs.
 
-    No hook sees a head that is handed on by name, or to another method than `forward`. A model that takes images has
-    its head in a `language_model`.
+    No hook sees a head that is passed by name, or to another method than `forward`. A model that takes images has its
+    head in a `language_model`.
+
+    Args:
+        model: a target or a draft.
     """
     draft = getattr(model, "model", None)
     heads = [(model, "lm_head"), (getattr(model, "language_model", None), "lm_head")]
@@ -76,11 +79,11 @@ def around_graphs(model: Any) -> list[tuple[Any, str]]:
 
 
 class Touched:
-    """While it lasts, the modules that a recording calls, or hands to one that it calls, are taken down.
+    """Collect the modules that a capture calls, or passes to a module that it calls.
 
     Args:
-        graphed: a model whose passes stock vLLM has in graphs of its own. What these call is left out: vLLM would not
-            notice another one in its place either.
+        graphed: a model whose passes vLLM has in its own graphs. Modules that these call are left out: vLLM would not
+            notice a replacement either.
     """
 
     def __init__(self, graphed: Any = None):
@@ -98,13 +101,13 @@ class Touched:
     def _begin(self, module: torch.nn.Module, arguments: Any) -> None:
         self._passes += module is self._graphed
         if not self._passes:
-            self._modules |= {id(one): one for one in (module, *arguments) if isinstance(one, torch.nn.Module)}
+            self._modules |= {id(part): part for part in (module, *arguments) if isinstance(part, torch.nn.Module)}
 
     def _end(self, module: torch.nn.Module, *_: Any) -> None:
         self._passes -= module is self._graphed
 
     def places(self, *models: Any) -> list[tuple[torch.nn.Module, str]]:
-        """Owner and attribute of each that is somewhere in these models."""
+        """Return owner and attribute of each collected module in these models."""
         return [
             (owner, name)
             for model in models
@@ -116,10 +119,10 @@ class Touched:
 
 
 class FusedWeights:
-    """The tensors that a draft model or a head of it has fused when this is made.
+    """The tensors that a draft model or its head has fused when this is made.
 
     Args:
-        model: vLLM's draft model. One with dummy weights fuses them in its first call.
+        model: vLLM's draft model. A model with dummy weights fuses them in its first call.
     """
 
     def __init__(self, model: Any):
@@ -133,7 +136,7 @@ class FusedWeights:
         ]
 
     def keep_in_place(self) -> str | None:
-        """Put what was fused anew where the graphs read it.
+        """Copy newly fused weights to where the graphs read them.
 
         Returns:
             Why that is not possible, or None.
@@ -143,10 +146,10 @@ class FusedWeights:
             if current is recorded:
                 continue
             before, after = _tensors(recorded), _tensors(current)
-            if [(one.shape, one.dtype) for one in before] != [(one.shape, one.dtype) for one in after]:
+            if [(old.shape, old.dtype) for old in before] != [(new.shape, new.dtype) for new in after]:
                 return f"the draft model's {name} has another shape or type than at capture"
             for old, new in zip(before, after, strict=True):
-                # A view of a parameter was updated in place already; only one with memory of its own has to be copied.
+                # A view of a parameter was updated in place already; only a tensor with its own memory is copied.
                 if new.data_ptr() != old.data_ptr():
                     old.copy_(new)
             setattr(owner, name, recorded)
@@ -154,6 +157,6 @@ class FusedWeights:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of a tensor, or of a container of nothing else."""
+    """Return the tensors of a value that holds only tensors, else nothing."""
     leaves = tree_leaves(value)
     return leaves if all(torch.is_tensor(leaf) for leaf in leaves) else []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which patched-in features a worker of vLLM uses, and why not the others.
+"""Decide which patched-in features a worker of vLLM uses, and why not the rest.
 
-It depends on the model runner, the speculative method, the CUDA graph mode and the model. What a feature reports by
-itself (`vllm_hwplugin.journal.use`) takes precedence over this table.
+It depends on the model runner, the speculative method, the CUDA graph mode and the model. A feature's own report
+(`vllm_hwplugin.journal.use`) takes precedence over this table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def report_worker(worker: Any) -> None:
     """Report what a worker uses, as the last step of `compile_or_warm_up_model`.
 
     Args:
-        worker: vLLM's `Worker`, or another platform's; its runner is ready to serve.
+        worker: vLLM's `Worker`, or another platform's, with a runner that is ready.
     """
     report(worker, _examine)
     step_counts.begin()
@@ -49,7 +49,7 @@ def _examine(worker: Any, entry: Journal) -> Findings:
         f"{'V2' if worker.use_v2_model_runner else 'V1'}, {drafts}, {config.compilation_config.cudagraph_mode.name} "
         "graphs)",
         uses={name: use_of(reasons) for name, reasons in why_unused(worker, entry).items()},
-        # A stage of a pipeline that does not draft leaves it to the last one.
+        # A pipeline stage that does not draft leaves this to the last stage.
         demanded=PARTS if spec is None or drafts_here else (),
         # Ranks of tensor parallelism take the same steps.
         engine=config.parallel_config.data_parallel_index if worker.is_driver_worker and counts else None,
@@ -57,7 +57,7 @@ def _examine(worker: Any, entry: Journal) -> Findings:
 
 
 def _drafter(worker: Any) -> Any:
-    """Return the drafter; of a pipeline only the last stage has one."""
+    """Return the drafter; in a pipeline only the last stage has one."""
     return getattr(worker.model_runner, "speculator" if worker.use_v2_model_runner else "drafter", None)
 
 
@@ -66,7 +66,7 @@ def _decodes_plainly(worker: Any) -> bool:
 
 
 def _no_graphs(config: Any) -> Unused:
-    """Return the reason that decode batches have no FULL graphs, with its cure."""
+    """Return the reason for decode batches without FULL graphs, and its cure."""
     mode = config.compilation_config.cudagraph_mode
     cause = f"decode batches have no FULL CUDA graphs (cudagraph_mode {mode.name})"
     cure = "set cudagraph_mode FULL_AND_PIECEWISE; if vLLM lowered it, choose another --attention-backend"
@@ -83,16 +83,16 @@ def _no_graphs(config: Any) -> Unused:
 
 
 def why_unused(worker: Any, entry: Journal) -> dict[str, tuple[Unused, ...]]:
-    """Return by feature the reasons not to use it; the first that holds counts.
+    """Return each feature's reasons not to use it, in order.
 
     Args:
-        worker: one whose model is loaded and whose KV cache is set up.
-        entry: the run record of this process, with the `uses_when` of each feature that declares it.
+        worker: a worker whose model is loaded and whose KV cache is set up.
+        entry: this process's run record, with the `uses_when` of each feature that declares it.
     """
-    found, vllm = EngineFacts(worker), entry.vllm_version or "0"
+    facts, vllm = EngineFacts(worker), entry.vllm_version or "0"
     declared = {name: entry.features[name].get("uses_when", "").splitlines() for name in entry.live}
     return {
-        name: tuple(found.reason(term) for term in map(read_term, terms) if term.asked_on(vllm))
+        name: tuple(facts.reason(term) for term in map(read_term, terms) if term.asked_on(vllm))
         for name, terms in declared.items()
         if terms
     }
@@ -108,7 +108,7 @@ class EngineFacts:
         self._mode, self._method = config.compilation_config.cudagraph_mode, getattr(spec, "method", None)
         self._runner = "V2" if worker.use_v2_model_runner else "V1"
         named = config.attention_config.backend is not None or getattr(spec, "attention_backend", None) is not None
-        #: By term, whether its reason holds, by which the engine loses nothing; or a function of the term's values.
+        #: By term, whether its reason holds, which costs the engine nothing; or a function of the term's values.
         self._unneeded: dict[str, object] = {
             "attention-backend": not named,
             "data-parallel": parallel.data_parallel_size == 1,
@@ -130,7 +130,7 @@ class EngineFacts:
         }
 
     def reason(self, term: Term) -> Unused:
-        """Return the reason not to use a feature with this term, and whether it holds."""
+        """Return a term's reason against a feature, and whether it holds."""
         text, values, method = TERMS[term.name], term.values, self._method
         match term.name:
             case "speculation":

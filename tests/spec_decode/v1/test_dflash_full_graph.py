@@ -171,7 +171,7 @@ def test_a_drafter_whose_own_module_is_stock_stays_as_it_is(make_dflash, notes):
     stock, half, runner = make_dflash("stock", 3), make_dflash("half", 3), Runner(1)
     boot(stock, NONE, runner)
     boot(half, FULL, runner)
-    assert "DFlashProposer has drafting code of its own" in notes["draft-full-graph"]
+    assert "DFlashProposer has its own drafting code" in notes["draft-full-graph"]
     RecordedGraphs.sealed = True
     for _ in range(4):
         compare(stock, half, runner.batch(3))
@@ -182,7 +182,7 @@ def test_a_subclass_does_not_inherit_the_mark(make_dflash, notes):
     proposer = make_dflash("graphs", 3)
     proposer.__class__ = type("OtherProposer", (type(proposer),), {})
     proposer.draft_graphs.initialize_keys(FULL)
-    assert "OtherProposer has drafting code of its own" in notes["draft-full-graph"]
+    assert "OtherProposer has its own drafting code" in notes["draft-full-graph"]
 
 
 @pytest.mark.parametrize(("causal", "left"), [(False, True), (True, False)])

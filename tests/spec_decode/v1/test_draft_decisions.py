@@ -94,7 +94,7 @@ def test_builders_that_plan_get_a_graph_for_each_pass_and_no_chain(make, notes, 
     boot(proposer, DECODE_ONLY, runner, profile=profile)
     assert uniform_of(proposer) == {1 + k: LADDER, 1: LADDER}
     assert notes["draft-full-graph"].startswith("FULL drafter graphs for EagleProposer")
-    assert notes["draft-loop-graph"].startswith("steps are launched one by one: metadata has to be built between")
+    assert notes["draft-loop-graph"].startswith("steps are launched one by one: metadata must be built between")
     assert cls.__name__ in notes["draft-loop-graph"]
     passes = RecordedGraphs.instances[-1]
     propose(proposer, runner.batch(k, size=2))
@@ -108,7 +108,7 @@ def test_other_builders_get_nothing(make, notes, one):
     boot(proposer, DECODE_ONLY, runner)
     assert not proposer.draft_graphs.ready
     assert RecordedGraphs.instances == []
-    assert notes["draft-full-graph"].startswith("the drafter runs as in stock vLLM: no graph may hold")
+    assert notes["draft-full-graph"].startswith("the drafter runs as in unpatched vLLM: no graph may hold")
     assert made(one).__name__ in notes["draft-full-graph"]
     assert "it needs draft-full-graph's graphs" in notes["draft-loop-graph"]
 

@@ -59,7 +59,7 @@ def test_a_drafter_with_an_obstacle_is_left_as_in_stock_vllm(make, notes):
         proposer = make("passes", EAGLE, 2)
         change(proposer)
         proposer.draft_graphs.initialize_keys(BOTH)
-        assert notes["draft-full-graph"].startswith("the drafter runs as in stock vLLM: ")
+        assert notes["draft-full-graph"].startswith("the drafter runs as in unpatched vLLM: ")
         capture_draft_graphs(proposer, Runner(0).template())
         assert not proposer.draft_graphs.ready
         assert RecordedGraphs.instances == []
@@ -72,7 +72,7 @@ def test_a_required_feature_with_an_obstacle_ends_the_start(make, monkeypatch):
         proposer.draft_graphs.initialize_keys(PIECEWISE)
 
 
-OUT_OF_MEMORY = "recording graphs failed: OutOfMemoryError: tried to allocate 1.00 GiB"
+OUT_OF_MEMORY = "capturing graphs failed: OutOfMemoryError: tried to allocate 1.00 GiB"
 
 
 @pytest.mark.parametrize("profile", [False, True], ids=["one start", "profiled"])
@@ -86,7 +86,7 @@ def test_a_pass_that_cannot_be_recorded_leaves_the_drafter_to_vllm(make, fail, u
     # It is not tried again where vLLM captures twice.
     assert len(tried) in (3, 4)
     assert uses["draft-full-graph"] == (False, OUT_OF_MEMORY)
-    assert uses["draft-loop-graph"] == (False, "it needs draft-full-graph's graphs, and recording these failed")
+    assert uses["draft-loop-graph"] == (False, "it needs draft-full-graph's graphs, and capturing these failed")
     compare_over_many(runner, 3, functools.partial(compare, stock, graphed))
     assert not any(graphs.replayed for graphs in RecordedGraphs.instances)
 

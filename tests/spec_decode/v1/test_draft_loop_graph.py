@@ -42,7 +42,7 @@ def test_wider_hidden_states_have_no_chain(make, notes):
     boot(proposer, DECODE_ONLY, Runner(0))
     (passes,) = RecordedGraphs.instances
     assert passes.captured
-    assert "wider than those it samples from" in notes["draft-loop-graph"]
+    assert "wider than the states that it samples from" in notes["draft-loop-graph"]
 
 
 # -- the chain --------------------------------------------------------------------------------------------------------

@@ -332,7 +332,7 @@ def test_without_the_graphs_of_the_context_there_is_no_phase(
     fail(DFlashModel, "precompute_and_store_context_kv")
     target.start(CUDAGraphMode.FULL_DECODE_ONLY)
     RecordedGraphs.sealed = True
-    assert uses["v1-draft-phase"] == (False, "recording the graphs that it is built on failed")
+    assert uses["v1-draft-phase"] == (False, "capturing the graphs that it is built on failed")
     left_to_vllm(stock, target)
 
 

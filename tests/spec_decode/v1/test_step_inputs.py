@@ -391,7 +391,7 @@ def test_a_graph_that_cannot_be_recorded_leaves_every_step_to_vllm(
     served.step()
     assert served.runner.prepared == 3
     assert made[0].replays == 0
-    assert uses["v1-step-inputs"] == (False, "recording graphs failed: OutOfMemoryError: tried to allocate 1.00 GiB")
+    assert uses["v1-step-inputs"] == (False, "capturing graphs failed: OutOfMemoryError: tried to allocate 1.00 GiB")
 
 
 def test_recording_leaves_requests_that_are_under_way_as_they_were() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture of the V1 runner's graphs of sizes that the plugin added to vLLM's, and what a failure of it costs."""
+"""Capture the graphs of sizes that the plugin added on the V1 runner; a failure drops only these."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STOCK: Final = "only the sizes that vLLM captures by itself"
 
 
 def guard(runner: Any) -> None:
-    """Have a failed capture of the plugin's sizes cost these, and not the start."""
+    """Make a failed capture of the plugin's sizes drop only these sizes."""
     if "_warmup_and_capture" not in vars(runner):
         added = added_sizes(runner.compilation_config, runner.uniform_decode_query_len)
         runner._warmup_and_capture = partial(_captured, runner, added, runner._warmup_and_capture)
@@ -45,14 +45,14 @@ def _captured(
 
 
 def _vllms(runner: Any) -> list[Any]:
-    """vLLM's wrappers of the target and of compiled parts, which share a pool of graphs; not the plugin's."""
+    """Return vLLM's wrappers of target and compiled parts, which share a pool."""
     wrappers = list(CUDAGraphWrapper._all_instances)
-    of_vllm = [one for one in wrappers if one is runner.model or one.runtime_mode == CUDAGraphMode.PIECEWISE]
-    return [one for one in wrappers if one.graph_pool in [other.graph_pool for other in of_vllm]]
+    of_vllm = [own for own in wrappers if own is runner.model or own.runtime_mode == CUDAGraphMode.PIECEWISE]
+    return [wrapper for wrapper in wrappers if wrapper.graph_pool in [other.graph_pool for other in of_vllm]]
 
 
 def _forget(runner: Any, added: frozenset[int]) -> None:
-    """Have no graph of these sizes, and let vLLM go on in another pool, as after each failed capture."""
+    """Drop the added graphs, and give vLLM another pool after the failure."""
     leave_to_vllm(runner.compilation_config)
     of_draft = getattr(getattr(runner, "drafter", None), "cudagraph_dispatcher", None)
     for dispatcher in (runner.cudagraph_dispatcher, of_draft):
@@ -60,7 +60,7 @@ def _forget(runner: Any, added: frozenset[int]) -> None:
             keys.difference_update([key for key in keys if key.num_tokens in added])
     pool, platform = torch.cuda.graph_pool_handle(), type(current_platform)
     wrappers: Any = _vllms(runner)
-    if any(one.graph_pool == platform._global_graph_pool for one in wrappers):
+    if any(wrapper.graph_pool == platform._global_graph_pool for wrapper in wrappers):
         platform._global_graph_pool = pool
     for wrapper in wrappers:
         entries = wrapper.concrete_cudagraph_entries

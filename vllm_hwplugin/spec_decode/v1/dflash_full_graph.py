@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The context half of a DFlash draft phase, in CUDA graphs of its own.
+"""Capture the context part of a DFlash draft phase in its own CUDA graphs.
 
 Before its one pass over the block, a DFlash drafter projects the target's hidden states to the keys and values of all
-its layers and writes them into its cache: a norm, a GEMM, a copy, a norm, a rotation and one cache write a layer. All
-of them look at tokens, not at requests. So one graph for a number of tokens serves every batch of so many or fewer,
-decode or prefill: padding has slots of `PADDING_SLOT_ID`, which cache writes skip.
+its layers and writes them into its cache: a norm, a GEMM, a copy, a norm, a rotation and one cache write per layer.
+These kernels look at tokens, not at requests. So one graph for a number of tokens takes every batch of at most that
+many, decode or prefill: padding has slots of `PADDING_SLOT_ID`, which cache writes skip.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from vllm_hwplugin.spec_decode.v1.draft_full_graph import Companion, DraftGraphs
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, full_graphs
 from vllm_hwplugin.spec_decode.weights import FusedWeights
 
-_STOCK = "a DFlash drafter's context is stored as in stock vLLM"
+_STOCK = "a DFlash drafter's context is stored as in unpatched vLLM"
 
 
 def lengthen_query_buffers(proposer: Any) -> None:
     """Let a `DFlashProposer`'s query buffers hold the longest padded batch.
 
-    Stock buffers hold what their own side needs: `input_ids` the scheduler's token budget, which a batch of many short
-    requests exceeds with its 1 + k queries each; slots and positions (before 0.27.0) the longest real batch, which a
-    piecewise graph may pad further. Reading past either is an illegal access or a shape error.
+    vLLM's buffers are sized separately: `input_ids` for the scheduler's token budget, which a batch of many short
+    requests exceeds with its 1 + k queries each; slots and positions (before 0.27.0) for the longest real batch, which
+    a piecewise graph may pad further. Reading past either is an illegal access or a shape error.
     """
     largest = max(proposer.max_query_tokens, proposer.compilation_config.max_cudagraph_capture_size or 0)
     for name in ("input_ids", "positions", "_slot_mapping_buffer"):
@@ -48,10 +48,10 @@ class ContextGraphs(Companion):
 
     Args:
         proposer: the drafter.
-        draft_graphs: those of its pass, which this is a companion of.
+        draft_graphs: the graphs of its pass, whose companion this is.
     """
 
-    feature, effect = DFLASH_FULL_GRAPH, "the DFlash drafter runs as in stock vLLM"
+    feature, effect = DFLASH_FULL_GRAPH, "the DFlash drafter runs as in unpatched vLLM"
 
     def __init__(self, proposer: Any, draft_graphs: DraftGraphs):
         self._proposer = proposer
@@ -64,11 +64,14 @@ class ContextGraphs(Companion):
         self._fused: FusedWeights | None = None
 
     def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
-        """The context of each decode batch that has a graph, with slots such that nothing is written to."""
+        """Capture the context of each decode batch that has a graph.
+
+        All slots are padding, so nothing is written to the KV cache.
+        """
         self.forget()
         proposer = self._proposer
         block = 1 + proposer.speculative_config.num_speculative_tokens
-        self._sizes = tuple(rung * block for rung in keys.requests(block) if rung * block <= proposer.max_num_tokens)
+        self._sizes = tuple(count * block for count in keys.requests(block) if count * block <= proposer.max_num_tokens)
         self._graphs = full_graphs(self.precompute, proposer.vllm_config, passes.graph_pool)
         for size in reversed(self._sizes):
             if not attempt(DFLASH_FULL_GRAPH, _STOCK, partial(self._record, size), self.forget, passes.graph_pool):
@@ -83,10 +86,10 @@ class ContextGraphs(Companion):
             self._launch(size, mode)
 
     def store(self, states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write the context of a batch into the drafter's cache, in one launch where there is a graph.
+        """Write a batch's context into the drafter's cache, by graph if possible.
 
         Args:
-            states: [tokens, hidden], what the target's hidden states were combined to.
+            states: [tokens, hidden], the combined hidden states of the target.
             positions: int64 [tokens], the leading part of the proposer's context positions.
             slots: int64 [tokens], the leading part of the proposer's context slots.
         """
@@ -101,9 +104,10 @@ class ContextGraphs(Companion):
         self._launch(padded, CUDAGraphMode.FULL)
 
     def keep_fused_in_place(self) -> bool:
-        """Put weights that the model fused anew where the graphs read them; False if they do not fit there.
+        """Copy newly fused weights to where the graphs read them.
 
-        After one False the answer stays False: graphs of other features hold the context, too.
+        Returns:
+            False if they do not fit there. The answer then stays False: graphs of other features hold the context, too.
         """
         if self._fused is None:
             return False
@@ -124,7 +128,7 @@ class ContextGraphs(Companion):
             self._graphs(count=count)
 
     def precompute(self, count: int) -> torch.Tensor:
-        """Store the context of the first `count` tokens of the drafter's buffers, with launches that may be captured.
+        """Store the context of the drafter's first `count` tokens, with capturable launches.
 
         `CUDAGraphWrapper` wants a tensor back, so it returns its input: [count, hidden].
         """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention metadata of captured drafter passes, in tensors whose addresses never change.
+"""Keep the attention metadata of captured drafter passes in tensors whose addresses never change.
 
 A captured kernel reads the addresses that it was captured with. vLLM's eager drafter gives each pass new or re-sliced
 tensors (`query_start_loc`, `seq_lens`, a slot mapping made from the new positions), and shares some of them with the
-target. So a drafter in FULL graphs gets buffers of its own: one set for each kind of pass, written in place before each
-replay. Rows past the real batch are inert: no query tokens, sequence length 0, and slots of `PADDING_SLOT_ID`. So vLLM
-pads the target's own FULL graphs, too. Host code before and after the graph therefore sees only the real batch.
+target. So a drafter in FULL graphs gets its own buffers: one set for each kind of pass, written in place before each
+replay. Rows past the real batch are inert: no query tokens, sequence length 0, and slots of `PADDING_SLOT_ID`, as vLLM
+pads the target's own FULL graphs. Host code before and after the graph therefore sees only the real batch.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from vllm_hwplugin.spec_decode.v1.draft_decision import STEP_QUERY_LEN, DraftKey
 # Per-request tensors on the host that a metadata builder may read. They follow the padding of the device tensors.
 _HOST_ROWS = ("_seq_lens_cpu", "_num_computed_tokens_cpu", "seq_lens_cpu_upper_bound", "is_prefilling")
 # Caches and per-token tensors that describe the unpadded batch. vLLM's own `unpadded()` drops them for the drafter too.
-# Image ranges are dropped too: only batches that have none come here, and builders take None and no range alike.
+# Image ranges are also dropped: only batches without any come here, and builders treat None and an empty list alike.
 _DROPPED = ("positions", "_num_computed_tokens_cache", "_token_to_req_indices_cache", "mm_req_doc_ranges")
 # Device tensors that this module does not keep at a fixed address: a batch that has one runs without a FULL graph.
 _UNMANAGED = ("logits_indices_padded", "encoder_seq_lens", "dcp_local_seq_lens", "rswa_prefix_lens")
 
 
 def unmanaged_field(metadata: Any) -> str | None:
-    """The first field of a `CommonAttentionMetadata` that has no fixed address here, or None.
+    """Return a field of this `CommonAttentionMetadata` without a fixed address, or None.
 
-    A causal flag per request (a tensor, from vLLM 0.24 on) counts as one. So do ranges of image tokens that see each
-    other, if there are any: for targets that can have them vLLM lists each request, also one without.
+    A causal flag per request (a tensor, from vLLM 0.24 on) counts. So do ranges of image tokens that see each other, if
+    there are any: for targets that can have them vLLM lists each request, also a request without images.
     """
     if isinstance(metadata.causal, torch.Tensor):
         return "causal"
@@ -44,7 +44,9 @@ def unmanaged_field(metadata: Any) -> str | None:
 
 
 def full_block_table(table: torch.Tensor, num_reqs: int) -> torch.Tensor:
-    """`table` with `num_reqs` rows: the runner's block table is sliced to the batch, its storage holds every row.
+    """Return `table` with `num_reqs` rows, out of its storage.
+
+    The runner's block table is sliced to the batch; its storage holds every row.
 
     Args:
         table: int32 [batch, blocks], a leading slice of a persistent table.
@@ -73,7 +75,7 @@ class PassBuffers:
 
     Args:
         max_reqs: rows, at most.
-        query_len: tokens a request where the pass is uniform, else None.
+        query_len: tokens per request if the pass is uniform, else None.
         device: where the captured kernels run.
     """
 
@@ -87,7 +89,7 @@ class PassBuffers:
         self._written: tuple[int, int] | None = None
 
     def write(self, metadata: Any, shape: GraphShape) -> None:
-        """Copy the real rows of `metadata` in and make the rows up to `shape.num_reqs` inert."""
+        """Copy in the rows of `metadata`; make rows up to `shape.num_reqs` inert."""
         self.write_seq_lens(metadata.seq_lens, shape.num_reqs)
         batch = metadata.num_reqs
         if self.query_len is not None:
@@ -99,7 +101,7 @@ class PassBuffers:
         self._written = None
 
     def write_steps(self, metadata: Any, shape: GraphShape) -> None:
-        """Like `write`, for a pass of one token a request; the row starts of `metadata` are not read."""
+        """Do as `write` for one token per request, without reading row starts."""
         self.write_seq_lens(metadata.seq_lens, shape.num_reqs)
         self.write_even_starts(metadata.num_reqs, shape.num_reqs, STEP_QUERY_LEN)
 
@@ -110,8 +112,8 @@ class PassBuffers:
             self.seq_lens[batch:num_reqs].zero_()
 
     def write_even_starts(self, batch: int, num_reqs: int, query_len: int) -> None:
-        """Write `query_start_loc` of `query_len` tokens a request for `batch` of them, padded to `num_reqs`."""
-        # They depend on the two counts alone, and a decode batch keeps its size for many steps.
+        """Write row starts of `batch` requests of `query_len` tokens, padded to `num_reqs`."""
+        # They depend only on the two counts, and a decode batch keeps its size for many steps.
         if self._written == (batch, num_reqs):
             return
         starts = self.query_start_loc[: num_reqs + 1]
@@ -119,7 +121,7 @@ class PassBuffers:
         self._written = (batch, num_reqs)
 
     def view(self, metadata: Any, shape: GraphShape, slot_mapping: torch.Tensor) -> Any:
-        """A copy of `metadata` that names these buffers, padded to `shape`.
+        """Return a copy of `metadata` that names these buffers, padded to `shape`.
 
         Args:
             metadata: vLLM's `CommonAttentionMetadata` of the real batch.
@@ -130,8 +132,8 @@ class PassBuffers:
         if self.query_len is None:
             starts_cpu = metadata.query_start_loc_cpu[: batch + 1]
             if num_reqs > batch:
-                tail = starts_cpu.new_full((num_reqs - batch,), metadata.num_actual_tokens)
-                starts_cpu = torch.cat([starts_cpu, tail])
+                padding = starts_cpu.new_full((num_reqs - batch,), metadata.num_actual_tokens)
+                starts_cpu = torch.cat([starts_cpu, padding])
         else:
             starts_cpu = torch.clamp(self._steps_cpu[: num_reqs + 1], max=batch * self.query_len)
         changes: dict[str, Any] = {
@@ -154,9 +156,10 @@ class PassBuffers:
         return dataclasses.replace(metadata, **changes)
 
     def batch_for_capture(self, template: Any, shape: GraphShape, max_seq_len: int, *, causal: bool = True) -> Any:
-        """A dummy batch that fills `shape`, in `template`'s type, for `write` and `view` to take like a real one.
+        """Return a dummy batch that fills `shape`, for `write` and `view`.
 
-        `template` gives what only the runner knows (the block table); its rows may be of any number.
+        It has the type of `template`, which gives what only the runner knows (the block table); its rows may be of any
+        number.
         """
         lengths = torch.full((shape.num_reqs,), shape.num_tokens // shape.num_reqs, dtype=torch.int32)
         lengths[-1] += shape.num_tokens % shape.num_reqs
@@ -198,24 +201,24 @@ class DraftBuffers:
         self._passes = {length: PassBuffers(keys.max_num_seqs, length, device) for length in lengths}
 
     def of(self, shape: GraphShape) -> PassBuffers:
-        """What the graph of `shape` was captured with."""
+        """Return the buffers with which the graph of `shape` was captured."""
         return self._passes[shape.query_len]
 
     def view(self, metadata: Any, shape: GraphShape) -> Any:
-        """A copy of `metadata` that names the buffers of `shape` and is padded to it."""
+        """Return `metadata` padded to `shape`, as a copy over the buffers."""
         return self.of(shape).view(metadata, shape, self._slot_mapping)
 
     def block_table_moved(self, metadata: Any) -> bool:
-        """Whether the block table of `metadata` is elsewhere than the captured kernels look for it."""
+        """Whether the block table is not where the captured kernels read it."""
         table = metadata.block_table_tensor
         return (table.data_ptr(), table.stride(0)) != (self._table.data_ptr(), self._table.stride(0))
 
     def block_table(self, num_reqs: int) -> torch.Tensor:
-        """int32 [num_reqs, blocks]: the captured block table's leading rows."""
+        """Return the captured block table's leading rows, int32 [num_reqs, blocks]."""
         return full_block_table(self._table, num_reqs)
 
     def dummy(self, template: Any, shape: GraphShape, max_seq_len: int, *, causal: bool) -> Any:
-        """A view of a dummy batch that fills `shape`; its slots are all padding.
+        """Return a dummy batch's view that fills `shape`, with padding slots only.
 
         Args:
             template: a `CommonAttentionMetadata`, for what only the runner knows.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is captured for a drafter of the V1 runner, or why nothing.
+"""Decide what is captured for a drafter of the V1 runner, or why nothing.
 
 A drafter runs two kinds of pass. The first reads every scheduled token of every request: 1 + k of them in a decode
-batch, more if the drafter appends slots of its own. The later ones read one token a request. vLLM pads both with one
+batch, more if the drafter appends its own slots. The later passes read one token per request. vLLM pads both with one
 table, made of the target's capture sizes, so a single request's one-token pass is padded to 1 + k. Here each query
 length has its own table, counted in requests.
 
@@ -31,14 +31,14 @@ STEP_QUERY_LEN = 1
 
 
 def request_ladder(capture_sizes: Iterable[int], target_query_len: int, max_num_seqs: int) -> tuple[int, ...]:
-    """Request counts, ascending, at which a uniform batch of the target has a graph.
+    """Return the request counts of the target's graphs of uniform batches.
 
-    The drafter then has a graph wherever the target has one of these sizes. `max_num_seqs` itself is added, so that the
-    fullest batch does not fall off the ladder when it lies between two capture sizes.
+    They ascend. The drafter then has a graph wherever the target runs one of the sizes. `max_num_seqs` itself is
+    added, so that the fullest batch has a graph if it lies between two capture sizes.
 
     Args:
         capture_sizes: `cudagraph_capture_sizes`, in tokens.
-        target_query_len: tokens a request in a uniform batch of the target (1 + num_speculative_tokens).
+        target_query_len: tokens per request in a uniform batch of the target (1 + num_speculative_tokens).
         max_num_seqs: the scheduler's limit on requests in a batch.
     """
     sizes = tuple(capture_sizes)
@@ -50,7 +50,7 @@ def request_ladder(capture_sizes: Iterable[int], target_query_len: int, max_num_
 
 
 def pad_up(ladder: Sequence[int], count: int) -> int | None:
-    """The smallest rung that holds `count`, or None where none does."""
+    """Return the smallest rung that holds `count`, or None."""
     index = bisect_left(ladder, count)
     return ladder[index] if count > 0 and index < len(ladder) else None
 
@@ -61,7 +61,7 @@ class DraftKeys:
 
     Attributes:
         uniform: query length in tokens -> request counts, ascending.
-        mixed: token counts of batches whose rows differ in length, ascending; empty where the mode has no such graphs.
+        mixed: token counts of batches whose rows differ in length, ascending; empty if the mode has no such graphs.
         max_num_seqs: rows of a mixed graph, at most.
     """
 
@@ -70,11 +70,11 @@ class DraftKeys:
     max_num_seqs: int
 
     def find(self, num_tokens: int, query_len: int | None) -> GraphShape | None:
-        """The captured shape to pad this batch to, or None where there is no graph for it.
+        """Return the captured shape to pad this batch to, or None.
 
         Args:
             num_tokens: tokens in the batch.
-            query_len: tokens of every request in it; None where they differ.
+            query_len: tokens of every request in it; None if they differ.
         """
         if query_len is not None and num_tokens % query_len == 0:
             num_reqs = pad_up(self.requests(query_len), num_tokens // query_len)
@@ -84,19 +84,19 @@ class DraftKeys:
         return None if padded is None else self._mixed_shape(padded)
 
     def requests(self, query_len: int) -> tuple[int, ...]:
-        """Request counts, ascending, of the graphs for this query length; empty where there are none."""
+        """Return the request counts, ascending, of this query length's graphs."""
         return self.uniform.get(query_len, ())
 
     def all(self) -> tuple[GraphShape, ...]:
-        """Every shape, largest first, so that later captures can reuse the memory pool of earlier ones."""
+        """Return every shape, largest first: later captures can reuse earlier ones' memory."""
         shapes = [uniform_shape(query_len, rung) for query_len, ladder in self.uniform.items() for rung in ladder]
         shapes += [self._mixed_shape(size) for size in self.mixed]
         return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_reqs), reverse=True))
 
     def largest(self, num_reqs: int) -> DraftKeys:
-        """Of each kind the largest shape, and of uniform ones the largest of at most `num_reqs` requests, too.
+        """Return each kind's largest shape, and the largest uniform up to `num_reqs`.
 
-        The smaller ones use the memory of these.
+        Smaller shapes use the memory of the largest.
         """
         tops = {
             query_len: tuple(sorted({ladder[-1], *[rung for rung in ladder if rung <= num_reqs][-1:]}))
@@ -114,11 +114,11 @@ class FirstPass:
     """The first pass of one drafter.
 
     Attributes:
-        query_len: tokens of a request; in a decode batch, or where `always_uniform` in every batch.
-        max_tokens: what the drafter's buffers hold.
+        query_len: tokens of a request in a decode batch; with `always_uniform` in every batch.
+        max_tokens: tokens that the drafter's buffers hold.
         always_uniform: whether batches with prefill have that shape too.
-        causal: whether a query sees only those before it.
-        tokens_only: whether the model is called with token ids and positions alone.
+        causal: whether a query sees only earlier queries.
+        tokens_only: whether the model is called only with token ids and positions.
     """
 
     query_len: int
@@ -129,7 +129,7 @@ class FirstPass:
 
 
 def rows_held(table: torch.Tensor) -> int:
-    """Rows that the storage behind `table`, int32 [batch, blocks], holds from its first row on."""
+    """Return how many rows `table`'s storage holds; int32 [batch, blocks]."""
     available = table.untyped_storage().nbytes() // table.element_size() - table.storage_offset()
     width = (table.shape[1] - 1) * table.stride(1) + 1
     rows: int = (available - width) // table.stride(0) + 1
@@ -138,27 +138,27 @@ def rows_held(table: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class CapturePlan:
-    """The shapes to capture; None where nothing is captured, for `reason`."""
+    """The shapes to capture; None if nothing is captured, for `reason`."""
 
     keys: DraftKeys | None
     reason: str = ""
 
 
 def drafter_obstacle(proposer: Any, target_mode: CUDAGraphMode) -> str | None:
-    """Why this drafter runs as in stock vLLM whatever its batches and its attention are, or None."""
+    """Return why no batch of the drafter can use graphs, or None."""
     if not target_mode.has_full_cudagraphs():
         return f"the target's cudagraph_mode is {target_mode.name}, and the drafter follows it"
     return why_not(proposer, Part.V1_PASSES)
 
 
 def plan_before_capture(proposer: Any, target_mode: CUDAGraphMode) -> CapturePlan:
-    """What could be captured at most for a `SpecDecodeBaseProposer` whose target resolved to `target_mode`."""
+    """Plan the most that a `SpecDecodeBaseProposer` could capture in `target_mode`."""
     reason = drafter_obstacle(proposer, target_mode)
     return _planned(proposer, target_mode, None) if reason is None else CapturePlan(None, reason)
 
 
 def plan_at_capture(proposer: Any, target_mode: CUDAGraphMode, template: Any) -> CapturePlan:
-    """What to capture, once the drafter has its attention groups.
+    """Plan what to capture, when the drafter has its attention groups.
 
     Args:
         template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group, or None.
@@ -167,7 +167,7 @@ def plan_at_capture(proposer: Any, target_mode: CUDAGraphMode, template: Any) ->
     if reason is not None:
         return CapturePlan(None, reason)
     thresholds = [group.get_metadata_builder().reorder_batch_threshold for group in proposer.draft_attn_groups]
-    plan = _planned(proposer, target_mode, min((one for one in thresholds if one is not None), default=None))
+    plan = _planned(proposer, target_mode, min((size for size in thresholds if size is not None), default=None))
     if plan.keys is None:
         return plan
     if template is None:
@@ -183,7 +183,7 @@ def _planned(proposer: Any, target_mode: CUDAGraphMode, decode_threshold: int | 
     config, spec = proposer.vllm_config, proposer.speculative_config
     keys = plan_keys(
         first_pass_of(proposer),
-        # Not the larger ones that decode batches of the target have: a drafter's graphs have memory of their own.
+        # Not the larger sizes of the target's decode batches: a drafter's graphs have their own memory.
         tuple(own_sizes(config.compilation_config) or ()),
         spec.num_speculative_tokens,
         config.scheduler_config.max_num_seqs,
@@ -208,14 +208,14 @@ def _attention_obstacle(proposer: Any) -> str | None:
 
 
 def first_pass_of(proposer: Any) -> FirstPass:
-    """The first pass of a `SpecDecodeBaseProposer`."""
+    """Return the first pass of a `SpecDecodeBaseProposer`."""
     num_speculative_tokens = proposer.speculative_config.num_speculative_tokens
     if proposer.speculative_config.method in MASK_METHODS:
         return FirstPass(
             query_len=1 + num_speculative_tokens,
             max_tokens=proposer.max_query_tokens,
             always_uniform=True,
-            # Before 0.23.0 vLLM knows non-causal drafts alone.
+            # Before 0.23.0 vLLM knows only non-causal drafts.
             causal=getattr(proposer, "dflash_causal", False),
             tokens_only=True,
         )
@@ -235,7 +235,7 @@ def plan_keys(
     steps: bool,
     decode_threshold: int | None,
 ) -> DraftKeys:
-    """The shapes that follow the target's, wherever the drafter's attention and buffers can have them.
+    """Return the target's shapes that the drafter's attention and buffers support.
 
     Args:
         first: the drafter's first pass.

@@ -6,7 +6,7 @@ No released vLLM captures a V1 drafter's whole forward: `SpecDecodeBaseProposer`
 capture (`draft_decision`), the tensors that graphs read (`draft_buffers`) and the graphs (`pass_graphs`). This module
 ties them to a proposer: its `propose` asks `DraftGraphs` before vLLM's own dispatcher.
 
-Padding ends at the graph's edge. The PR pads the batch in the runner, the input batch and two kernels. Here the host
+Padding stays within the graph. The PR pads the batch in the runner, the input batch and two kernels. Here the host
 code keeps the real batch, and only the captured forward sees padded rows.
 """
 
@@ -42,32 +42,32 @@ from vllm_hwplugin.spec_decode.weights import Parameters, around_graphs
 logger = logging.getLogger("vllm.hwplugin")
 
 
-_STOCK = "the drafter runs as in stock vLLM"
+_STOCK = "the drafter runs as in unpatched vLLM"
 
 
 class Companion:
-    """Further graphs of a drafter: another feature adds them to those of its passes.
+    """Further graphs of a drafter, which another feature adds to the graphs of its passes.
 
     They are captured after the passes, into the same memory pool, and are given up with them.
 
     Attributes:
         feature: its id.
-        effect: what happens without the graphs, as `stays_stock` says it.
-        failed: whether recording them failed once, so that it is not tried again.
+        effect: what happens without the graphs, as for `stays_stock`.
+        failed: whether their capture failed once, so that it is not tried again.
     """
 
     feature: ClassVar[str]
     effect: ClassVar[str]
     failed: bool = False
-    #: Whatever it keeps them in.
+    #: The graphs, in any container.
     _graphs: Any = None
 
     def forget(self) -> None:
-        """Have no graphs, and nothing that was made for them."""
+        """Drop the graphs, and everything that was made for them."""
         raise NotImplementedError
 
     def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
-        """Capture anew.
+        """Capture the graphs again.
 
         Args:
             passes: the graphs of the drafter's passes, all captured.
@@ -75,21 +75,21 @@ class Companion:
             template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group.
 
         Raises:
-            FeatureRequired: nothing can be captured, and the gate says `on`.
+            FeatureRequired: nothing can be captured, and the switch is `on`.
         """
         raise NotImplementedError
 
     def stay_stock(self, reason: str) -> None:
-        """Have no graphs, and put in the journal why.
+        """Drop the graphs, and record why.
 
         Raises:
-            FeatureRequired: the gate says `on`.
+            FeatureRequired: the switch is `on`.
         """
         self.forget()
         stays_stock(self.feature, self.effect, reason)
 
     def give_up(self, reason: str) -> None:
-        """Have no graphs any more, in an engine that serves, and put in the journal why."""
+        """Drop the graphs of a running engine, and record why."""
         if self._graphs:
             self.forget()
             gives_up(self.feature, self.effect, reason)
@@ -99,14 +99,15 @@ _C = TypeVar("_C", bound=Companion)
 
 
 def capture_draft_graphs(drafter: Any, template: Any, *, profiling: bool = False) -> None:
-    """Capture the graphs of `drafter` while the runner captures the target's FULL graphs.
+    """Capture the drafter's graphs while the runner captures the target's FULL graphs.
 
-    Called by the patched `GPUModelRunner._dummy_run`. Proposers without graphs (n-gram, medusa, ...) pass through.
+    The patched `GPUModelRunner._dummy_run` calls this. Proposers without graphs (n-gram, medusa, ...) pass through.
 
     Args:
         drafter: any proposer of vLLM.
         template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group.
-        profiling: whether vLLM measures what graphs need, and gives them up again. Only the largest are captured then.
+        profiling: whether vLLM measures the memory of graphs, and gives them up again. Only the largest are captured
+            then.
     """
     graphs = getattr(drafter, "draft_graphs", None)
     if graphs is not None:
@@ -117,9 +118,9 @@ class DraftGraphs:
     """The FULL graphs of one `SpecDecodeBaseProposer`, which holds it as `draft_graphs` and calls it as its model.
 
     vLLM names the target's mode first, makes the drafter's attention groups after that, and then captures. It does all
-    three once or, where it profiles graph memory, twice. So what depends on the attention groups is decided at each
-    capture. The buffers are made there, too: whatever a runner allocates with its KV cache loses its contents when vLLM
-    sleeps.
+    three once, or twice if it profiles graph memory. So what depends on the attention groups is decided at each
+    capture. The buffers are also made there: memory that a runner allocates with its KV cache loses its contents when
+    vLLM sleeps.
     """
 
     def __init__(self, proposer: Any):
@@ -135,17 +136,17 @@ class DraftGraphs:
         """Give the drafter a companion.
 
         Args:
-            make: makes it, of the proposer and of these graphs.
+            make: makes it, from the proposer and this object.
         """
         companion = make(self._proposer, self)
         self._companions.append(companion)
         return companion
 
     def _forget(self) -> None:
-        """Have no graph, and nothing that was made for one."""
+        """Drop every graph, and everything that was made for one."""
         self._target_mode: CUDAGraphMode | None = None
         self._passes: PassGraphs | None = None
-        # None where no graph may be replayed; `_passes` may still have some then.
+        # None if no graph may be replayed; `_passes` may still have some then.
         self._keys: DraftKeys | None = None
         self._first_query_len = 0
         self._parameters: Parameters | None = None
@@ -157,10 +158,12 @@ class DraftGraphs:
     # -- a start ------------------------------------------------------------------------------------------------------
 
     def initialize_keys(self, target_mode: CUDAGraphMode) -> None:
-        """Begin anew with a target that resolved to `target_mode`; what needs no attention group is decided here.
+        """Begin again with a target that resolved to `target_mode`.
+
+        What needs no attention group is decided here.
 
         Raises:
-            FeatureRequired: nothing can be captured, and a gate says `on`.
+            FeatureRequired: nothing can be captured, and a switch is `on`.
         """
         self._forget()
         if self._failed:
@@ -173,16 +176,16 @@ class DraftGraphs:
         self._note("no drafter graph before the target's are captured")
 
     def capture(self, template: Any, *, profiling: bool = False) -> None:
-        """Decide, then capture every planned shape, largest first; later calls return at once.
+        """Decide, then capture every planned shape, largest first.
 
-        Where the capture fails, the drafter runs as in stock vLLM.
+        Later calls return immediately. If the capture fails, the drafter runs as in unpatched vLLM.
 
         Args:
             template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group.
             profiling: capture only the largest shapes, for vLLM to measure and to give up.
 
         Raises:
-            FeatureRequired: nothing can be captured, and a gate says `on`.
+            FeatureRequired: nothing can be captured, and a switch is `on`.
         """
         target_mode = self._target_mode
         if target_mode is None or (self._passes is not None and self._passes.num_captured):
@@ -195,9 +198,9 @@ class DraftGraphs:
         self._target_mode = target_mode
         if not self._capture(plan.keys.largest(MAX_NUM_REQS) if profiling else plan.keys, template) or profiling:
             return
-        found = _describe(plan.keys)
-        self._note(f"FULL drafter graphs for {type(self._proposer).__name__}: {found}")
-        logger.info("%s: FULL drafter graphs for %s", DRAFT_FULL_GRAPH, found)
+        shapes = _describe(plan.keys)
+        self._note(f"FULL drafter graphs for {type(self._proposer).__name__}: {shapes}")
+        logger.info("%s: FULL drafter graphs for %s", DRAFT_FULL_GRAPH, shapes)
 
     def _capture(self, keys: DraftKeys, template: Any) -> bool:
         proposer, first = self._proposer, first_pass_of(self._proposer)
@@ -206,13 +209,13 @@ class DraftGraphs:
         def prepare() -> None:
             self._passes = PassGraphs(proposer, first, DraftBuffers(keys, table, slots, proposer.device))
 
-        records: list[Callable[[], None]] = [prepare, *(partial(self._record, one, template) for one in keys.all())]
+        records: list[Callable[[], None]] = [prepare, *(partial(self._record, shape, template) for shape in keys.all())]
         for record in records:
             pool = None if self._passes is None else self._passes.graph_pool
             if not attempt(DRAFT_FULL_GRAPH, _STOCK, record, self._forget, pool):
                 self._failed = True
                 for companion in self._companions:
-                    companion.stay_stock(f"it needs {DRAFT_FULL_GRAPH}'s graphs, and recording these failed")
+                    companion.stay_stock(f"it needs {DRAFT_FULL_GRAPH}'s graphs, and capturing these failed")
                 return False
         assert self._passes is not None
         for companion in self._companions:
@@ -240,7 +243,7 @@ class DraftGraphs:
 
     @property
     def ready(self) -> bool:
-        """Whether graphs are captured and in use."""
+        """Whether graphs are captured and active."""
         return self._keys is not None
 
     @property
@@ -249,9 +252,9 @@ class DraftGraphs:
         return 0 if self._passes is None else self._passes.num_captured
 
     def may_replay(self, metadata: Any) -> bool:
-        """Whether this batch is where the captured kernels look for it.
+        """Whether this batch is where the captured kernels read it.
 
-        A batch that lies elsewhere is left alone. A block table or a weight that moved stays there, so it turns the
+        A batch that lies elsewhere is passed over. A block table or a weight that moved stays there, so it turns the
         graphs off.
         """
         if not self.ready:
@@ -269,10 +272,10 @@ class DraftGraphs:
         return True
 
     def begin_first_pass(self, num_tokens: int, metadata: Any) -> None:
-        """Choose the graph of the first pass, if any, and put the batch into its buffers.
+        """Choose the first pass's graph, if any, and fill its buffers.
 
         Args:
-            num_tokens: of the pass.
+            num_tokens: tokens of the pass.
             metadata: the batch's `CommonAttentionMetadata`; not changed.
         """
         width = self._first_query_len
@@ -285,11 +288,11 @@ class DraftGraphs:
             self._buffers.of(self._shape).write(metadata, self._shape)
 
     def begin_steps(self, metadata: Any) -> None:
-        """Choose the graph of the one-token steps, if any, and let them count sequence lengths in its buffers.
+        """Choose the graph of the one-token steps, if any.
 
-        `metadata.seq_lens` becomes a view of them. So the code that takes rejected tokens off and advances the batch
-        writes what the graph reads. A batch above the one-token ladder may get a mixed graph, which reads the buffers
-        of mixed batches.
+        `metadata.seq_lens` becomes a view of the graph's buffers. So the code that subtracts rejected tokens and
+        advances the batch writes what the graph reads. A batch above the one-token ladder may get a mixed graph, which
+        reads the buffers of mixed batches.
         """
         self._shape = self._find(metadata.num_reqs, STEP_QUERY_LEN, metadata)
         if self._shape is not None:
@@ -308,7 +311,7 @@ class DraftGraphs:
         return self._keys.find(num_tokens, query_len)
 
     def _why_not(self, uniform: bool, metadata: Any) -> Reason:
-        """Why the first pass over this batch has no graph."""
+        """Return why the first pass over this batch has no graph."""
         if self._keys is None:
             return Reason.NOT_CAPTURED
         if not self.may_replay(metadata):
@@ -318,13 +321,13 @@ class DraftGraphs:
         return Reason.PROMPT if metadata.max_query_len > self._first_query_len else Reason.FEWER_DRAFTS
 
     def padded(self, metadata: Any) -> Any:
-        """`metadata` as the pass's graph reads it, or itself where the pass has none."""
+        """Return `metadata` as the pass's graph reads it, or unchanged without."""
         return metadata if self._shape is None else self._buffers.view(metadata, self._shape)
 
     def determine_batch_execution_and_padding(self, num_tokens: int) -> tuple[CUDAGraphMode, int, torch.Tensor | None]:
-        """What vLLM's method of that name says of the pass: its runtime mode, its padded tokens, those of other ranks.
+        """Return the pass's runtime mode, padded tokens and other ranks' tokens.
 
-        A pass without a graph here asks that method.
+        A pass without a graph here asks vLLM's method of that name.
         """
         if self._shape is None:
             return self._proposer._determine_batch_execution_and_padding(num_tokens)  # type: ignore[no-any-return]
@@ -332,11 +335,11 @@ class DraftGraphs:
 
     @property
     def batch_descriptor(self) -> BatchDescriptor | None:
-        """The key of the pass's graph; None lets vLLM make one of the number of tokens, as for a piecewise graph."""
+        """The key of the pass's graph; None lets vLLM make one from the number of tokens, as for a piecewise graph."""
         return None if self._shape is None else descriptor_of(self._shape)
 
     def __call__(self, **inputs: Any) -> Any:
-        """Call the draft model, through its graph where the forward context says FULL."""
+        """Call the draft model, by its graph if the context says FULL."""
         return self._proposer.model(**inputs) if self._passes is None else self._passes(**inputs)
 
     # -- graphs that cannot be used -----------------------------------------------------------------------------------
@@ -349,12 +352,14 @@ class DraftGraphs:
             companion.give_up(reason)
 
     def _pass_over(self, field: str) -> None:
-        """Say, once for each field, that batches with it run without graphs."""
+        """Report, once for each field, that batches with it run without graphs."""
         if field in self._passed_over:
             return
         self._passed_over.add(field)
-        self._note(f"{self._decision}; a batch with '{field}', which has no fixed address, runs as in stock vLLM")
-        logger.info("%s: a batch with '%s', which has no fixed address, runs as in stock vLLM", DRAFT_FULL_GRAPH, field)
+        self._note(f"{self._decision}; a batch with '{field}', which has no fixed address, runs as in unpatched vLLM")
+        logger.info(
+            "%s: a batch with '%s', which has no fixed address, runs as in unpatched vLLM", DRAFT_FULL_GRAPH, field
+        )
 
 
 def _describe(keys: DraftKeys) -> str:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's whole chain of one-token steps in one CUDA graph.
+"""Capture the drafter's whole chain of one-token steps in one CUDA graph.
 
 `draft_full_graph` makes each pass one launch, but between passes the host still samples, advances positions and
-sequence lengths, builds metadata and copies inputs: some ten launches a step. All of that can be captured if the draft
-attention backend's metadata holds only views of buffers that the chain itself advances. One launch then takes the first
-pass's hidden states to all k draft tokens.
+sequence lengths, builds metadata and copies inputs: some ten launches per step. All of that can be captured if the
+draft attention backend's metadata holds only views of buffers that the chain itself advances. One launch then takes the
+first pass's hidden states to all k draft tokens.
 
 It applies to greedy drafting, which is vLLM's default. Batches that it does not cover (sampled drafts, another number
 of draft tokens than the configured one) take the path of `draft_full_graph`.
@@ -38,7 +38,7 @@ class DraftLoop(Companion):
 
     Args:
         proposer: the drafter.
-        draft_graphs: those of its passes, which this is a companion of.
+        draft_graphs: the graphs of its passes, whose companion this is.
     """
 
     feature, effect = DRAFT_LOOP_GRAPH, "steps are launched one by one"
@@ -58,7 +58,10 @@ class DraftLoop(Companion):
         self._inert_from: tuple[int, int] | None = None
 
     def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
-        """A graph for each request count of the one-token steps, with inert rows: the KV cache is not written to."""
+        """Capture a graph for each request count of the one-token steps.
+
+        Its rows are inert, so nothing is written to the KV cache.
+        """
         self.forget()
         proposer = self._proposer
         if (reason := why_not(proposer, Part.V1_CHAIN)) is not None:
@@ -108,18 +111,18 @@ class DraftLoop(Companion):
         num_rejected_tokens: torch.Tensor | None,
         sampling_metadata: Any,
     ) -> torch.Tensor | None:
-        """Draft every token of the batch in one launch, or None where this batch has no such graph.
+        """Draft every token in one launch, or return None without a graph.
 
         Args:
             sample_hidden_states: [batch, hidden] of the first pass, at each request's last accepted token.
-            positions: int64 [batch], of those tokens.
+            positions: int64 [batch], of the same tokens.
             hidden_states: [batch, hidden], what the next step reads.
             metadata: the `CommonAttentionMetadata` of the first pass; not changed.
-            num_rejected_tokens: int32 [batch], to be taken off `metadata.seq_lens`.
+            num_rejected_tokens: int32 [batch], to be subtracted from `metadata.seq_lens`.
             sampling_metadata: the target's; only greedy drafting is captured.
 
         Returns:
-            int64 [batch, num_speculative_tokens], a tensor of its own.
+            int64 [batch, num_speculative_tokens], a new tensor.
         """
         proposer, batch = self._proposer, metadata.num_reqs
         num_reqs = self._graph_for(metadata, sampling_metadata)
@@ -143,7 +146,7 @@ class DraftLoop(Companion):
         return num_reqs in self._metadata
 
     def prepare(self, batch: int, num_reqs: int) -> None:
-        """Have the chain of `num_reqs` requests run on `batch` of them; the others are inert."""
+        """Make the chain's first `batch` requests real, and the rest inert."""
         self._buffers.write_even_starts(batch, num_reqs, STEP_QUERY_LEN)
         self._mark_inert(batch, num_reqs)
 
@@ -156,15 +159,15 @@ class DraftLoop(Companion):
         seq_lens: torch.Tensor,
         sample: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Launch what the graph of `num_reqs` requests holds, for a larger graph that is being recorded.
+        """Launch the chain of `num_reqs` requests inside a larger graph's capture.
 
         Args:
-            num_reqs: padded; each tensor has so many rows.
+            num_reqs: padded; each tensor has this many rows.
             sample_hidden_states: [num_reqs, hidden] of the first pass, at each request's last accepted token.
-            positions: int64 [num_reqs], of those tokens.
+            positions: int64 [num_reqs], of the same tokens.
             hidden_states: [num_reqs, hidden], what the next step reads.
             seq_lens: int32 [num_reqs], without rejected tokens.
-            sample: makes of hidden states, [num_reqs, hidden], draft tokens.
+            sample: makes draft tokens of hidden states, [num_reqs, hidden].
 
         Returns:
             int64 [num_reqs, num_speculative_tokens], which the next chain overwrites.
@@ -178,7 +181,7 @@ class DraftLoop(Companion):
             return self._chain(num_reqs, sample)
 
     def _graph_for(self, metadata: Any, sampling_metadata: Any) -> int | Reason:
-        """The number of requests of the graph for this batch; or why there is none."""
+        """Return the request count of this batch's graph, or the reason against."""
         proposer = self._proposer
         if not self._metadata:
             return Reason.NOT_CAPTURED
@@ -203,11 +206,13 @@ class DraftLoop(Companion):
             self._graphs(num_reqs=num_reqs)
 
     def _draft(self, num_reqs: int) -> torch.Tensor:
-        """What is captured. `CUDAGraphWrapper` wants a tensor back, so it returns the drafts."""
+        """Run the chain, captured. `CUDAGraphWrapper` wants a tensor back."""
         return self._chain(num_reqs, self._proposer._greedy_sample)
 
     def _chain(self, num_reqs: int, sample: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The chain, in vLLM's order of operations; captured, so every tensor here is persistent or the graph's own.
+        """Run the chain in vLLM's order of operations.
+
+        It is captured, so every tensor here is persistent or the graph's own.
 
         Returns:
             int64 [num_reqs, num_speculative_tokens].

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling and drafting of a decode step of the V1 runner in two CUDA graphs.
+"""Capture sampling and drafting of a decode step of the V1 runner in two CUDA graphs.
 
 With `draft-full-graph` and `draft-loop-graph` the drafter's passes are graphs, and the host still launches dozens of
 kernels and copies one by one between the target and the last draft token: logits, rejection, next tokens, counts,
-inputs of the first pass, metadata, inputs of the chain. Here all of that is recorded, too, from vLLM's own functions,
+inputs of the first pass, metadata, inputs of the chain. Here all of that is also captured, from vLLM's own functions,
 for each shape in which the target decodes in a FULL graph. A step then replays *sampling* and *drafting*
 (`draft_phase_graphs`).
 
-The first is for requests that ask the sampler only for a temperature and a seed, and for top-k or top-p where the
-model's default sampling parameters do. If vLLM samples, only the second is replayed, with a third one before it,
-*counting*. A batch that is not covered takes vLLM's own way, step by step. One thing is kept between steps: which
-requests the buffers hold.
+*Sampling* is for requests that ask the sampler only for a temperature and a seed, and for top-k or top-p if the model's
+default sampling parameters do. If vLLM samples, only *drafting* is replayed, after a third graph, *counting*. A batch
+that is not covered takes vLLM's own way, step by step. Only one thing is kept between steps: which requests the buffers
+hold.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from vllm_hwplugin.spec_decode.v1.draft_phase_graphs import (
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs
 from vllm_hwplugin.spec_decode.weights import Parameters, around_graphs
 
-#: In place of a draft, from 0.25 on of a new request whose prompt is computed but for its last token.
+#: In place of a draft, from 0.25 on, in a new request whose prompt is computed except for its last token.
 _PLACEHOLDER: Final = -1
 
 
 class DraftPhase(Companion):
     """The graphs of one `GPUModelRunner`, which holds this as `draft_phase` and calls it as its own methods.
 
-    Each step calls `logits`, `sample` and `propose`, in this order. The first and the last decide which graphs serve
-    the step.
+    Each step calls `logits`, `sample` and `propose`, in this order. `logits` and `propose` decide which graphs the step
+    replays.
 
     Args:
         runner: a `GPUModelRunner` of V1, which has its drafter.
@@ -87,14 +87,14 @@ class DraftPhase(Companion):
         self._judgement: Sampling | None = None
         self._parameters_of: Any = None
         self._weights: Parameters | None = None
-        # What of sampling no graph does.
+        # The parts of sampling that no graph does.
         self._vllms = ""
         self._spent = (0.0, 0)
 
     # -- a start ------------------------------------------------------------------------------------------------------
 
     def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
-        """Get ready to record: the drafter's own graphs are captured, and the target's are about to be."""
+        """Prepare to capture, between the drafter's graphs and the target's."""
         self.forget()
         runner = self._runner
         reason = why_not(runner, Part.V1_DRAFTING)
@@ -123,8 +123,8 @@ class DraftPhase(Companion):
         if why_not(runner, Part.V1_SAMPLING) is not None:
             self._vllms = "vLLM samples"
         else:
-            # Graphs that filter take as long to record as the others, and more memory: where requests rarely ask for
-            # that, it would be for nothing.
+            # Graphs that filter take as long to capture as the others, and more memory: if requests rarely ask for
+            # filters, that would be wasted.
             filters = Filters.by_default(runner.model_config, runner.input_batch.vocab_size)
             if any(filters) and not draws_natively(runner):
                 self._vllms = "vLLM samples within top-k and top-p, because a graph would repeat its random numbers"
@@ -138,18 +138,18 @@ class DraftPhase(Companion):
         journal.use(V1_DRAFT_PHASE, False, "the target has no FULL graph of a decode batch")
 
     def capture_behind(self, outputs: Any, template: Any, *, profiling: bool) -> None:
-        """Record the graphs that follow a FULL graph of the target, which was captured just now.
+        """Capture the graphs that follow the target's FULL graph, just captured.
 
-        Called by the patched `GPUModelRunner._dummy_run`.
+        The patched `GPUModelRunner._dummy_run` calls this.
 
         Args:
             outputs: what the target's model returned.
             template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group, or None.
-            profiling: whether vLLM measures what its largest graph needs. The largest ones here, which may be smaller,
-                are then recorded behind it, and only the memory that they need is left.
+            profiling: whether vLLM measures its largest graph's memory. The largest graphs here, which may be smaller,
+                are then captured behind it, and only the memory that they need stays.
 
         Raises:
-            FeatureRequired: they cannot be recorded, and the gate says `on`.
+            FeatureRequired: they cannot be captured, and the switch is `on`.
         """
         if self._recorder is None or template is None:
             return
@@ -170,12 +170,12 @@ class DraftPhase(Companion):
         if profiling:
             settle_all_reduce()
             self._graphs.clear()
-            # vLLM takes what the device's free memory shrinks by at the next size for what each further graph needs. So
-            # the allocator has to have again what vLLM's own runs had left it, or the next size would need it anew.
+            # vLLM takes the drop in the device's free memory at the next size as the memory of each further graph. So
+            # the allocator must hold again what vLLM's own runs had left it, or the next size would allocate it again.
             have_again = partial(torch.empty, cached - reserved, dtype=torch.uint8, device=self._runner.device)
             self.failed = not attempt(self.feature, self.effect, have_again, self.forget)
             return
-        largest = max(one.shape.num_reqs for one in self._graphs.values())
+        largest = max(graphs.shape.num_reqs for graphs in self._graphs.values())
         journal.note(
             V1_DRAFT_PHASE,
             f"{len(self._graphs)} shapes of at most {largest} requests, captured in {self._spent[0]:.1f} s, "
@@ -197,9 +197,9 @@ class DraftPhase(Companion):
     def logits(
         self, scheduler_output: Any, spec_decode_metadata: Any, *, hidden_states: torch.Tensor, indices: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What `execute_model` keeps for sampling: hidden states of the tokens at `indices`, and their logits.
+        """Return the hidden states of the tokens at `indices`, and their logits.
 
-        Both are None where a graph samples: it makes logits itself.
+        `execute_model` keeps them for sampling. Both are None if a graph samples: it makes logits itself.
         """
         step = self._step_for(scheduler_output, spec_decode_metadata, hidden_states)
         kind: Sampling | Reason
@@ -218,7 +218,7 @@ class DraftPhase(Companion):
         return sample_hidden_states, self._runner.model.compute_logits(sample_hidden_states)
 
     def sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
-        """`GPUModelRunner._sample`: vLLM's `SamplerOutput`."""
+        """Do `GPUModelRunner._sample`; return vLLM's `SamplerOutput`."""
         runner, step = self._runner, self._step
         if self._kind is None:
             return runner._sample(logits, spec_decode_metadata)
@@ -226,7 +226,7 @@ class DraftPhase(Companion):
         assert self._buffers is not None
         assert self._recorder is not None
         count = runner.input_batch.num_reqs
-        # What the step before left is copied to the host on other streams.
+        # Other streams still copy the results of the step before to the host.
         _wait_for(runner.async_output_copy_stream)
         _wait_for(runner.valid_sampled_token_count_copy_stream)
         metadata = runner.input_batch.sampling_metadata
@@ -252,7 +252,11 @@ class DraftPhase(Companion):
         metadata: Any,
         slot_mappings: Any,
     ) -> Any:
-        """`GPUModelRunner.propose_draft_token_ids`: the next drafts, int64 [batch, num_speculative_tokens]."""
+        """Do `GPUModelRunner.propose_draft_token_ids`.
+
+        Returns:
+            The next drafts, int64 [batch, num_speculative_tokens].
+        """
         runner, step = self._runner, self._step
         states = TargetStates(hidden_states, tuple(aux_hidden_states or ()))
         if not isinstance(step, Reason):
@@ -305,16 +309,19 @@ class DraftPhase(Companion):
             self._parameters_of = sampling_metadata
 
     def _take_draft_probs(self, count: int) -> None:
-        """Put what drafts were drawn from where the graphs read it, also if vLLM has drawn them."""
+        """Put the drafts' distribution where graphs read it, even vLLM's own."""
         assert self._buffers is not None
-        given, kept = self._runner._draft_probs, self._buffers.draft_probs(count)
-        if given.data_ptr() != kept.data_ptr():
-            kept.copy_(given)
+        given, buffer = self._runner._draft_probs, self._buffers.draft_probs(count)
+        if given.data_ptr() != buffer.data_ptr():
+            buffer.copy_(given)
 
     def _step_for(
         self, scheduler_output: Any, spec_decode_metadata: Any, hidden_states: torch.Tensor
     ) -> PhaseGraphs | Reason:
-        """The graphs for a batch in which every request decodes one token and has all its drafts; or why not."""
+        """Return the graphs for this batch, or why there are none.
+
+        In such a batch every request decodes one token and has all its drafts.
+        """
         if self._graphs and self._weights is not None and (reason := self._weights.moved()) is not None:
             self.give_up(reason)
         if not self._graphs:
@@ -337,10 +344,10 @@ class DraftPhase(Companion):
         return step
 
     def _kind_of_batch(self, step: PhaseGraphs, scheduler_output: Any) -> Sampling | Reason:
-        """How the batch is sampled; or why no graph of `step` does it."""
+        """Return how the batch is sampled, or why no graph does it."""
         runner = self._runner
         metadata = runner.input_batch.sampling_metadata
-        # vLLM makes it anew where requests come, go or move.
+        # vLLM makes it again when requests come, go or move.
         if metadata is not self._judged:
             self._judged, self._judgement = metadata, self._judge(metadata)
         kind = self._judgement
@@ -357,10 +364,10 @@ class DraftPhase(Companion):
         return kind if _are_drafts(runner, scheduler_output) else Reason.REQUESTS_CHANGED
 
     def _judge(self, metadata: Any) -> Sampling | None:
-        """How a batch of this `SamplingMetadata` is sampled; None where a request asks for more than a graph has."""
+        """Return how the batch is sampled, or None if no graph can."""
         requests = self._runner.requests
         if metadata.output_token_ids or not all(
-            asks_for_nothing_else(requests[one].sampling_params) for one in self._runner.input_batch.req_ids
+            asks_for_nothing_else(requests[req_id].sampling_params) for req_id in self._runner.input_batch.req_ids
         ):
             return None
         filters = Filters.of(metadata)
@@ -370,7 +377,7 @@ class DraftPhase(Companion):
         return Sampling.GREEDY if metadata.all_greedy else Sampling.RANDOM
 
     def _against(self, step: PhaseGraphs, scheduler_output: Any, states: TargetStates, metadata: Any) -> Reason | None:
-        """Why the drafting graph of `step` would not do what vLLM does; None where it does."""
+        """Return why the drafting graph would differ from vLLM, or None."""
         proposer = self._runner.drafter
         wanted = getattr(scheduler_output, "num_spec_tokens_to_schedule", None)
         if wanted not in (None, self.query_len - 1):
@@ -390,19 +397,19 @@ class DraftPhase(Companion):
 
 
 def _are_drafts(runner: Any, scheduler_output: Any) -> bool:
-    """Whether what each request verifies are drafts.
+    """Whether each request verifies drafts, not placeholders.
 
-    A request that was not in the step before may have placeholders instead. vLLM rejects these; but the graphs read
-    what the target was given, in which they are token ids.
+    A request that was not in the step before may have placeholders. vLLM rejects these; but the graphs read what the
+    target was given, in which they are token ids.
     """
     if not runner.use_async_scheduling:
         return not any(_PLACEHOLDER in tokens for tokens in scheduler_output.scheduled_spec_decode_tokens.values())
-    # The scheduler runs ahead of the device, and knows no drafts at all.
+    # The scheduler runs ahead of the device, and does not know the drafts.
     before = runner.input_batch.prev_req_id_to_index
-    return bool(before) and all(one in before for one in runner.input_batch.req_ids)
+    return bool(before) and all(req_id in before for req_id in runner.input_batch.req_ids)
 
 
 def _wait_for(stream: Any) -> None:
-    """Let the next launch wait for a stream that may still copy what it overwrites."""
+    """Make the next launch wait for copies of what it overwrites."""
     if stream is not None:
         torch.cuda.current_stream().wait_stream(stream)

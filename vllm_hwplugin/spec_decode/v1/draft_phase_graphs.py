@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs of a draft phase on the V1 runner, recorded from vLLM's own functions for one shape of a batch.
+"""Capture a draft phase of the V1 runner from vLLM's own functions, for one shape of a batch.
 
-There are three. *Sampling* goes from the target's hidden states through logits and rejection to what the runner and
-the drafter need to know. *Counting* is the second half of that, for tokens that were sampled without a graph.
-*Drafting* goes from there to the last draft token. They are apart because vLLM starts to copy counts to the host
+There are three graphs. *Sampling* goes from the target's hidden states through logits and rejection to what the runner
+and the drafter need to know. *Counting* is the second half of that, for tokens that were sampled without a graph.
+*Drafting* goes from there to the last draft token. They are separate because vLLM starts to copy counts to the host
 between them, and drafting should not delay that.
 """
 
@@ -28,8 +28,8 @@ from vllm_hwplugin.spec_decode.graph_recording import record_graph, shared_scrat
 from vllm_hwplugin.spec_decode.v1.noise import Noise
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs
 
-#: Tokens that are verified at once, at most, unless one request has more. vLLM makes three float32 copies of their
-#: logits, and what the largest graph needs is taken from the KV cache: 39 MB each at a vocabulary of 152,000.
+#: Tokens that are verified together, at most, unless one request has more. vLLM makes three float32 copies of their
+#: logits, and the largest graph's memory is taken from the KV cache: 39 MB each at a vocabulary of 152,000.
 TOKENS_AT_ONCE: Final = 64
 
 
@@ -37,9 +37,9 @@ class Sampling(Enum):
     """How the tokens of a batch are sampled."""
 
     GREEDY = "greedy"
-    #: Some requests are, by temperature alone; drafts are the best ones.
+    #: Some requests are, only by temperature; drafts are the best ones.
     RANDOM = "random"
-    #: The same within top-k and top-p, whichever of them the model's default sampling parameters have.
+    #: The same within top-k, top-p or both, as the model's default sampling parameters say.
     FILTERED = "random, within top-k and top-p"
     #: Drafts are drawn ones.
     RANDOM_OF_DRAWN = "random, of drawn drafts"
@@ -55,25 +55,26 @@ class Sampling(Enum):
 
 
 class Filters(NamedTuple):
-    """Which of the two a batch is sampled with. vLLM leaves out what no request of it asks for."""
+    """Which of top-k and top-p a batch is sampled with. vLLM leaves out a filter that no request asks for."""
 
     top_k: bool
     top_p: bool
 
     @classmethod
     def of(cls, metadata: Any) -> Filters:
-        """Of vLLM's `SamplingMetadata`."""
+        """Return the filters of vLLM's `SamplingMetadata`."""
         return cls(metadata.top_k is not None, metadata.top_p is not None)
 
     @classmethod
     def by_default(cls, model_config: Any, vocab_size: int) -> Filters:
-        """Of requests that ask for nothing of their own, from the model's `generation_config.json` or the user.
+        """Return the filters of requests that set no sampling parameters.
 
-        Not by vLLM's `get_diff_sampling_param`, which would say once more in the log what it finds.
+        The model's `generation_config.json` or the user sets the defaults. vLLM's `get_diff_sampling_param` is not
+        called: it would log what it finds once more.
 
         Args:
             model_config: vLLM's.
-            vocab_size: from which on top-k leaves nothing out.
+            vocab_size: the top-k from which on nothing is left out.
         """
         given = {} if model_config.generation_config == "vllm" else model_config.try_get_generation_config()
         given = {**given, **model_config.override_generation_config}
@@ -81,10 +82,10 @@ class Filters(NamedTuple):
 
 
 def draws_natively(runner: Any) -> bool:
-    """Whether vLLM samples within top-k and top-p by kernels that torch gives random numbers.
+    """Whether vLLM filters by top-k and top-p with torch's random numbers.
 
-    FlashInfer and AITER, which vLLM takes where no request has a seed, get a seed from the host in each launch. A
-    graph would draw the same numbers each time.
+    FlashInfer and AITER, which vLLM uses if no request has a seed, get a seed from the host in each launch. A graph
+    would draw the same numbers each time.
     """
     sampler = runner.rejection_sampler.sampler.topk_topp_sampler
     return bool(sampler.forward == sampler.forward_native)
@@ -99,11 +100,11 @@ class Drafting(Enum):
 
 @dataclass(frozen=True)
 class TargetStates:
-    """What the target's graph of one shape leaves.
+    """The results of the target's graph of one shape.
 
     Attributes:
         hidden: [num_tokens, hidden].
-        aux: the same of several layers, where the drafter reads them; else empty.
+        aux: the same of several layers, if the drafter reads them; else empty.
     """
 
     hidden: torch.Tensor
@@ -111,21 +112,21 @@ class TargetStates:
 
     @classmethod
     def of(cls, outputs: Any) -> TargetStates:
-        """Of what the target's model returned."""
+        """Take the results of the target's model."""
         if isinstance(outputs, torch.Tensor):
             return cls(outputs, ())
         hidden, aux = outputs
         return cls(hidden, tuple(aux))
 
     def addresses(self) -> tuple[int, ...]:
-        return tuple(one.data_ptr() for one in (self.hidden, *self.aux))
+        return tuple(states.data_ptr() for states in (self.hidden, *self.aux))
 
 
 class PhaseBuffers:
     """The buffers of one runner's draft phase.
 
     Args:
-        max_num_reqs: of the largest graph.
+        max_num_reqs: requests of the largest graph.
         query_len: tokens of a request in a decode batch, 1 + num_speculative_tokens.
         device: where the captured kernels run.
 
@@ -159,7 +160,7 @@ class PhaseBuffers:
         self.num_rejected = rows()
         self.drafts = rows(query_len - 1, dtype=torch.int64)
         self.temperature, self.top_p = (rows(dtype=torch.float32).fill_(1.0) for _ in range(2))
-        # What every vocabulary has.
+        # Every vocabulary has at least one token.
         self.top_k = rows().fill_(1)
         self.greedy_noise = Noise(max_num_reqs)
         self.noise = Noise(max_num_reqs)
@@ -172,10 +173,10 @@ class PhaseBuffers:
         self._indices: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def draft_probs(self, num_reqs: int, like: torch.Tensor | None = None) -> torch.Tensor:
-        """float32 [num_reqs, query_len - 1, vocabulary]: what drafts were drawn from.
+        """Return the drafts' distribution, float32 [num_reqs, query_len - 1, vocabulary].
 
         Args:
-            like: [..., vocabulary]; the first call makes them like it.
+            like: [..., vocabulary]; the first call makes the buffer like it.
         """
         if self._draft_probs is None:
             assert like is not None
@@ -183,22 +184,24 @@ class PhaseBuffers:
         return self._draft_probs[:num_reqs]
 
     def hold(self, count: int, num_reqs: int) -> None:
-        """Have the first `count` requests of a graph of `num_reqs` be real, and the others padding."""
+        """Make a graph's first `count` of `num_reqs` requests real, the rest padding."""
         if self._alive != (count, num_reqs):
             self._dead[:count].fill_(False)
             self._dead[count:num_reqs].fill_(True)
             self._alive = (count, num_reqs)
 
     def dead(self, num_reqs: int) -> torch.Tensor:
-        """bool [num_reqs]: which requests of a graph are padding."""
+        """Return which requests of a graph are padding, bool [num_reqs]."""
         return self._dead[:num_reqs]
 
     def dead_tokens(self, num_reqs: int) -> torch.Tensor:
-        """bool [num_reqs * query_len]: which tokens of a graph are those of padding; a tensor of its own."""
+        """Return which tokens are padding, bool [num_reqs * query_len], a new tensor."""
         return self._dead[:num_reqs, None].expand(-1, self.query_len).reshape(-1).clone()
 
     def spec_decode_metadata(self, shape: GraphShape, token_ids: torch.Tensor) -> SpecDecodeMetadata:
-        """vLLM's metadata of a batch that fills `shape`, with tensors that live as long as these buffers.
+        """Return vLLM's metadata of a batch that fills `shape`.
+
+        Its tensors last as long as the buffers.
 
         Args:
             token_ids: int32 [num_tokens], what the target was given.
@@ -228,20 +231,19 @@ class PhaseBuffers:
             by_request[:, -1],
             every,
         )
-        return tuple(torch.from_numpy(np.ascontiguousarray(one)).to(self._dead.device) for one in host)
+        return tuple(torch.from_numpy(np.ascontiguousarray(array)).to(self._dead.device) for array in host)
 
 
 @dataclass(frozen=True)
 class PhaseGraphs:
-    """Those of one shape.
+    """The graphs of one shape.
 
     Attributes:
-        shape: the shape.
-        states: addresses of what the target leaves, which they read.
+        states: addresses of the target's results, which they read.
         inputs: addresses of sequence lengths and slots, which they read.
-        sampling: for each kind of it.
-        drafting: the best drafts, and where it is asked for, also drawn ones.
-        kept: what was made for them and has to live as long.
+        sampling: a graph for each kind of sampling.
+        drafting: the best drafts, and drawn drafts if they are asked for.
+        owned: objects that were made for the graphs and must last as long.
     """
 
     shape: GraphShape
@@ -250,24 +252,24 @@ class PhaseGraphs:
     sampling: Mapping[Sampling, torch.cuda.CUDAGraph]
     counting: torch.cuda.CUDAGraph
     drafting: Mapping[Drafting, torch.cuda.CUDAGraph]
-    kept: Any
+    owned: Any
 
 
 def input_addresses(metadata: Any) -> tuple[int, ...]:
-    """Of the sequence lengths and slots that a `CommonAttentionMetadata` names."""
+    """Return the addresses of sequence lengths and slots in a `CommonAttentionMetadata`."""
     return metadata.seq_lens.data_ptr(), metadata.slot_mapping.data_ptr()
 
 
 class PhaseRecorder:
-    """Records the graphs of one runner's draft phase.
+    """Captures the graphs of one runner's draft phase.
 
     Args:
         runner: a `GPUModelRunner` of V1 whose drafter has its graphs.
         passes: the graphs of the drafter's passes.
         buffers: what the graphs write.
-        sampling: the kinds of it that are recorded.
-        drafting: the same.
-        filters: those of the kinds of sampling that filter.
+        sampling: the kinds of sampling to capture.
+        drafting: the kinds of drafting to capture.
+        filters: the filters in the kinds of sampling that filter.
     """
 
     def __init__(
@@ -286,7 +288,7 @@ class PhaseRecorder:
         self._buffers = buffers
 
     def hold(self, count: int, shape: GraphShape) -> None:
-        """Have the first `count` requests of the graphs of `shape` be real, and the others padding."""
+        """Make the first `count` requests of `shape` real, the rest padding."""
         num_reqs, query_len = shape.num_reqs, self._buffers.query_len
         self._buffers.hold(count, num_reqs)
         self._passes.buffers.of(shape).write_even_starts(count, num_reqs, query_len)
@@ -294,12 +296,12 @@ class PhaseRecorder:
             self._proposer.draft_loop.prepare(count, num_reqs)
 
     def record(self, shape: GraphShape, states: TargetStates, template: Any) -> PhaseGraphs:
-        """Record the graphs of `shape`, in a stream of vLLM's `graph_capture`.
+        """Capture the graphs of `shape`, in a stream of vLLM's `graph_capture`.
 
         All requests are padding meanwhile, so nothing is written to the KV cache.
 
         Args:
-            states: what the target left of a batch of this shape.
+            states: the target's results of a batch of this shape.
             template: the `CommonAttentionMetadata` that the runner built for it, of the drafter's KV-cache group.
         """
         buffers, num_reqs = self._buffers, shape.num_reqs
@@ -318,8 +320,8 @@ class PhaseRecorder:
         def recorded(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
             return record_graph(run, pool, config)
 
-        # The largest logits first: what is recorded later finds room in what they leave. Those of drawn drafts last:
-        # they need what these are drawn from.
+        # The largest logits first: later captures reuse their memory. Sampling of drawn drafts last: it needs the
+        # distribution that drafting draws from.
         sampling = {kind: recorded(partial(sample, kind)) for kind in self.sampling if not kind.of_drawn}
         drafting = {kind: recorded(partial(draft, kind)) for kind in self.drafting}
         sampling |= {kind: recorded(partial(sample, kind)) for kind in self.sampling if kind.of_drawn}
@@ -330,15 +332,15 @@ class PhaseRecorder:
             sampling=sampling,
             drafting=drafting,
             counting=recorded(lambda: self._count(shape, batch)),
-            kept=(metadata, batch, shared_scratch()),
+            owned=(metadata, batch, shared_scratch()),
         )
 
     def _batch(self, shape: GraphShape, template: Any) -> Any:
-        """A `CommonAttentionMetadata` of a decode batch that fills `shape`, over the runner's own tensors."""
+        """Return a decode batch's metadata that fills `shape`, over the runner's tensors."""
         num_reqs, starts = shape.num_reqs, self._buffers.start_loc[: shape.num_reqs + 1]
         like = self._passes.buffers.of(shape)
         return dataclasses.replace(
-            # Host code that asks for the longest sequence has to get what holds for any.
+            # Host code that asks for the longest sequence must get what holds for any.
             like.batch_for_capture(template, shape, self._proposer.max_model_len),
             query_start_loc=starts,
             query_start_loc_cpu=starts.cpu(),
@@ -348,7 +350,7 @@ class PhaseRecorder:
         )
 
     def noise_of(self, kind: Sampling) -> Noise:
-        """What the sampling graphs of this kind read."""
+        """Return what the sampling graphs of this kind read."""
         return self._buffers.greedy_noise if kind is Sampling.GREEDY else self._buffers.noise
 
     def _chains(self) -> bool:
@@ -358,19 +360,19 @@ class PhaseRecorder:
     # -- what is recorded ---------------------------------------------------------------------------------------------
 
     def _sampling_metadata(self, **changes: Any) -> Any:
-        """vLLM's `SamplingMetadata` of a batch without requests, which asks for nothing, with some changes."""
+        """Return vLLM's `SamplingMetadata` that asks for nothing, with some changes."""
         return dataclasses.replace(self._runner.input_batch.sampling_metadata, all_random=False, **changes)
 
     def _sample(self, shape: GraphShape, states: TargetStates, batch: Any, kind: Sampling) -> None:
-        """From the target's hidden states to what was sampled."""
+        """Sample from the target's hidden states."""
         logits = self._runner.model.compute_logits(states.hidden[: shape.num_tokens])
-        at_once = max(1, TOKENS_AT_ONCE // self._buffers.query_len)
-        for first in range(0, shape.num_reqs, at_once):
-            self._verify(slice(first, min(first + at_once, shape.num_reqs)), logits, kind)
+        batch_size = max(1, TOKENS_AT_ONCE // self._buffers.query_len)
+        for first in range(0, shape.num_reqs, batch_size):
+            self._verify(slice(first, min(first + batch_size, shape.num_reqs)), logits, kind)
         self._count(shape, batch)
 
     def _verify(self, requests: slice, logits: torch.Tensor, kind: Sampling) -> None:
-        """Sample for some requests of a batch, [batch * query_len, vocabulary] of which are `logits`."""
+        """Sample for some requests of a batch's `logits`, [batch * query_len, vocabulary]."""
         runner, buffers, query_len = self._runner, self._buffers, self._buffers.query_len
         shape = uniform_shape(query_len, requests.stop - requests.start)
         tokens = slice(requests.start * query_len, requests.stop * query_len)
@@ -393,7 +395,7 @@ class PhaseRecorder:
         buffers.sampled_token_ids[requests].copy_(output.sampled_token_ids)
 
     def _count(self, shape: GraphShape, batch: Any) -> None:
-        """From what was sampled to what the drafter has to know of it."""
+        """Compute what the drafter must know of the sampled tokens."""
         runner, proposer, buffers, num_reqs = self._runner, self._proposer, self._buffers, shape.num_reqs
         next_token_ids, num_valid = proposer.prepare_next_token_ids_padded(
             buffers.sampled_token_ids[:num_reqs],
@@ -401,18 +403,18 @@ class PhaseRecorder:
             runner.input_batch,
             buffers.none_discarded[:num_reqs],
         )
-        # Without a token it would have its draft follow the last token of the request before it.
+        # Without a token a padded request's draft would follow the last token of the request before it.
         num_valid.masked_fill_(buffers.dead(num_reqs), 1)
         _, sample_indices, num_rejected = proposer.prepare_inputs_padded(
             batch, self._spec_decode_metadata(shape), num_valid
         )
-        for found, kept in (
+        for result, buffer in (
             (next_token_ids, buffers.next_token_ids),
             (num_valid, buffers.num_valid),
             (sample_indices, buffers.sample_indices),
             (num_rejected, buffers.num_rejected),
         ):
-            kept[:num_reqs].copy_(found)
+            buffer[:num_reqs].copy_(result)
 
     def _spec_decode_metadata(self, shape: GraphShape) -> Any:
         return self._buffers.spec_decode_metadata(shape, self._runner.input_ids.gpu[: shape.num_tokens])
@@ -420,7 +422,7 @@ class PhaseRecorder:
     def _draft(
         self, shape: GraphShape, states: TargetStates, batch: Any, metadata: dict[str, Any], kind: Drafting
     ) -> torch.Tensor:
-        """From what was sampled to the drafts, int64 [num_reqs, num_speculative_tokens]."""
+        """Draft from what was sampled, int64 [num_reqs, num_speculative_tokens]."""
         proposer, num_reqs = self._proposer, shape.num_reqs
         sample = proposer._greedy_sample if kind is Drafting.BEST else self._drawing(shape)
         indices, last_hidden, hidden = self._first_pass(shape, states, batch, metadata)
@@ -437,7 +439,7 @@ class PhaseRecorder:
         )
 
     def _drawing(self, shape: GraphShape) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function that makes drafts of hidden states, and keeps what it drew them from."""
+        """Return a function that draws drafts and keeps their distribution."""
         buffers, num_reqs = self._buffers, shape.num_reqs
         buffers.draft_noise.begin(num_reqs)
         drafted = 0
@@ -445,13 +447,13 @@ class PhaseRecorder:
         def sample(hidden_states: torch.Tensor) -> torch.Tensor:
             nonlocal drafted
             width = hidden_states.shape[0] // num_reqs
-            # vLLM 0.22 to 0.24 do not repeat it for the rows of a request.
+            # vLLM 0.22 to 0.24 do not repeat the temperature for the rows of a request.
             temperature = buffers.temperature[:num_reqs].repeat_interleave(width)
             metadata = self._sampling_metadata(all_greedy=False, temperature=temperature)
             with buffers.draft_noise.read():
                 tokens, probs = self._proposer._sample_draft_tokens(hidden_states, metadata)
-            kept = buffers.draft_probs(num_reqs, probs)[:, drafted : drafted + width]
-            kept.copy_(probs.view(num_reqs, width, -1))
+            part = buffers.draft_probs(num_reqs, probs)[:, drafted : drafted + width]
+            part.copy_(probs.view(num_reqs, width, -1))
             drafted += width
             return tokens
 
@@ -460,10 +462,10 @@ class PhaseRecorder:
     def _first_pass(
         self, shape: GraphShape, states: TargetStates, batch: Any, metadata: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The drafter's first pass, in vLLM's order of operations.
+        """Run the drafter's first pass, in vLLM's order of operations.
 
         Returns:
-            Which of its tokens to draft from, the states to sample from, and those that a next pass reads.
+            Which of its tokens to draft from, the states to sample from, and the states that a next pass reads.
         """
         proposer, buffers = self._proposer, self._buffers
         num_reqs, num_tokens = shape.num_reqs, shape.num_tokens
@@ -472,7 +474,7 @@ class PhaseRecorder:
         seq_lens = self._passes.buffers.of(shape).seq_lens[:num_reqs]
         seq_lens.copy_(batch.seq_lens)
         seq_lens.masked_fill_(dead, 0)
-        # Copies them into the buffer that the draft layers read, where they are not in it.
+        # Copies the slots into the buffer that the draft layers read, if they are not in it.
         proposer._get_slot_mapping(num_tokens, batch.slot_mapping)
         proposer._slot_mapping_buffer[:num_tokens].masked_fill_(dead_tokens, PADDING_SLOT_ID)
         if proposer.method in MASK_METHODS:
@@ -484,33 +486,33 @@ class PhaseRecorder:
         return indices, last_hidden, hidden
 
     def _inputs(self, shape: GraphShape, states: TargetStates, batch: Any) -> tuple[torch.Tensor, Any]:
-        """Put what the target was given and found into the drafter's buffers.
+        """Put the target's inputs and results into the drafter's buffers.
 
         Returns:
             Which tokens of the pass to draft from, and its `CommonAttentionMetadata`.
         """
         proposer, runner, buffers = self._proposer, self._runner, self._buffers
         num_reqs, num_tokens = shape.num_reqs, shape.num_tokens
-        found = _side_by_side(states, num_tokens)
+        target_states = _side_by_side(states, num_tokens)
         if proposer.method in COMBINING_METHODS:
-            found = proposer.model.combine_hidden_states(found)
+            target_states = proposer.model.combine_hidden_states(target_states)
         count, indices, batch = proposer.set_inputs_first_pass(
             target_token_ids=runner.input_ids.gpu[:num_tokens],
             next_token_ids=buffers.next_token_ids[:num_reqs],
             target_positions=runner._get_positions(num_tokens),
-            target_hidden_states=found,
+            target_hidden_states=target_states,
             token_indices_to_sample=buffers.sample_indices[:num_reqs],
             cad=batch,
             num_rejected_tokens_gpu=buffers.num_rejected[:num_reqs],
         )
         assert count == num_tokens
         if proposer.method in MASK_METHODS:
-            proposer.hidden_states[:num_tokens].copy_(found)
+            proposer.hidden_states[:num_tokens].copy_(target_states)
         return indices, batch
 
 
 def _side_by_side(states: TargetStates, num_tokens: int) -> torch.Tensor:
-    """What a drafter reads of the target: [num_tokens, hidden], or of several layers, one beside the other."""
+    """Return the target states that a drafter reads, [num_tokens, hidden * layers]."""
     if not states.aux:
         return states.hidden[:num_tokens]
-    return torch.cat([one[:num_tokens] for one in states.aux], dim=-1)
+    return torch.cat([layer[:num_tokens] for layer in states.aux], dim=-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes above vLLM's own that the V1 runner captures: `LARGEST` bounds decode batches, `largest_mixed` others."""
+"""Bound the sizes above vLLM's own on the V1 runner: `LARGEST` for decode batches, `largest_mixed` for others."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from vllm_hwplugin.spec_decode.v1.added_sizes import guard
 
 
 def settled(runner: Any, capture_descs: list[tuple[CUDAGraphMode, list[Any]]]) -> list[tuple[CUDAGraphMode, list[Any]]]:
-    """Return what is to be captured of it; for the patched `profile_cudagraph_memory` and `capture_model`.
+    """Return the part of `capture_descs` that the V1 runner captures.
 
-    The dispatchers, which vLLM fills again when it has measured memory, lose the other sizes as well.
+    The patched `profile_cudagraph_memory` and `capture_model` call this. The dispatchers, which vLLM fills again when
+    it has measured memory, also lose the other sizes.
 
     Args:
         runner: vLLM's `GPUModelRunner`.
-        capture_descs: what `CudagraphDispatcher.get_capture_descs` returned; not changed.
+        capture_descs: the result of `CudagraphDispatcher.get_capture_descs`; not changed.
     """
     compilation = runner.compilation_config
     if has_sizes(compilation):
@@ -31,5 +32,5 @@ def settled(runner: Any, capture_descs: list[tuple[CUDAGraphMode, list[Any]]]) -
     for dispatcher in (runner.cudagraph_dispatcher, getattr(drafter, "cudagraph_dispatcher", None)):
         for mode, keys in {} if dispatcher is None else dispatcher.cudagraph_keys.items():
             keys.difference_update([key for key in keys if key.num_tokens > bounds[mode]])
-    kept = [(mode, [desc for desc in descs if desc.num_tokens <= bounds[mode]]) for mode, descs in capture_descs]
-    return [(mode, descs) for mode, descs in kept if descs]
+    bounded = [(mode, [desc for desc in descs if desc.num_tokens <= bounds[mode]]) for mode, descs in capture_descs]
+    return [(mode, descs) for mode, descs in bounded if descs]

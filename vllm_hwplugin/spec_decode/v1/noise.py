@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers for graphs: drawn before a replay, as vLLM would draw them, into tensors that the graph reads.
+"""Draw random numbers for graphs before a replay, as vLLM would, into tensors that the graph reads.
 
-A graph that draws by itself draws for its padding, too, and knows no request's own generator. So its numbers, and all
-that are drawn later, would differ from stock vLLM's. Here each draw is a launch in front of the graph.
+A graph that draws by itself also draws for its padding, and knows no request's own generator. So its numbers, and all
+later draws, would differ from unpatched vLLM's. Here each draw is a launch in front of the graph.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass(frozen=True)
 class _Draw:
-    """One draw of vLLM's.
+    """One of vLLM's draws.
 
     Attributes:
         numbers: [max_num_reqs * rows, ...], what the graphs read.
-        rows: of one request.
-        exponential: distributed so; else uniformly.
+        rows: rows per request.
+        exponential: exponentially distributed; else uniformly.
     """
 
     numbers: torch.Tensor
@@ -31,7 +31,7 @@ class _Draw:
     exponential: bool
 
     def fill(self, first: int, last: int, generator: torch.Generator | None = None) -> None:
-        """Draw the numbers of some requests."""
+        """Draw the numbers of the requests from `first` to `last`."""
         part = self.numbers[first * self.rows : last * self.rows]
         if self.exponential:
             part.exponential_(generator=generator)
@@ -43,7 +43,7 @@ class Noise:
     """The numbers that one part of a step draws, in vLLM's order.
 
     Args:
-        max_num_reqs: of the largest graph.
+        max_num_reqs: requests of the largest graph.
     """
 
     def __init__(self, max_num_reqs: int):
@@ -53,17 +53,17 @@ class Noise:
         self._next = 0
 
     def begin(self, num_reqs: int, first: int = 0) -> None:
-        """A graph goes through the part from its beginning, with so many requests from the `first` one on."""
+        """Start at the first draw, for `num_reqs` requests from `first` on."""
         self._num_reqs, self._first, self._next = num_reqs, first, 0
 
     @contextmanager
     def read(self) -> Iterator[None]:
-        """While it lasts, what vLLM draws is read here instead."""
+        """Replace vLLM's draws with these numbers inside the context."""
         with _Reading(self):
             yield
 
     def numbers(self, like: torch.Tensor, *, exponential: bool) -> torch.Tensor:
-        """Those of the next draw, in the shape and type of `like`."""
+        """Return the next draw's numbers, in the shape and type of `like`."""
         rows = like.shape[0] // self._num_reqs
         if self._next == len(self._draws):
             numbers = like.new_ones((self._max_num_reqs * rows, *like.shape[1:]))
@@ -76,10 +76,10 @@ class Noise:
         """Draw for the first `count` requests.
 
         Args:
-            generators: by request, of those that have a seed; vLLM's drafts do without.
+            generators: by request, of requests with a seed; vLLM's drafts use none.
         """
         for index, draw in enumerate(self._draws):
-            # vLLM's sampler of single tokens, which comes first, leaves out what nobody reads.
+            # vLLM's sampler of single tokens, which comes first, leaves out numbers that nobody reads.
             if index > 0 or len(generators) != count:
                 draw.fill(0, count)
             for request, generator in generators.items():
@@ -92,7 +92,7 @@ class _Reading(TorchFunctionMode):  # type: ignore[misc]
         self._noise = noise
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # By name: a layer between torch and another vendor's device has functions of its own under torch's names.
+        # By name: a layer between torch and another vendor's device has its own functions under torch's names.
         name = getattr(func, "__name__", None)
         if name == "exponential_":
             out = args[0]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes of a drafter, each captured whole into a FULL CUDA graph.
+"""Capture each pass of a drafter whole into a FULL CUDA graph.
 
 A graph goes around the *call* of the draft model, not around `proposer.model`: class tests on the model need no
-unwrapping, and a wrapper that the runner adds later nests inside. Graphs are captured into a memory pool of the
-drafter's own: in the shared pool its replays may overwrite the target's output. After drafting, the runner reads that
-once more, for prompt logprobs.
+unwrapping, and a wrapper that the runner adds later nests inside. Graphs are captured into the drafter's own memory
+pool: in the shared pool its replays may overwrite the target's output, which the runner reads again after drafting, for
+prompt logprobs.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class PassGraphs:
         self.buffers = buffers
         self._proposer = proposer
         self._first = first
-        # A pool of its own each time: one whose graphs are all gone may not be captured into again.
+        # A new pool each time: a pool whose graphs are all gone may not be captured into again.
         self.graph_pool = current_platform.graph_pool_handle()
         self._graphs = full_graphs(self._call_model, proposer.vllm_config, self.graph_pool)
 
     def __call__(self, **inputs: Any) -> Any:
-        """Call the draft model, through its graph where the forward context says FULL."""
+        """Call the draft model, by its graph if the context says FULL."""
         return self._graphs(**inputs)
 
     def _call_model(self, **inputs: Any) -> Any:
@@ -49,25 +49,25 @@ class PassGraphs:
 
     @property
     def num_captured(self) -> int:
-        """How many graphs there are; none once vLLM cleared those that it captured to measure memory."""
+        """How many graphs there are; none once vLLM cleared the graphs that it captured to measure memory."""
         return len(self._graphs.concrete_cudagraph_entries)
 
     def capture(self, shape: GraphShape, template: Any) -> None:
         """Capture the pass over a batch of `shape`.
 
-        It runs once without a graph first: kernels that compile or tune themselves at their first call may not do so
+        It runs once without a graph first: kernels that compile or tune themselves at their first call must not do so
         while a graph is being captured.
 
         Args:
             template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group.
         """
         for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
-            # Metadata for each run: the first kernel that reads FlashMLA's plans into it, and a captured one must.
+            # Metadata for each run: the first kernel that reads FlashMLA's plans into it, and a captured kernel must.
             with self.forward_context(self.dummy_metadata(shape, template), shape, mode):
                 self(**self.inputs(shape.num_tokens))
 
     def inputs(self, count: int) -> dict[str, Any]:
-        """What the draft model is called with in a pass over the first `count` tokens of the drafter's buffers."""
+        """Return the draft model's arguments for the buffers' first `count` tokens."""
         proposer = self._proposer
         multimodal = proposer.supports_mm_inputs and not self._first.tokens_only
         inputs = {
@@ -80,7 +80,7 @@ class PassGraphs:
         return inputs
 
     def dummy_metadata(self, shape: GraphShape, template: Any) -> dict[str, Any]:
-        """Per-layer metadata of a dummy batch that fills `shape`; its slots are all padding."""
+        """Return a dummy batch's per-layer metadata for `shape`, with padding slots only."""
         proposer = self._proposer
         _, per_layer = proposer.build_per_group_and_layer_attn_metadata(
             self.buffers.dummy(template, shape, proposer.max_model_len, causal=self._first.causal),
@@ -91,7 +91,7 @@ class PassGraphs:
     def forward_context(
         self, per_layer_metadata: dict[str, Any], shape: GraphShape, mode: CUDAGraphMode
     ) -> AbstractContextManager[None]:
-        """vLLM's forward context for a pass over the drafter's own buffers, under the key of `shape`."""
+        """Return vLLM's forward context for a pass over the buffers, by `shape`."""
         return set_forward_context(  # type: ignore[no-any-return]
             per_layer_metadata,
             self._proposer.vllm_config,
@@ -103,9 +103,12 @@ class PassGraphs:
 
 
 def full_graphs(call: Callable[..., Any], config: Any, graph_pool: Any) -> CUDAGraphWrapper:
-    """`call`, captured whole under runtime mode FULL, in a memory pool that the target does not use.
+    """Wrap `call` to be captured whole under runtime mode FULL.
 
-    Without a garbage collection before each capture: there are hundreds of shapes, and nothing to collect between them.
+    Captures run without a garbage collection before each: there are hundreds of shapes, and nothing to collect.
+
+    Args:
+        graph_pool: a memory pool that the target does not use.
     """
     graphs = CUDAGraphWrapper(
         call,
@@ -118,5 +121,5 @@ def full_graphs(call: Callable[..., Any], config: Any, graph_pool: Any) -> CUDAG
 
 
 def descriptor_of(shape: GraphShape) -> BatchDescriptor:
-    """The key under which vLLM's `CUDAGraphWrapper` keeps the graph of `shape`."""
+    """Return the key of this shape's graph in vLLM's `CUDAGraphWrapper`."""
     return BatchDescriptor(num_tokens=shape.num_tokens, num_reqs=shape.num_reqs, uniform=shape.query_len is not None)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs of a decode step of Model Runner V1 from those of the step before, by one CUDA graph.
+"""Make a V1 decode step's inputs from the inputs of the step before, by one CUDA graph.
 
-V1 makes each batch anew: two dozen copies to the device, as many kernels, index arrays by the token, attention
+V1 makes each batch again: two dozen copies to the device, as many kernels, index arrays by the token, attention
 metadata. While the same requests are decoded, each with all its drafts, nearly all of that comes out as in the step
 before. The rest follows on the device from what was sampled and drafted there: how many tokens are computed, token ids,
 positions, lengths and slots. A graph makes these; block tables are copied when a request has new blocks.
@@ -45,9 +45,9 @@ class _Metadata:
     """Attention metadata that vLLM has made.
 
     Attributes:
-        asked: what for.
+        asked: the arguments that it was made for.
         layers: by the layer's name.
-        distinct: that of all layers, each once.
+        distinct: the metadata objects of all layers, each once.
         common: vLLM's `CommonAttentionMetadata` for the drafter, of a batch without prompts, before the drafter changes
             it.
     """
@@ -59,20 +59,20 @@ class _Metadata:
 
     @classmethod
     def of(cls, asked: Mapping[str, Any], layers: Mapping[str, Any], common: Any) -> _Metadata:
-        distinct = tuple({id(one): one for one in layers.values()}.values())
-        # What was derived from the lengths of this step.
+        distinct = tuple({id(metadata): metadata for metadata in layers.values()}.values())
+        # Caches that were derived from the lengths of this step.
         changes: dict[str, Any] = {
             field.name: None for field in dataclasses.fields(common) if field.name.endswith("_cache")
         }
         if getattr(common, "is_prefilling", None) is not None:
-            # In this step a prompt's last token may have been computed, in later ones none is.
+            # In this step a prompt's last token may have been computed, in later steps none is.
             changes["is_prefilling"] = torch.zeros_like(common.is_prefilling)
         return cls(asked, layers, distinct, dataclasses.replace(common, **changes))
 
     def of_length(self, max_seq_len: int) -> tuple[Mapping[str, Any], Any]:
-        """The same for longer sequences, as `_build_attention_metadata` gives it out."""
-        for one in self.distinct:
-            one.max_seq_len = max_seq_len
+        """Return the metadata for longer sequences, as `_build_attention_metadata` does."""
+        for metadata in self.distinct:
+            metadata.max_seq_len = max_seq_len
         return self.layers, dataclasses.replace(self.common, max_seq_len=max_seq_len)
 
 
@@ -83,9 +83,9 @@ class _Kept:
     Attributes:
         req_ids: in the order of the batch.
         starts: of each request in the batch, [max_num_reqs + 1]: the host's `query_start_loc`.
-        inputs: of `_prepare_inputs`; its draft token ids are where the graph writes them.
-        slots: of `_get_slot_mappings`, and what that was asked for.
-        metadata: of `_build_attention_metadata`, where the graph makes what changes of it.
+        inputs: the result of `_prepare_inputs`; its draft token ids are where the graph writes them.
+        slots: the arguments and the result of `_get_slot_mappings`.
+        metadata: the result of `_build_attention_metadata`, if the graph makes its changing parts.
     """
 
     req_ids: list[str]
@@ -99,7 +99,7 @@ class StepInputs:
     """The input graphs of one V1 `GPUModelRunner`, which holds them as `step_inputs`.
 
     In each step `execute_model` calls `update_states`, `prepare_inputs`, `get_slot_mappings` and
-    `build_attention_metadata`, in this order, in place of its own methods of these names.
+    `build_attention_metadata`, in this order, in place of the runner's methods with these names.
     """
 
     def __init__(self, runner: Any):
@@ -110,7 +110,7 @@ class StepInputs:
     def _forget(self) -> None:
         self._graphs: dict[int, _Recorded] = {}
         self._kept: _Kept | None = None
-        # The graph that has prepared this step, None where vLLM has; and the host's bound of the longest sequence then.
+        # The graph that has prepared this step, or None if vLLM has; and the host's bound of the longest sequence then.
         self._step: _Recorded | None = None
         self._max_seq_len = 0
 
@@ -123,10 +123,10 @@ class StepInputs:
     # -- a start ------------------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        """Record a graph for each number of requests: after `capture_model` has captured the target's.
+        """Capture a graph per request count, after `capture_model` captured the target's.
 
         Raises:
-            FeatureRequired: nothing can be recorded, and the feature's gate says `on`.
+            FeatureRequired: nothing can be captured, and the feature's switch is `on`.
         """
         self._forget()
         if (reason := why_not(self._runner, Part.V1_INPUTS)) is not None:
@@ -141,7 +141,7 @@ class StepInputs:
                 self._graphs[num_reqs] = self._record(num_reqs, reason is None, pool)
 
         with torch.inference_mode(), graph_capture(device=self._runner.device):
-            # Requests may be under way: where ranks of data parallelism come or go, vLLM captures anew.
+            # Requests may be running: when ranks of data parallelism come or go, vLLM captures again.
             computed = self._runner.num_computed_tokens.clone()
             recorded = attempt(V1_STEP_INPUTS, _STOCK, record_all, self._forget)
             self._runner.num_computed_tokens.copy_(computed)
@@ -156,14 +156,14 @@ class StepInputs:
         journal.use(V1_STEP_INPUTS, True)
 
     def _make_buffers(self) -> int:
-        """What graphs read, and the drafts that are verified; of as many requests as the answer says."""
+        """Allocate what graphs read and the drafts; return for how many requests."""
         runner, query_len, device = self._runner, self._query_len, self._runner.device
         most: int = min(MAX_NUM_REQS, runner.max_num_reqs, runner.max_num_tokens // query_len)
         self._offsets = torch.arange(query_len, dtype=torch.int64, device=device)
         self._starts = torch.arange(runner.query_start_loc.np.size, dtype=torch.int32, device=device) * query_len
         self._draft_ids = torch.zeros(most * (query_len - 1), dtype=torch.int32, device=device)
         if runner.use_async_spec_decode:
-            # What the step before leaves is elsewhere each time.
+            # The step before leaves its results elsewhere each time.
             self._counts = torch.zeros(most, dtype=torch.int32, device=device)
             self._sampled = torch.zeros(most, dtype=torch.int32, device=device)
             self._drafts = torch.zeros(most, query_len - 1, dtype=torch.int32, device=device)
@@ -174,11 +174,11 @@ class StepInputs:
 
     def _record(self, num_reqs: int, with_metadata: bool, pool: Any) -> _Recorded:
         runner, query_len = self._runner, self._query_len
-        # Fill the buffers as vLLM would for such a batch: recording also runs the kernels once.
+        # Fill the buffers as vLLM would for such a batch: capturing also runs the kernels once.
         starts = runner.query_start_loc
         starts.np[:] = np.minimum(np.arange(starts.np.size), num_reqs) * query_len
         runner.num_computed_tokens.zero_()
-        # What depends on the length of sequences on the host has to hold for the longest.
+        # What depends on the length of sequences on the host must hold for the longest.
         runner.optimistic_seq_lens_cpu[:num_reqs].fill_(runner.max_model_len)
         desc = self._graph_of_target(num_reqs) if with_metadata else None
 
@@ -190,7 +190,7 @@ class StepInputs:
         return _Recorded(record_graph(prepare, pool, runner.vllm_config), metadata=desc is not None)
 
     def _graph_of_target(self, num_reqs: int) -> Any:
-        """The `BatchDescriptor` of the FULL graph in which the target decodes so many requests; None without one."""
+        """Return the `BatchDescriptor` of the target's FULL decode graph, or None."""
         mode, desc = self._runner._determine_batch_execution_and_padding(
             num_tokens=num_reqs * self._query_len,
             num_reqs=num_reqs,
@@ -201,10 +201,10 @@ class StepInputs:
         return desc if mode == CUDAGraphMode.FULL else None
 
     def _advance(self, num_reqs: int) -> None:
-        """What `_prepare_inputs` does on the device for a decode batch whose step before had the same requests."""
+        """Do the device work of `_prepare_inputs` for an unchanged decode batch."""
         runner, query_len = self._runner, self._query_len
         num_tokens = num_reqs * query_len
-        # A drafter may have written its own there, as that of vllm-musa does.
+        # A drafter may have written its own there, as vllm-musa's does.
         torch.clamp(self._starts, max=num_tokens, out=runner.query_start_loc.gpu)
         computed = runner.num_computed_tokens[:num_reqs]
         token_ids = runner.input_ids.gpu[:num_tokens].view(num_reqs, query_len)
@@ -228,7 +228,7 @@ class StepInputs:
         self._draft_ids[: num_tokens - num_reqs].view(num_reqs, query_len - 1).copy_(token_ids[:, 1:])
 
     def _make_metadata(self, num_reqs: int, desc: Any) -> None:
-        """What vLLM launches for the attention metadata of a decode batch in the target's graph of `desc`."""
+        """Launch vLLM's kernels for a decode batch's attention metadata in graph `desc`."""
         runner, query_len = self._runner, self._query_len
         num_reqs_padded = num_reqs if desc.num_reqs is None else desc.num_reqs
         slot_mappings, _ = runner._get_slot_mappings(
@@ -249,36 +249,37 @@ class StepInputs:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def forget_step(self) -> None:
-        """Have vLLM prepare the next step: `_dummy_run` leaves its own batch where the last step's was.
+        """Make vLLM prepare the next step.
 
-        A rank of data parallelism makes one while its requests are paused, and these go on as they were.
+        `_dummy_run` overwrites the last step's batch with its own. A rank of data parallelism runs it while its
+        requests are paused, and these go on unchanged.
         """
         self._kept = None
 
     def update_states(self, scheduled: Any) -> Any:
-        """`_update_states`."""
+        """Do `_update_states`."""
         if not scheduled.total_num_scheduled_tokens:
             # All requests leave the batch; when they come back, none has a step before.
             self.forget_step()
         return self._runner._update_states(scheduled)
 
     def prepare_inputs(self, scheduled: Any, num_scheduled_tokens: np.ndarray) -> tuple[Any, ...]:
-        """`_prepare_inputs`.
+        """Do `_prepare_inputs`.
 
         Args:
             scheduled: the step's `SchedulerOutput`.
             num_scheduled_tokens: [number of requests], int32.
         """
         mixed = self._not_uniform(scheduled, num_scheduled_tokens)
-        found = mixed or self._graph_for(scheduled)
-        if isinstance(found, Reason):
-            self._step_counts.missed(found)
+        graph = mixed or self._graph_for(scheduled)
+        if isinstance(graph, Reason):
+            self._step_counts.missed(graph)
             self._step = None
             made: tuple[Any, ...] = self._runner._prepare_inputs(scheduled, num_scheduled_tokens)
             self._kept = self._keep(made) if mixed is None else None
             return made
         self._step_counts.served()
-        self._step = found
+        self._step = graph
         assert self._kept is not None
         self._runner.query_start_loc.np[:] = self._kept.starts
         if any(blocks is not None for blocks in scheduled.scheduled_cached_reqs.new_block_ids):
@@ -288,35 +289,35 @@ class StepInputs:
         return self._kept.inputs
 
     def get_slot_mappings(self, **asked: Any) -> Any:
-        """`_get_slot_mappings`, whose tensors hold what they should when inputs are prepared."""
-        kept = self._kept
-        if self._step is not None and kept is not None and kept.slots is not None and kept.slots[0] == asked:
-            return kept.slots[1]
+        """Do `_get_slot_mappings`; the tensors are right once inputs are prepared."""
+        batch = self._kept
+        if self._step is not None and batch is not None and batch.slots is not None and batch.slots[0] == asked:
+            return batch.slots[1]
         made = self._runner._get_slot_mappings(**asked)
-        if kept is not None and not asked.get("ubatch_slices"):
-            kept.slots = asked, made
+        if batch is not None and not asked.get("ubatch_slices"):
+            batch.slots = asked, made
         return made
 
     def build_attention_metadata(self, **asked: Any) -> Any:
-        """`_build_attention_metadata`.
+        """Do `_build_attention_metadata`.
 
         A target in a FULL graph reads the tensors of the metadata, and these are the same in each step.
         """
-        kept = self._kept
-        found = None if kept is None or self._step is None else kept.metadata
-        if found is not None and _alike(found.asked, asked):
-            return found.of_length(self._max_seq_len)
+        batch = self._kept
+        metadata = None if batch is None or self._step is None else batch.metadata
+        if metadata is not None and _alike(metadata.asked, asked):
+            return metadata.of_length(self._max_seq_len)
         made = self._runner._build_attention_metadata(**asked)
-        if kept is not None and self._graphs[asked["num_reqs"]].metadata:
+        if batch is not None and self._graphs[asked["num_reqs"]].metadata:
             layers, common = made
             in_one_graph = asked["num_tokens_padded"] is not None and asked["ubatch_slices"] is None
-            kept.metadata = _Metadata.of(asked, layers, common) if in_one_graph and common is not None else None
+            batch.metadata = _Metadata.of(asked, layers, common) if in_one_graph and common is not None else None
         return made
 
     # -- which steps --------------------------------------------------------------------------------------------------
 
     def _not_uniform(self, scheduled: Any, num_scheduled_tokens: np.ndarray) -> Reason | None:
-        """Why not each request has one token and all its drafts, or there is no graph for so many; else None."""
+        """Return why no graph fits (draft count, too many requests), or None."""
         if not self._graphs:
             return Reason.NOT_CAPTURED
         count, query_len = len(num_scheduled_tokens), self._query_len
@@ -324,14 +325,14 @@ class StepInputs:
         if (
             scheduled.total_num_scheduled_tokens != count * query_len
             or len(drafts) != count
-            or any(len(one) != query_len - 1 for one in drafts.values())
+            or any(len(tokens) != query_len - 1 for tokens in drafts.values())
             or (num_scheduled_tokens != query_len).any()
         ):
             return Reason.PROMPT if has_prompt(self._runner.input_batch, count) else Reason.FEWER_DRAFTS
         return None if count in self._graphs else Reason.LARGER_BATCH
 
     def _keep(self, made: tuple[Any, ...]) -> _Kept | None:
-        """Keep what vLLM has prepared for a uniform batch; None where it is not all that a later step needs."""
+        """Return the uniform batch to keep, or None if it lacks data."""
         runner = self._runner
         num_reqs = runner.input_batch.num_reqs
         logits_indices, metadata, *others = made
@@ -342,12 +343,12 @@ class StepInputs:
         ):
             return None
         draft_ids = self._draft_ids[: num_reqs * (self._query_len - 1)]
-        kept = dataclasses.replace(metadata, draft_token_ids=draft_ids)
+        spec_decode = dataclasses.replace(metadata, draft_token_ids=draft_ids)
         starts = runner.query_start_loc.np.copy()
-        return _Kept(list(runner.input_batch.req_ids), starts, (logits_indices, kept, *others))
+        return _Kept(list(runner.input_batch.req_ids), starts, (logits_indices, spec_decode, *others))
 
     def _graph_for(self, scheduled: Any) -> _Recorded | Reason:
-        """The graph that prepares this uniform batch; or why it is not the step before's, one step on."""
+        """Return this batch's graph, or why it cannot continue the last step."""
         runner, batch = self._runner, self._runner.input_batch
         if self._kept is None:
             return Reason.STEP_BEFORE
@@ -365,12 +366,12 @@ class StepInputs:
         self._max_seq_len = int(lengths.max())
         known = [runner.requests[req_id].num_tokens for req_id in batch.req_ids]
         if (lengths < known).any():
-            # What is sampled for such a request is thrown away.
+            # vLLM throws away what is sampled for such a request.
             return Reason.PROMPT
         return self._graphs[num_reqs]
 
     def _has_drafted(self, num_reqs: int) -> bool:
-        """Whether the step before has left on the device what a graph makes the next step of, row by row."""
+        """Whether the last step left, row by row, what the graph needs."""
         runner, batch = self._runner, self._runner.input_batch
         counts, sampled = runner.valid_sampled_token_count_gpu, batch.prev_sampled_token_ids
         drafts = runner._draft_token_ids
@@ -387,7 +388,7 @@ class StepInputs:
         )
 
     def _hand_over(self, num_reqs: int) -> None:
-        """Put what the step before has left where the graph reads it."""
+        """Copy the last step's results to where the graph reads them."""
         runner, batch = self._runner, self._runner.input_batch
         if runner.use_async_spec_decode:
             self._counts[:num_reqs].copy_(runner.valid_sampled_token_count_gpu)
@@ -404,7 +405,7 @@ class StepInputs:
 
 
 def _alike(before: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
-    """Whether `_build_attention_metadata` is asked for the same: a batch of the same shape, in one piece."""
+    """Whether two `_build_attention_metadata` calls ask for one undivided batch shape."""
     shape = ("num_tokens", "num_tokens_padded", "num_reqs", "num_reqs_padded", "max_query_len")
     return (
         all(before[name] == asked[name] for name in shape)
