@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A catalogue: one folder a feature, with a `patch.toml` and its diffs. docs/your-own-patches.md shows one.
+"""Reader of a catalogue: a folder per feature, with its `patch.toml` and its diffs (docs/your-own-patches.md).
 
-This reads the project's own; `outside` reads those of others, by the same rules but for what `Terms` says.
+`load_catalogue` reads the project's own catalogue. `outside` reads external catalogues; `Terms` has the differences.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ _OWN_KEYS = FEATURE_KEYS | {"since", "aliases", "relies", "trees"}
 _NOT_NEEDED_KEYS = frozenset({"versions", "reason"})
 _OVERRIDE_KEYS = frozenset({"path", "class", "methods", "calls", "also", "versions"})
 _TREE_KEYS = frozenset({"name", "version", "texts"})
-#: The file of the project's own catalogue with the texts that its features rely on (`make docs` writes it).
+#: The file of the project's own catalogue with the texts that its features rely on. `make docs` writes it.
 TEXTS = "texts.json"
 #: Folders of features in the project's own catalogue.
 GROUPS: Final = ("backports", "frozen")
-#: What files of a feature's folder are its diffs.
+#: How the names of a feature's diffs end.
 DIFFS = ".diff"
-#: What the project's own features are called in the requirements of others: `vllm-hwplugin/draft-full-graph`.
+#: Prefix of the project's own features in requirements of external catalogues: `vllm-hwplugin/draft-full-graph`.
 OWN: Final = "vllm-hwplugin"
 #: Bytes of a TOML file. Each start reads it, and the parser's time grows with the square of a dotted key's length:
-#: about a second for one of this size.
+#: about a second for a key of this size.
 _LARGEST: Final = 32 << 10
 _NAME: Final = re.compile("[a-z0-9]+(-[a-z0-9]+)*")
 
 
 class Terms(NamedTuple):
-    """What a feature is read by.
+    """How the features of a catalogue are read.
 
     Attributes:
-        catalogue: the name that its id begins with; empty for the project's own catalogue.
-        distribution: whose files a feature of another catalogue changes that does not say.
-        read: the bytes of a file. OSError where it is not there.
-        texts: path -> version -> text, as `Relied` has them.
+        catalogue: the name that ids begin with; empty for the project's own catalogue.
+        distribution: whose files features of an external catalogue change by default.
+        read: returns the bytes of a file, or raises OSError.
+        texts: path -> version -> text, as in `Relied`.
     """
 
     catalogue: str = ""
@@ -70,7 +70,7 @@ class Terms(NamedTuple):
 
 
 def default_folder() -> Path:
-    """`patches/` inside the installed package, or beside the package in a source tree."""
+    """Return `patches/` in the installed package, or next to the source tree's."""
     package = Path(__file__).resolve().parent.parent
     inside = package / "patches"
     return inside if inside.is_dir() else package.parent / "patches"
@@ -80,14 +80,14 @@ def load_catalogue(folder: Path | None = None) -> Catalogue:
     """Read every feature of `folder`, by default the project's own.
 
     Raises:
-        CatalogueError: a folder or `patch.toml` is not as it has to be.
+        CatalogueError: a folder or `patch.toml` is invalid.
         DiffError: a diff is malformed.
     """
     folder = default_folder() if folder is None else folder
     try:
         terms = Terms(texts=json.loads((folder / TEXTS).read_bytes()))
     except FileNotFoundError:
-        # No feature of it relies on a text, or each is then on one that nobody has read.
+        # Without the file, no text that a feature relies on counts as reviewed.
         terms = Terms()
     except (OSError, ValueError) as error:
         raise CatalogueError(f"{folder / TEXTS}: can't be read ({error}); reinstall vllm-hwplugin") from error
@@ -98,24 +98,27 @@ def load_catalogue(folder: Path | None = None) -> Catalogue:
 
 
 def feature_folders(folder: Path, way_out: str = "reinstall vllm-hwplugin") -> tuple[Path, ...]:
-    """The folders of a catalogue's features, by name. Those that begin with `_` or `.` are none.
+    """Return the features' folders, sorted, without `_*` and `.*`.
 
     Raises:
         CatalogueError: the catalogue's folder cannot be read.
     """
     try:
         with os.scandir(folder) as entries:
-            names = sorted(item.name for item in entries if item.name[0] not in "_." and item.is_dir())
+            names = sorted(entry.name for entry in entries if entry.name[0] not in "_." and entry.is_dir())
     except OSError as error:
         raise CatalogueError(f"{folder}: the folder of patches can't be read ({error}); {way_out}") from error
     return tuple(folder / name for name in names)
 
 
 def read_toml(file: Path, read: Callable[[Path], bytes], missing: str) -> dict[str, Any]:
-    """The values of a TOML file.
+    """Read a TOML file.
+
+    Args:
+        missing: the file's purpose, for the error if it cannot be read.
 
     Raises:
-        CatalogueError: it cannot be read (`missing` says what it is for), is too large, or is no TOML.
+        CatalogueError: it cannot be read, is too large, or is no TOML.
     """
     try:
         data = read(file)
@@ -130,7 +133,7 @@ def read_toml(file: Path, read: Callable[[Path], bytes], missing: str) -> dict[s
 
 
 def load_feature(folder: Path, terms: Terms) -> Feature:
-    """One feature; see `load_catalogue`."""
+    """Read a feature; see `load_catalogue` for errors."""
     file = folder / PATCH
     raw = read_toml(file, terms.read, "each folder of patches needs one")
     refuse_unknown(raw, FEATURE_KEYS | {"distribution"} if terms.catalogue else _OWN_KEYS, "", file)
@@ -148,21 +151,21 @@ def load_feature(folder: Path, terms: Terms) -> Feature:
         NotNeeded(_versions(table, file), text_of(table, "reason", file))
         for table in _tables(raw, "not_needed", _NOT_NEEDED_KEYS, file)
     ]
-    _refuse_overlap([versions, *(item.versions for item in not_needed)], file, distribution)
+    _refuse_overlap([versions, *(entry.versions for entry in not_needed)], file, distribution)
     if terms.catalogue and not versions.has_end:
         raise CatalogueError(
-            f"{file}: the range '{versions}' has no end, so it would hold releases that nobody has seen; end it before "
-            "the first one"
+            f"{file}: the range '{versions}' has no end, so it would hold unknown releases; end it before the first of "
+            "them"
         )
     files = _diffs(folder, terms, distribution)
     overrides = tuple(_override(table, terms, file) for table in _tables(raw, "overrides", _OVERRIDE_KEYS, file))
-    if lost := {item.path for item in overrides} - {item.path for item in files}:
+    if lost := {override.path for override in overrides} - {diff.path for diff in files}:
         raise CatalogueError(
             f"{file}: [[overrides]]: no diff of the feature changes {sorted(lost)[0]}; a hunk there overrides"
         )
     return Feature(
         **(texts | {"id": _joined(terms.catalogue, folder.name)}),
-        requires=tuple(_required(terms.catalogue, item) for item in requires),
+        requires=tuple(_required(terms.catalogue, name) for name in requires),
         versions=versions,
         not_needed=tuple(not_needed),
         files=files,
@@ -208,28 +211,28 @@ def _switch(raw: Mapping[str, Any], texts: Mapping[str, str], terms: Terms, file
 
 
 def gate_name(catalogue: str, feature: str) -> str:
-    """The gate of a feature whose `patch.toml` names none."""
+    """Return the default switch of a feature."""
     return CATALOGUE_PREFIX + f"{catalogue}_{feature}".replace("-", "_").upper()
 
 
 def plain_name(name: str, file: Path) -> str:
-    """The name of a catalogue or of a feature of one; CatalogueError where it is none."""
+    """Return a valid catalogue's or feature's name, or raise CatalogueError."""
     if not _NAME.fullmatch(name):
         raise CatalogueError(f"{file}: the name {name!r} has more than lower case, digits and single dashes; rename it")
     return name
 
 
 def distribution_of(raw: Mapping[str, Any], file: Path) -> str:
-    """The distribution that a file names; CatalogueError where it can be none."""
-    # As PEP 503 has it: the index, the metadata and the people who write names differ in case and dashes.
+    """Return the distribution that a file names, or raise CatalogueError."""
+    # Normalized by PEP 503: the index, the metadata and users write names with other case and dashes.
     name = re.sub(r"[-_.]+", "-", text_of(raw, "distribution", file)).lower()
     if name == OWN or not _NAME.fullmatch(name):
-        raise CatalogueError(f"{file}: distribution is {name!r}, expected that of a package other than the plugin")
+        raise CatalogueError(f"{file}: distribution is {name!r}, expected a package other than the plugin")
     return name
 
 
 def _required(catalogue: str, name: str) -> str:
-    """A requirement as the id of a feature."""
+    """Return a requirement as a feature's id."""
     return name.removeprefix(f"{OWN}/") if "/" in name else _joined(catalogue, name)
 
 
@@ -237,10 +240,10 @@ def _diffs(folder: Path, terms: Terms, distribution: str) -> tuple[FileDiff, ...
     names = sorted(name for name in os.listdir(folder) if name.endswith(DIFFS) and not name.startswith("."))
     if not names:
         raise CatalogueError(f"{folder}: has no {DIFFS} file, so it changes nothing; see docs/your-own-patches.md")
-    # Messages name them, one a line.
+    # Messages name a diff in a line.
     if odd := [name for name in names if not name.isprintable()]:
         raise CatalogueError(f"{folder}: the name {odd[0]!r} cannot be printed; rename the file")
-    return tuple(item for name in names for item in _read_diff(folder, name, terms, distribution))
+    return tuple(diff for name in names for diff in _read_diff(folder, name, terms, distribution))
 
 
 def _joined(catalogue: str, name: str) -> str:
@@ -250,32 +253,32 @@ def _joined(catalogue: str, name: str) -> str:
 def _read_diff(folder: Path, name: str, terms: Terms, distribution: str) -> tuple[FileDiff, ...]:
     origin = _joined(terms.catalogue, f"{folder.name}/{name}")
     try:
-        # As bytes: a diff of a file with CRLF lines has to keep them.
+        # As bytes, which keep CRLF lines.
         return parse_diff(terms.read(folder / name).decode("utf-8"), origin, distribution)
     except OSError as error:
-        raise CatalogueError(f"{folder / name}: can't be read ({error.strerror}); mend or remove it") from error
+        raise CatalogueError(f"{folder / name}: can't be read ({error.strerror}); fix or remove it") from error
     except UnicodeDecodeError as error:
-        raise DiffError(f"{origin}: not UTF-8 ({error}); write the diff anew") from error
+        raise DiffError(f"{origin}: not UTF-8 ({error}); write the diff again") from error
 
 
 def text_of(table: Mapping[str, Any], key: str, file: Path) -> str:
-    """The text under `key`, without blanks around it; CatalogueError where there is none."""
+    """Return the stripped text under `key`, or raise CatalogueError."""
     value = table.get(key)
     if not isinstance(value, str) or not value.strip():
         raise CatalogueError(f"{file}: {key} is {value!r}, expected a text; see docs/your-own-patches.md")
     return value.strip()
 
 
-def _list_of(raw: Mapping[str, Any], key: str, what: str, file: Path) -> list[str]:
-    found = raw.get(key, [])
-    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
-        raise CatalogueError(f"{file}: {key} is {found!r}, expected a list of {what}")
-    return found
+def _list_of(raw: Mapping[str, Any], key: str, expected: str, file: Path) -> list[str]:
+    values = raw.get(key, [])
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise CatalogueError(f"{file}: {key} is {values!r}, expected a list of {expected}")
+    return values
 
 
 def _tables(raw: Mapping[str, Any], key: str, known: frozenset[str], file: Path) -> list[dict[str, Any]]:
     tables = raw.get(key, [])
-    if not isinstance(tables, list) or not all(isinstance(item, dict) for item in tables):
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise CatalogueError(f"{file}: {key} is {tables!r}, expected [[{key}]] tables")
     for table in tables:
         refuse_unknown(table, known, f"[[{key}]]: ", file)
@@ -306,7 +309,7 @@ def _override(table: Mapping[str, Any], terms: Terms, file: Path) -> Overridden:
 
 
 def refuse_unknown(table: Mapping[str, Any], known: frozenset[str], where: str, file: Path) -> None:
-    """CatalogueError where the table has a key that is not known."""
+    """Raise a CatalogueError for a key that is not in `known`."""
     unknown = sorted(table.keys() - known)
     if unknown:
         raise CatalogueError(f"{file}: {where}unknown key {unknown[0]!r}; expected {', '.join(sorted(known))}")
@@ -325,9 +328,9 @@ def _versions(table: Mapping[str, Any], file: Path) -> Versions:
 def _refuse_overlap(ranges: list[Versions], file: Path, distribution: str) -> None:
     if len(ranges) < 2:
         return
-    # Of other distributions only the ranges themselves say which versions there are.
-    for version in SUPPORTED if distribution == VLLM else [edge for item in ranges for edge in item.edges()]:
-        covering = [item for item in ranges if item.covers(version)]
+    # Only the ranges tell the versions of other distributions.
+    for version in SUPPORTED if distribution == VLLM else [edge for versions in ranges for edge in versions.edges()]:
+        covering = [versions for versions in ranges if versions.covers(version)]
         if len(covering) > 1:
             raise CatalogueError(
                 f"{file}: the ranges '{covering[0]}' and '{covering[1]}' both cover {target_name(distribution)} "
@@ -336,13 +339,13 @@ def _refuse_overlap(ranges: list[Versions], file: Path, distribution: str) -> No
 
 
 def in_order(features: list[Feature], folder: Path, known: Collection[str] = ()) -> tuple[Feature, ...]:
-    """The features of one catalogue, requirements first.
+    """Sort a catalogue's features, requirements first.
 
     Args:
-        known: features of the catalogues before it, which may be required.
+        known: features of earlier catalogues, which may be required.
 
     Raises:
-        CatalogueError: a requirement is no feature, or they go in a circle.
+        CatalogueError: a requirement is no feature, or requirements form a circle.
     """
     by_id = {feature.id: feature for feature in features}
     ordered: dict[str, Feature] = {}

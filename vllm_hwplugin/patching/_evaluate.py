@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a feature fits a version: verdicts only, from text alone."""
+"""Verdicts on how a feature fits a version, from text only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Texts:
-    """The files of one source, each read and indexed once."""
+    """The files of a source, which are read and indexed once."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -41,21 +41,21 @@ class Texts:
         self._trees: dict[str, ast.Module | str] = {}
 
     def get(self, path: str) -> Text | None:
-        """The text; None where there is none, or none that can be read, which `unreadable` then explains."""
+        """Return a text, or None if missing or unreadable (then in `unreadable`)."""
         if path not in self._indexed:
             text = self._text(path)
             self._indexed[path] = None if text is None else Text(text)
         return self._indexed[path]
 
     def blob(self, path: str) -> str | None:
-        """The text's name by `blob_of`; None likewise."""
+        """Return a text's name by `blob_of`; None as in `get`."""
         if path not in self._blobs:
             text = self._text(path)
             self._blobs[path] = None if text is None else blob_of(text)
         return self._blobs[path]
 
     def tree(self, path: str) -> ast.Module | str:
-        """Return the text's syntax tree, or why there is none."""
+        """Return a text's syntax tree, or why there is none."""
         if path not in self._trees:
             import ast
 
@@ -70,13 +70,13 @@ class Texts:
             try:
                 self._read[path] = self.source.read(path)
             except UnreadableFile as error:
-                # The features that change this file are lost, the others are not.
+                # Only the features that change this file are lost.
                 self._read[path], self.unreadable[path] = None, str(error)
         return self._read[path]
 
 
 class Fit(NamedTuple):
-    """A verdict, and by path the edits that make it so (empty unless the feature applies)."""
+    """A verdict, and its edits by path (empty unless the feature applies)."""
 
     verdict: FeatureVerdict
     edits: Mapping[str, list[Edit]] = MappingProxyType({})
@@ -84,7 +84,7 @@ class Fit(NamedTuple):
 
 
 def evaluate(feature: Feature, source: Source) -> FeatureVerdict:
-    """The verdict on `feature` for the version that `source` holds, what it makes of each file compiled."""
+    """Return the verdict on `feature` for `source`, with each patched file compiled."""
     texts = Texts(source)
     return _compiled(fit(feature, texts), texts)
 
@@ -92,29 +92,29 @@ def evaluate(feature: Feature, source: Source) -> FeatureVerdict:
 def fit(
     feature: Feature, texts: Texts, *, try_unlisted: bool = False, hints: bool = True, last: str | None = None
 ) -> Fit:
-    """Like `evaluate`, with the edits.
+    """Return the verdict on `feature`, not compiled, with the edits.
 
-    A version behind the last one that was read inherits what the last one does not need, whether or not that range has
-    an end: a range says nothing of releases that were to come when it was written.
+    A version after the last reviewed version does not need what the last version does not need, with or without an end
+    of the range: a range does not know the releases after it was written.
 
     Args:
-        try_unlisted: on a version that is not listed, take the hunks for the nearest that is, if each fits one place.
-        hints: look for the nearest place of each hunk that is not found, and read the classes of overrides also where
-            the text is one that this release has read; takes milliseconds each.
-        last: the version that this one comes behind, whatever it calls itself.
+        try_unlisted: on an unlisted version, use the hunks for the nearest listed version if each fits one place.
+        hints: look for the nearest place of each hunk that does not fit, and read the classes of overrides also if
+            their text is reviewed; takes milliseconds each.
+        last: the version that this one comes after, even if it states another version or none.
     """
     version = texts.source.version
     covers = feature.versions.covers(version) and last is None
     if covers and _is_listed(version, feature) and feature.files_for(version):
         result = _fit_files(feature, version, texts, hints)
-        found = _relied_on(feature, texts) if result.verdict.status is Status.APPLIES else None
-        return result if found is None else Fit(result.verdict._replace(status=found[0], reason=found[1]))
+        trouble = _relied_on(feature, texts) if result.verdict.status is Status.APPLIES else None
+        return result if trouble is None else Fit(result.verdict._replace(status=trouble[0], reason=trouble[1]))
     if last is None and feature.distribution == VLLM and _is_behind(version):
         last = SUPPORTED[-1]
     if last is not None and (not_needed := feature.not_needed_for(last)):
-        reason = f"{not_needed.reason}; so it is in {last}, and nobody has looked here"
+        reason = f"{not_needed.reason}; so it is in {last}, and this version is not reviewed"
         return Fit(FeatureVerdict(feature.id, version, Status.NOT_NEEDED, reason=reason))
-    # A checkout that states no version has all that is said of versions to come.
+    # For a checkout that states no version, all ranges without an end hold.
     if not_needed := feature.not_needed_for(version if last is None or is_version(version) else "9999"):
         return Fit(FeatureVerdict(feature.id, version, Status.NOT_NEEDED, reason=not_needed.reason))
     if try_unlisted:
@@ -129,16 +129,16 @@ def fit(
     elif _is_listed(version, feature):
         reason = "none of its hunks is for it"
     else:
-        reason = "it was not there to be checked"
+        reason = "this release of the plugin was not checked with it"
     return Fit(FeatureVerdict(feature.id, version, Status.UNLISTED, reason=reason))
 
 
 def _relied_on(feature: Feature, texts: Texts) -> tuple[Status, str] | None:
-    """What is wrong with the files that a feature relies on; None where each is as it was read, or nobody knows how."""
+    """Return why relied-on files are wrong; None if reviewed or unknown."""
     version = supported_as(texts.source.version)
     if version is None:
         return None
-    others = [item.path for item in feature.relies if texts.blob(item.path) != item.text_of(version)]
+    others = [relied.path for relied in feature.relies if texts.blob(relied.path) != relied.text_of(version)]
     known = (tree.texts for tree in feature.trees if tree.version == version)
     if any({*others} <= tree.keys() and all(texts.blob(path) in tree[path] for path in tree) for tree in known):
         return None
@@ -153,56 +153,59 @@ def _relied_on(feature: Feature, texts: Texts) -> tuple[Status, str] | None:
 
 
 def _nearest(feature: Feature, version: str) -> str:
-    """Of the versions that a feature is for, the newest that is not newer than this one, or else the newest."""
+    """Return the feature's newest version up to `version`, else its newest."""
     from packaging.version import InvalidVersion, Version
 
     known = _told(feature)
     try:
-        return next((item for item in known if Version(item) <= Version(version)), known[0])
+        return next((older for older in known if Version(older) <= Version(version)), known[0])
     except InvalidVersion:
         return known[0]
 
 
 def told_apart(feature: Feature) -> list[str]:
-    """Of versions that take the same hunks of a feature one, newest first."""
-    found: dict[tuple[FileDiff, ...], str] = {}
+    """Return a version for each distinct set of hunks, newest first."""
+    by_hunks: dict[tuple[FileDiff, ...], str] = {}
     for version in _told(feature):
-        found.setdefault(feature.files_for(version), version)
-    return list(found.values())
+        by_hunks.setdefault(feature.files_for(version), version)
+    return list(by_hunks.values())
 
 
 def _told(feature: Feature) -> list[str]:
-    """Versions that a feature is for, newest first: those that are known, and those at the edges of its ranges."""
+    """Return a feature's known versions and its ranges' edges, newest first."""
     from packaging.version import Version
 
     ranges = [feature.versions, *(hunk.versions for file in feature.files for hunk in file.hunks if hunk.versions)]
-    known = [*(edge for item in ranges for edge in item.edges()), *(SUPPORTED if feature.distribution == VLLM else ())]
-    # By version, because 0.33 and 0.33.0 are one.
-    versions = {Version(text): text for text in known if feature.versions.covers(text)}
-    found = [versions[version] for version in sorted(versions, reverse=True)]
-    # What lies just behind an edge is the last to name, because there is no such release.
-    return sorted(found, key=lambda version: version.endswith(".0.0.1"))
+    known = [
+        *(edge for versions in ranges for edge in versions.edges()),
+        *(SUPPORTED if feature.distribution == VLLM else ()),
+    ]
+    # By version, because 0.33 equals 0.33.0.
+    covered = {Version(text): text for text in known if feature.versions.covers(text)}
+    newest_first = [covered[version] for version in sorted(covered, reverse=True)]
+    # A version just after an edge is no release, so it comes last.
+    return sorted(newest_first, key=lambda version: version.endswith(".0.0.1"))
 
 
 def evaluate_as(feature: Feature, source: Source, version: str) -> FeatureVerdict:
-    """The verdict that a source would have if the hunks for that version were meant for it."""
+    """Return the verdict on the hunks for `version` in any source."""
     texts = Texts(source)
     return _compiled(_fit_files(feature, version, texts, True), texts)
 
 
-def _compiled(item: Fit, texts: Texts) -> FeatureVerdict:
-    for path, edits in item.edits.items():
+def _compiled(result: Fit, texts: Texts) -> FeatureVerdict:
+    for path, edits in result.edits.items():
         pristine = texts.get(path)
         assert pristine is not None
         trouble = trouble_in(path, apply_edits(pristine, edits))
         # A version may be written for a newer Python than this one.
         if trouble and not trouble_in(path, pristine.text):
-            return item.verdict._replace(status=Status.NO_PYTHON, reason=trouble)
-    return item.verdict
+            return result.verdict._replace(status=Status.NO_PYTHON, reason=trouble)
+    return result.verdict
 
 
 def trouble_in(path: str, text: str) -> str:
-    """Why Python cannot compile a text; empty where it can."""
+    """Return why Python cannot compile a text; empty if it can."""
     try:
         compile(text, path, "exec", dont_inherit=True)
     except NOT_COMPILED as error:
@@ -218,20 +221,25 @@ def _is_behind(version: str) -> bool:
 
 
 def last_listed(catalogue: Catalogue) -> str | None:
-    """The newest of `SUPPORTED` that a range with an end holds; None of a catalogue for another distribution."""
+    """Return the newest of `SUPPORTED` in ranges with ends, or None.
+
+    None: the catalogue has no feature for vLLM with such a range.
+    """
     ours = [feature for feature in catalogue.features if feature.distribution == VLLM]
     ranges = [
-        item for feature in ours for item in (feature.versions, *(other.versions for other in feature.not_needed))
+        versions
+        for feature in ours
+        for versions in (feature.versions, *(entry.versions for entry in feature.not_needed))
+        if versions.has_end
     ]
-    stated = [item for item in ranges if item.has_end]
-    return next((version for version in reversed(SUPPORTED) if any(item.covers(version) for item in stated)), None)
+    return next((version for version in reversed(SUPPORTED) if any(known.covers(version) for known in ranges)), None)
 
 
 def _is_listed(version: str, feature: Feature) -> bool:
-    """Whether the author of a feature that covers a version can have meant it.
+    """Whether a feature's author can mean a version that it covers.
 
-    The project's own ranges say nothing of releases that were to come when they were written; a version that is spelt
-    out is meant. What a catalogue from outside covers, it has to end by itself.
+    The project's own ranges do not know the releases after they were written; a version that is spelt out is meant.
+    External catalogues must end their ranges themselves.
     """
     return feature.is_outside or is_supported(version) or feature.versions.names(version)
 
@@ -242,8 +250,8 @@ def _fit_files(feature: Feature, like: str, texts: Texts, hints: bool) -> Fit:
     hunks: list[HunkVerdict] = []
     edits: dict[str, list[Edit]] = {}
     for diff in files:
-        for hunk, (found, place) in zip(diff.hunks, locate(diff, texts.get(diff.path), hints=hints), strict=True):
-            hunks.append(found)
+        for hunk, (verdict, place) in zip(diff.hunks, locate(diff, texts.get(diff.path), hints=hints), strict=True):
+            hunks.append(verdict)
             if place is not None:
                 edits.setdefault(diff.path, []).extend(edits_of(hunk, place, feature.id))
     lost = sorted({diff.path for diff in files} & texts.unreadable.keys())
@@ -252,32 +260,32 @@ def _fit_files(feature: Feature, like: str, texts: Texts, hints: bool) -> Fit:
     else:
         status, reason = _judge(hunks, feature.target)
     if status is Status.APPLIES:
-        for path, items in edits.items():
-            clash = first_clash(items)
+        for path, edits_of_file in edits.items():
+            clash = first_clash(edits_of_file)
             if clash is not None:
                 status = Status.CONFLICT
-                reason = f"two of its own hunks change {path} at lines {_lines(*clash)}"
+                reason = f"two of its hunks change {path} at lines {_lines(*clash)}"
     if status is Status.APPLIES and (troubles := _misfits(feature.overrides_for(like), texts, read=hints)):
         status, reason = Status.OTHER_CLASS, f"an override does not fit: {'; '.join(troubles)}"
-    verdict = FeatureVerdict(feature.id, texts.source.version, status, tuple(hunks), reason)
-    return Fit(verdict, edits, feature.distribution) if status is Status.APPLIES else Fit(verdict)
+    result = FeatureVerdict(feature.id, texts.source.version, status, tuple(hunks), reason)
+    return Fit(result, edits, feature.distribution) if status is Status.APPLIES else Fit(result)
 
 
 def _misfits(overrides: tuple[Overridden, ...], texts: Texts, *, read: bool) -> list[str]:
-    """Return what differs from the classes that the overrides were written for.
+    """Return how classes differ from the declared overrides.
 
     Args:
-        read: also read a text that this release has read; takes a tenth of a second each.
+        read: also parse reviewed texts, which takes a tenth of a second each.
     """
     version, troubles = supported_as(texts.source.version), list[str]()
-    for item in overrides:
-        if not read and version is not None and texts.blob(item.path) == item.text.text_of(version):
+    for overridden in overrides:
+        if not read and version is not None and texts.blob(overridden.path) == overridden.text.text_of(version):
             continue
         # A start that knows the texts has no time for this import.
         from ._overrides import misfits
 
-        tree = texts.tree(item.path)
-        troubles += [tree] if isinstance(tree, str) else misfits(item, tree)
+        tree = texts.tree(overridden.path)
+        troubles += [tree] if isinstance(tree, str) else misfits(overridden, tree)
     return troubles
 
 
@@ -311,27 +319,27 @@ def _why_lost(hunk: HunkVerdict) -> str:
 def evaluate_together(
     catalogue: Catalogue, source: Source, *, hints: bool = True, last: str | None = None
 ) -> tuple[list[FeatureVerdict], list[Conflict]]:
-    """The verdict on each feature by itself, as `evaluate` gives it, and every pair that changes the same lines.
+    """Return `evaluate`'s verdict on each feature, and the conflicts between features.
 
     Args:
-        catalogue: features of one distribution, which is the source's.
-        hints: look for the nearest place of each hunk that is not found.
+        catalogue: features of the source's distribution only.
+        hints: look for the nearest place of each hunk that does not fit.
         last: see `fit`.
     """
     texts = Texts(source)
     fits = [fit(feature, texts, hints=hints, last=last) for feature in catalogue.features]
-    return [_compiled(item, texts) for item in fits], list(conflicts_between(fits))
+    return [_compiled(result, texts) for result in fits], list(conflicts_between(fits))
 
 
 def conflicts_between(fits: list[Fit]) -> Iterator[Conflict]:
-    for one, other in combinations(fits, 2):
-        for path in sorted(one.edits.keys() & other.edits.keys()):
-            clash = first_clash([*one.edits[path], *other.edits[path]])
+    for earlier, later in combinations(fits, 2):
+        for path in sorted(earlier.edits.keys() & later.edits.keys()):
+            clash = first_clash([*earlier.edits[path], *later.edits[path]])
             if clash is not None:
                 first, last = clash[0].start + 1, max(edit.end for edit in clash)
-                yield Conflict(path, (one.verdict.feature, other.verdict.feature), (first, max(first, last)))
+                yield Conflict(path, (earlier.verdict.feature, later.verdict.feature), (first, max(first, last)))
                 break
 
 
-def _lines(one: Edit, other: Edit) -> str:
-    return f"{one.start + 1} to {max(one.end, other.end, one.start + 1)}"
+def _lines(first: Edit, second: Edit) -> str:
+    return f"{first.start + 1} to {max(first.end, second.end, first.start + 1)}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a class is the one that overrides of its methods were written for, from its text.
+"""Check of a class's text against the overrides that were written for it.
 
 A hunk changes one call. An override answers every call of a method, also calls that a later version adds. So a feature
-declares who calls what it overrides, in what order, and is refused where the class calls it elsewhere.
+declares who calls what it overrides, in what order, and is refused if the class calls it elsewhere.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _parameters(arguments: ast.arguments) -> list[str]:
 
 
 def _accepts(expected: Sequence[str], parameters: Sequence[str]) -> bool:
-    """Whether parameters are the expected ones; `...` stands for any number of others."""
+    """Whether parameters are as expected; `...` stands for any number."""
     if not expected:
         return not parameters
     if expected[0] == "...":
@@ -94,7 +94,7 @@ def _alike(calls: Sequence[str], expected: Sequence[str]) -> bool:
 
 
 def _uses(node: ast.AST, watched: set[str]) -> list[str]:
-    """Return the watched expressions of a method, in the order of the text."""
+    """Return the watched expressions of a method, in text order."""
     local: dict[str, set[str]] = {}
     for inner in ast.walk(node):
         if isinstance(inner, ast.Assign | ast.AnnAssign | ast.NamedExpr) and inner.value is not None:
