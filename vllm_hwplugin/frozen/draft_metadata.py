@@ -21,12 +21,7 @@ _ON_HOST: Final = "draft steps run without a graph"
 
 
 def capture_steps(speculator: Any, *arguments: Any, **settings: Any) -> None:
-    """Capture vLLM 0.20's graph of all draft steps.
-
-    Args:
-        speculator: vLLM's `EagleSpeculator`, which has its attention groups.
-        arguments: positional arguments of its manager's `capture`.
-        settings: keyword arguments of the same call.
+    """Capture 0.20's graph of all draft steps; `speculator` has its attention groups.
 
     Raises:
         FeatureRequired: the capture failed, and the switch is `on`.
@@ -50,9 +45,7 @@ def metadata_of_step(
     Args:
         speculator: vLLM's `EagleSpeculator`, whose buffers hold the step's lengths and slots.
         attn_metadata: the step before's; None in a run without attention.
-        step: from 1 on.
         num_reqs: rows of the batch, or of the graph that is being captured.
-        num_tokens_padded: tokens of the batch or graph.
     """
     if attn_metadata is None:
         return None

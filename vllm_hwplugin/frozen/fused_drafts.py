@@ -39,11 +39,7 @@ _STOCK: Final = "a graph is launched for each draft step"
 
 
 class FusedDrafts:
-    """The steps of one speculator, which holds it as `fused_drafts`.
-
-    Args:
-        speculator: vLLM's `EagleSpeculator`, or from 0.23.0 on `AutoRegressiveSpeculator`.
-    """
+    """The steps of an `EagleSpeculator` (from 0.23.0 on `AutoRegressiveSpeculator`), held as `fused_drafts`."""
 
     def __init__(self, speculator: Any) -> None:
         self._speculator = speculator
@@ -52,10 +48,6 @@ class FusedDrafts:
 
     def capture(self, manager: Any, generate_draft: Callable[..., None], *arguments: Any, **settings: Any) -> None:
         """Capture decode graphs of all steps, or of vLLM's single step.
-
-        Args:
-            manager: vLLM's manager of the decode graphs, whose `capture` is called.
-            generate_draft: the speculator's method for one step, its first argument.
 
         Raises:
             FeatureRequired: there are no graphs of all steps, and the switch is `on`.
@@ -82,11 +74,7 @@ class FusedDrafts:
         return self.generate
 
     def replay(self, batch_desc: Any) -> bool:
-        """Draft every token after the first in one launch, or return False.
-
-        Args:
-            batch_desc: the `BatchExecutionDescriptor` that the decode graphs were asked for.
-        """
+        """Draft every token after the first in one launch, or return False."""
         if self._generate_draft is None or batch_desc.cg_mode != CUDAGraphMode.FULL:
             self._step_counts.missed(Reason.NOT_CAPTURED if self._generate_draft is None else Reason.NO_FULL_GRAPH)
             return False
@@ -106,7 +94,6 @@ class FusedDrafts:
         """Run each step after the first, as vLLM's `_multi_step_decode`; to be captured.
 
         Args:
-            num_reqs: rows of the graph.
             num_tokens_padded: tokens of the graph, one per row.
             attn_metadata: made for the capture, and not used: the graph makes the first step's, too.
             slot_mappings: made for the capture, and not used.

@@ -13,15 +13,7 @@ from typing import Any
 
 
 def in_step(request: Any, new_token_ids: list[int]) -> Any:
-    """Keep where a step begins, for `start_of_step`.
-
-    Args:
-        request: vLLM's ``Request``, whose ``all_token_ids`` end with the step's.
-        new_token_ids: the step's tokens.
-
-    Returns:
-        The request.
-    """
+    """Keep where a step, the end of ``all_token_ids``, begins; return `request`."""
     if request.structured_output_request is not None:
         end = len(request.all_token_ids)
         request.structured_output_request.hwplugin_step = end - len(new_token_ids), end
@@ -42,13 +34,7 @@ def start_of_step(request: Any) -> int:
 
 
 def note_end(request: Any, reasoner: Any, start: int) -> None:
-    """Keep where the reasoning ended, for `after_end`.
-
-    Args:
-        request: vLLM's ``Request``; its reasoning ends within ``all_token_ids[start:]``.
-        reasoner: vLLM's ``ReasoningParser`` of the request.
-        start: the step's first index in ``all_token_ids``.
-    """
+    """Keep where the reasoning ended in ``all_token_ids[start:]``, for `after_end`."""
     tokens: Sequence[int] = request.all_token_ids
     before = list(itertools.islice(tokens, start))
     # A marker of several tokens may only be seen in the whole step; all of the step then counts as reasoning.
@@ -64,12 +50,7 @@ def note_end(request: Any, reasoner: Any, start: int) -> None:
 def after_end(request: Any, new_token_ids: list[int]) -> list[int]:
     """Return the tokens of a step that the grammar takes.
 
-    Args:
-        request: vLLM's ``Request``, whose ``all_token_ids`` end with the step's.
-        new_token_ids: the step's tokens.
-
-    Returns:
-        The tokens after the token that `note_end` kept; all if that token is in an earlier step, or was never kept.
+    These follow the token that `note_end` kept; all if that token is in an earlier step, or was never kept.
     """
     end: int | None = getattr(request.structured_output_request, "reasoning_end_token_index", None)
     if end is None:

@@ -21,11 +21,9 @@ def remove_skipped_blocks(coordinator: Any, request: Any, total_computed_tokens:
     """Free skipped blocks by the tokens that cannot be rejected any more.
 
     Args:
-        coordinator: vLLM's ``KVCacheCoordinator``.
         request: vLLM's ``Request``. Its ``num_output_placeholders`` are the tokens that scheduled steps may still give,
             one and the drafts of each; 0 in a prefill, which rejects nothing, and without asynchronous scheduling.
         total_computed_tokens: of the request, if every draft is accepted.
-        more: other arguments, as of vLLM's.
     """
     certain = max(0, total_computed_tokens - request.num_output_placeholders)
     for manager in coordinator.single_type_managers:

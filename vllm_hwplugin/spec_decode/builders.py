@@ -125,10 +125,8 @@ _TRTLLM: Final = {
 def known(builder_class: type, *, by_its_word: bool = False) -> Builder:
     """Return what graphs may use of a builder class.
 
-    The entry belongs to the class itself or to the base class that makes its metadata.
-
-    Args:
-        by_its_word: whether a class that declares `SAME_AS_BASE` uses its base class's entry.
+    The entry belongs to the class itself or to the base class that makes its metadata. With `by_its_word` a class that
+    declares `SAME_AS_BASE` uses its base class's entry.
     """
     for cls in builder_class.__mro__:
         builder = BUILDERS.get(f"{cls.__module__}.{cls.__qualname__}")
@@ -146,11 +144,7 @@ def builders_of(attn_groups: Iterable[Iterable[Any]]) -> Iterator[Any]:
 
 
 def refusing(builder_classes: Iterable[type], use: str) -> str | None:
-    """Return the V1 drafter's builders that refuse `use`, with reasons, or None.
-
-    Args:
-        use: a field of `Builder`.
-    """
+    """Return the V1 drafter's builders without field `use`, with reasons, or None."""
     builders = {cls.__name__: known(cls, by_its_word=True) for cls in builder_classes}
     return _joined({name: builder.why for name, builder in builders.items() if not getattr(builder, use)})
 

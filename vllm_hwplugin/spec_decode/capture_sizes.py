@@ -75,8 +75,6 @@ def capture_sizes(
 
     Args:
         block: tokens of a request in a decode batch, 1 + num_speculative_tokens.
-        max_num_seqs: requests in a batch, at most.
-        max_num_batched_tokens: tokens in a batch, at most.
         own_sizes: vLLM's own capture sizes, in tokens.
         mixed: whether batches with prompts get larger graphs, too.
         steps: whether graphs of the sizes up to `max_num_seqs`, draft with one token per request. Then
@@ -115,13 +113,7 @@ def _request_counts(top: int) -> Iterator[int]:
 
 
 def note_user_sizes(vllm_config: Any) -> None:
-    """Remember the user's largest size, before vLLM fills in its own sizes.
-
-    A platform's `apply_config_platform_defaults` calls this.
-
-    Args:
-        vllm_config: the `VllmConfig` that is being made.
-    """
+    """Remember the user's largest size, in a platform's `apply_config_platform_defaults`."""
     compilation, model = vllm_config.compilation_config, getattr(vllm_config, "model_config", None)
     if compilation.cudagraph_capture_sizes is None:
         largest = compilation.max_cudagraph_capture_size
@@ -133,9 +125,6 @@ def check_and_update_config(vllm_config: Any) -> bool:
     """Set the sizes of an engine with a drafter, unless listed.
 
     A platform's `check_and_update_config` calls this, after its base class has decided the cudagraph mode.
-
-    Args:
-        vllm_config: the `VllmConfig` that is being made.
 
     Returns:
         Whether the user named neither a list nor the largest size.
@@ -262,11 +251,8 @@ def served_requests(
 
     Args:
         block: tokens of a request in a decode batch, 1 + num_speculative_tokens.
-        max_num_seqs: requests in a batch, at most.
         sizes: `cudagraph_capture_sizes`, in tokens, ascending.
         separate: whether decode batches have their own FULL graphs; else each FULL graph takes any batch.
-        v2: whether Model Runner V2 looks for the graph.
-        vllm: the version.
     """
     largest = max(sizes, default=0)
     graphs = set(sizes)
@@ -301,10 +287,7 @@ def _ranges(counts: Sequence[int]) -> str:
 
 
 def leave_mixed_to_vllm(vllm_config: Any) -> None:
-    """Drop the plugin's sizes that only serve batches with prompts.
-
-    For a platform on which a process cannot have as many graphs.
-    """
+    """Drop the plugin's prompt-only sizes, for platforms with few graphs per process."""
     compilation, spec = vllm_config.compilation_config, vllm_config.speculative_config
     own = largest_own(compilation)
     if own is None:
@@ -319,10 +302,7 @@ def leave_mixed_to_vllm(vllm_config: Any) -> None:
 
 
 def largest_own(compilation_config: Any) -> int | None:
-    """Return vLLM's largest size in tokens.
-
-    None if no larger size is the plugin's.
-    """
+    """Return vLLM's largest size in tokens; None if no larger is added."""
     own: int | None = vars(compilation_config).get(_OWN)
     return own
 
@@ -376,10 +356,7 @@ def wants_mixed() -> bool:
 
 
 def largest_mixed(compilation_config: Any) -> int | None:
-    """Return the tokens of the largest mixed-batch graph, or None.
-
-    It is None if :func:`largest_own` is None.
-    """
+    """Return the largest mixed graph's tokens; None if :func:`largest_own` is None."""
     own = largest_own(compilation_config)
     if own is None:
         return None
@@ -422,12 +399,10 @@ def sampled(compilation_config: Any, descs: Sequence[Any]) -> list[Any]:
 
 
 def two_samples(samples: list[int]) -> tuple[list[int], int]:
-    """Return vLLM's two samples, and what to add to its estimate.
+    """Return the first and last sample, and the sum of the rest.
 
-    vLLM reads the first and the last; the samples between them are added.
-
-    Args:
-        samples: bytes of the graphs of :func:`sampled`, in the order of capture.
+    vLLM reads the samples and adds the sum to its estimate. `samples` are bytes of the graphs of :func:`sampled`, in
+    the order of capture.
     """
     return (samples, 0) if len(samples) < 3 else ([samples[0], samples[-1]], sum(samples[1:-1]))
 
@@ -442,8 +417,6 @@ def max_num_splits(builder: Any, num_tokens: int, max_query_len: int = 1) -> int
     its capture, because no graph takes batches on both sides.
 
     Args:
-        builder: FlashAttention's metadata builder.
-        num_tokens: tokens of the batch.
         max_query_len: the longest request's tokens. Above a decode batch's, the batch has no such FULL graph.
     """
     splits: int = builder.max_num_splits

@@ -149,10 +149,7 @@ def read_draft(name: str, config: Any) -> Draft:
 
 
 def block_problem(draft: Draft, num_speculative_tokens: int) -> Problem | None:
-    """Return why the draft's block cannot hold this many tokens, or None.
-
-    It is None if the block size is not stated.
-    """
+    """Return why the block, if stated, cannot hold the tokens, or None."""
     if draft.block_size is None or num_speculative_tokens < draft.block_size:
         return None
     most = draft.block_size - 1

@@ -41,7 +41,6 @@ def norm_rows(op: NormOp, out: torch.Tensor, x: torch.Tensor, weights: torch.Ten
         out: ``[L, ..., width]``, contiguous.
         x: ``[L, ..., width]``; may be broadcast over the layers (stride 0).
         weights: ``[L, width]``.
-        eps: added to the mean square.
     """
     if _honours_rows(op, x, weights):
         op(out, x, weights, eps)
@@ -69,10 +68,7 @@ def _honours_rows(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
 
 
 def context_norm_obstacle() -> str | None:
-    """Return why this process uses vLLM's own call, or None.
-
-    It is None if it does not, or if no call has asked yet.
-    """
+    """Return why vLLM's own call is used; None before any call asked."""
     return _OP_IS_RIGHT if _answers and all(_answers.values()) else None
 
 

@@ -27,10 +27,7 @@ def draft_config(target: VllmConfig) -> VllmConfig:
 
     These versions have one setting, for the target's backend. The draft also takes that backend if it declares
     non-causal attention. Otherwise vLLM selects the draft's; the name, given by the user, the target's model class or
-    the platform, counts only for the target.
-
-    Args:
-        target: the engine's configuration; it is not changed.
+    the platform, counts only for the target. `target` is not changed.
     """
     attention = copy.copy(target.attention_config)
     named = attention.backend
@@ -82,7 +79,6 @@ def layouts_clash(
 
     Args:
         kv_cache_config: vLLM's ``KVCacheConfig``; its tensors say which layers share memory.
-        attn_groups: the runner's ``AttentionGroup`` objects, by KV cache group.
         kernel_block_sizes: tokens per block, by KV cache group. A last group of layers without a cache has none.
         cache_dtype: ``CacheConfig.cache_dtype``, which decides the shape for some backends.
     """

@@ -71,7 +71,6 @@ def report(part: Any, examine: Callable[[Any, Journal], Findings]) -> None:
 
     Args:
         part: vLLM's worker or scheduler.
-        examine: looks at it.
 
     Raises:
         FeatureRequired: a switch is `on`, and the feature is not used.

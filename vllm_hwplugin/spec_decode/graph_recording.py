@@ -95,7 +95,6 @@ def attempt(
     that fails between kernels that talk to other ranks leaves these waiting on the device: nothing can help them.
 
     Args:
-        feature: one of `features`.
         effect: what happens without the graphs, as for `stays_stock`.
         record: captures, by `record_graph` or by vLLM's own wrapper.
         forget: drops all graphs of the feature, and what was made for them.
@@ -140,11 +139,8 @@ def attempt_capture(
     """Have vLLM's managers capture a feature's graphs; if that fails, clear them.
 
     Args:
-        feature: one of `features`.
         effect: what happens without these graphs, as for `stays_stock`.
-        capture: calls vLLM's methods.
         managers: every `CudaGraphManager` that `capture` fills.
-        device: the runner's.
 
     Returns:
         Whether all was captured.
@@ -206,7 +202,6 @@ def record_graph(run: Callable[[], None], pool: Any, vllm_config: Any) -> torch.
     give the allocator's memory back to the device around each of some hundred captures.
 
     Args:
-        run: what the graph holds.
         pool: memory of the graph, if vLLM has no pool of all graphs that a sleep offloads.
         vllm_config: says whether vLLM has that pool.
 

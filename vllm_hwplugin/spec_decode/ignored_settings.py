@@ -24,13 +24,7 @@ _HANDED_ON: Final = {"num_speculative_tokens_per_batch_size": "num_spec_tokens_t
 
 
 def ignored(fields: Iterable[str], *, v2: bool, read: Read) -> tuple[str, ...]:
-    """Return the fields of `SpeculativeConfig` that only the other runner reads.
-
-    Args:
-        fields: the fields that the user sets.
-        v2: whether Model Runner V2 is chosen.
-        read: gives vLLM's text.
-    """
+    """Return the fields of `SpeculativeConfig` that only the other runner reads."""
     chosen, other = (_names_read(_RUNNERS[runner], _RUNNERS[not runner], read) for runner in (v2, not v2))
     config = ast.parse(read(_CONFIG) or "")
     through, handed_over = _methods_that_read(config), _handed_over(config)
@@ -45,13 +39,8 @@ def ignored(fields: Iterable[str], *, v2: bool, read: Read) -> tuple[str, ...]:
 
 
 def _names_read(root: str, without: str, read: Read) -> frozenset[str]:
-    """Return every attribute and string name that a runner's modules read.
-
-    Args:
-        root: the runner's module.
-        without: the other runner's module, whose helpers a module may import.
-        read: gives vLLM's text.
-    """
+    """Return every attribute and string name that a runner's modules read."""
+    # A module may import a helper of the other runner's, `without`.
     names: set[str] = set()
     seen = {without}
     queue = [root]

@@ -150,32 +150,23 @@ def _reason(row: Obstacle, owner: Any) -> str:
 
 
 def decodes_plainly(runner: Any) -> bool:
-    """Whether this runner samples without a drafter and graphs are asked for.
-
-    Args:
-        runner: a `GPUModelRunner`.
-    """
+    """Whether this runner samples without a drafter and graphs are asked for."""
     asked_for = gates.read(gates.PLAIN_DECODE).flag
     # A model that only embeds has no sampler.
     return asked_for and runner.speculative_config is None and getattr(runner, "sampler", None) is not None
 
 
 def builder_classes(proposer: Any) -> frozenset[type]:
-    """Return the classes of a V1 drafter's metadata builders.
-
-    They are empty until its `initialize_attn_backend` made them.
-    """
+    """Return a V1 drafter's metadata builder classes; empty before `initialize_attn_backend`."""
     return frozenset(type(group.get_metadata_builder()) for group in proposer.draft_attn_groups)
 
 
 def working_by_layer(transfer: KVTransferConfig | None) -> str:
     """Return the KV connector class that may work by layer, or "".
 
-    vLLM calls a connector before and after each attention layer, on the host, to load or save keys. A captured pass
-    skips that. A connector that needs it can say so, and vLLM then has no FULL graphs; not all connectors say so.
-
-    Args:
-        transfer: vLLM's `kv_transfer_config`, of an engine with FULL graphs.
+    In an engine with FULL graphs, vLLM calls a connector before and after each attention layer, on the host, to load or
+    save keys. A captured pass skips that. A connector that needs it can say so, and vLLM then has no FULL graphs; not
+    all connectors say so.
     """
     if transfer is None:
         return ""
@@ -218,10 +209,8 @@ def _names(things: Iterable[Any]) -> str:
 
 
 def _host_builders(runner: Any) -> str:
-    """Name builders that work on the host; on V1 also MLA's.
-
-    `v1-step-inputs` does not know the host's lengths within MLA's metadata.
-    """
+    """Name builders that work on the host; on V1 also MLA's."""
+    # `v1-step-inputs` does not know the host's lengths within MLA's metadata.
     on_v1 = hasattr(runner, "input_batch")
     return _names(
         builder
@@ -235,10 +224,8 @@ def _draft_groups(runner: Any) -> Any:
 
 
 def _not_in_graph(runner: Any) -> str | None:
-    """Return why no graph may make the draft's metadata, or None.
-
-    The first pass of a standalone draft model has more tokens per request than some builders take for a decode.
-    """
+    """Return why no graph may make the draft's metadata, or None."""
+    # A standalone draft model's first pass has more tokens per request than some builders take for a decode.
     if updated_in_place(runner.speculator):
         return None
     standalone = runner.speculative_config.method in STANDALONE_METHODS
@@ -278,10 +265,8 @@ def _other_speculator(runner: Any) -> str:
 
 
 def _other_sampler(runner: Any) -> str:
-    """Name another sampler.
-
-    A model that fills in several tokens together has one, and counts the tokens as drafts.
-    """
+    """Name another sampler."""
+    # A model that fills in several tokens together has one, and counts the tokens as drafts.
     name = type(runner.sampler).__name__
     return "" if runner.speculator is not None or name in _SAMPLERS else name
 
@@ -305,20 +290,16 @@ def _some_batches_only(runner: Any) -> str:
 
 
 def _state_before(runner: Any) -> str:
-    """Name another model state.
-
-    A hybrid's kernels that move states run in vLLM in each step, and work with what a graph has made.
-    """
+    """Name another model state."""
+    # A hybrid's kernels that move states run in vLLM in each step, and work with what a graph has made.
     known_states = ("DefaultModelState", "MambaHybridModelState")
     return "" if type(runner.model_state).__name__ in known_states else _names([runner.model_state])
 
 
 def _state_after(runner: Any) -> str:
-    """Name a state whose work after a step no graph can hold.
-
-    A hybrid's kernels pass over rows that no request has, so a graph can hold them. Up to 0.31 the kernels that move
-    states between blocks come about in the first step, and `RecoverSSMState` keeps a step's states on the host.
-    """
+    """Name a state whose work after a step no graph can hold."""
+    # A hybrid's kernels pass over rows that no request has, so a graph can hold them. Up to 0.31 the kernels that move
+    # states between blocks come about in the first step, and `RecoverSSMState` keeps a step's states on the host.
     state, owner = runner.model_state, type(runner.model_state).postprocess_state.__qualname__.partition(".")[0]
     ready = not getattr(state, "_align_mode", False) or getattr(state._mamba_ctx, "is_initialized", False)
     hybrid = owner == "MambaHybridModelState" and getattr(state, "recoverssm", None) is None and ready
@@ -329,9 +310,6 @@ def custom_processors(runner: Any) -> str:
     """Return the names of custom logits processors, or "".
 
     V2's sampler has them from 0.31 on. An installed package may bring some by itself.
-
-    Args:
-        runner: a `GPUModelRunner`.
     """
     if hasattr(runner, "input_batch"):
         own, processors = f"{logits_processor.__name__}.", runner.input_batch.logitsprocs.all

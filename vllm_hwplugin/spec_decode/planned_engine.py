@@ -77,12 +77,7 @@ def uses_v2(config: Any) -> bool:
 
 
 def foresee(config: Any, entry: Journal) -> dict[str, Foreseen]:
-    """Return what is known of each feature that works in a worker.
-
-    Args:
-        config: a `VllmConfig`.
-        entry: this process's run record, made by vLLM's loading of the plugin.
-    """
+    """Return what is known of each feature that works in a worker."""
     v2 = uses_v2(config)
     spec = config.speculative_config
     configs = {name: getattr(config, name) for name in _CONFIGS} | {"vllm_config": config}

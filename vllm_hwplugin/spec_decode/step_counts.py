@@ -59,12 +59,7 @@ class Reason(IntEnum):
 
 
 class StepCounts:
-    """The counts of one part of a feature. New counts for the same part replace the old.
-
-    Args:
-        feature: its id.
-        part: what of a step it makes, in one word.
-    """
+    """The counts of one part of a feature, named in one word. New counts for the same part replace the old."""
 
     def __init__(self, feature: str, part: str):
         self.feature, self.part = feature, part
@@ -113,10 +108,7 @@ _keeper: threading.Thread | None = None
 
 
 def begin() -> None:
-    """Count from 0, and start writing the sums to the run record.
-
-    The engine is ready: warm-up is no step.
-    """
+    """Count from 0 now, without warm-up, and start writing the sums."""
     global _keeper
     for counts in _paths.values():
         counts.reset()

@@ -21,13 +21,7 @@ _stop = threading.Event()
 
 
 class StepCounters:
-    """The counter ``vllm:hwplugin_steps``, by engine, feature, part of the step and outcome.
-
-    Args:
-        counter_class: vLLM's, which is prometheus_client's or Ray's.
-        labelnames: the label names of vLLM's metrics.
-        per_engine_labelvalues: their values, by engine.
-    """
+    """The counter ``vllm:hwplugin_steps``, prometheus_client's or Ray's, by engine, feature, part and outcome."""
 
     def __init__(
         self, counter_class: Any, labelnames: Sequence[str], per_engine_labelvalues: Mapping[int, Sequence[object]]

@@ -68,9 +68,6 @@ def around_graphs(model: Any) -> list[tuple[Any, str]]:
 
     No hook sees a head that is passed by name, or to another method than `forward`. A model that takes images has its
     head in a `language_model`.
-
-    Args:
-        model: a target or a draft.
     """
     draft = getattr(model, "model", None)
     heads = [(model, "lm_head"), (getattr(model, "language_model", None), "lm_head")]
@@ -119,11 +116,7 @@ class Touched:
 
 
 class FusedWeights:
-    """The tensors that a draft model or its head has fused when this is made.
-
-    Args:
-        model: vLLM's draft model. A model with dummy weights fuses them in its first call.
-    """
+    """The tensors that a draft model or its head has fused. A model with dummy weights fuses them in its first call."""
 
     def __init__(self, model: Any):
         draft = getattr(model, "model", None)
@@ -136,11 +129,7 @@ class FusedWeights:
         ]
 
     def keep_in_place(self) -> str | None:
-        """Copy newly fused weights to where the graphs read them.
-
-        Returns:
-            Why that is not possible, or None.
-        """
+        """Copy newly fused weights to the graphs' tensors, or return why not."""
         for owner, name, recorded in self._recorded:
             current = getattr(owner, name)
             if current is recorded:

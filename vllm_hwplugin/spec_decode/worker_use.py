@@ -29,11 +29,7 @@ _KINDS: Final = {"cached": (CACHED_METHODS, "drafters with a KV cache"), "masks"
 
 
 def report_worker(worker: Any) -> None:
-    """Report what a worker uses, as the last step of `compile_or_warm_up_model`.
-
-    Args:
-        worker: vLLM's `Worker`, or another platform's, with a runner that is ready.
-    """
+    """Report what a ready worker uses, as `compile_or_warm_up_model`'s last step."""
     report(worker, _examine)
     step_counts.begin()
 
@@ -85,9 +81,7 @@ def _no_graphs(config: Any) -> Unused:
 def why_unused(worker: Any, entry: Journal) -> dict[str, tuple[Unused, ...]]:
     """Return each feature's reasons not to use it, in order.
 
-    Args:
-        worker: a worker whose model is loaded and whose KV cache is set up.
-        entry: this process's run record, with the `uses_when` of each feature that declares it.
+    The worker's model is loaded and its KV cache set up; `entry` has each feature's `uses_when`.
     """
     facts, vllm = EngineFacts(worker), entry.vllm_version or "0"
     declared = {name: entry.features[name].get("uses_when", "").splitlines() for name in entry.live}

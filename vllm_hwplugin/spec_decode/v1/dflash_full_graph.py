@@ -44,12 +44,7 @@ def lengthen_query_buffers(proposer: Any) -> None:
 
 
 class ContextGraphs(Companion):
-    """The context graphs of one `DFlashProposer`, which holds it as `draft_context`.
-
-    Args:
-        proposer: the drafter.
-        draft_graphs: the graphs of its pass, whose companion this is.
-    """
+    """The context graphs of one `DFlashProposer`, which holds it as `draft_context`."""
 
     feature, effect = DFLASH_FULL_GRAPH, "the DFlash drafter runs as in unpatched vLLM"
 
@@ -64,10 +59,7 @@ class ContextGraphs(Companion):
         self._fused: FusedWeights | None = None
 
     def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
-        """Capture the context of each decode batch that has a graph.
-
-        All slots are padding, so nothing is written to the KV cache.
-        """
+        """Capture each decode batch's context; padding slots write no KV cache."""
         self.forget()
         proposer = self._proposer
         block = 1 + proposer.speculative_config.num_speculative_tokens
@@ -104,10 +96,9 @@ class ContextGraphs(Companion):
         self._launch(padded, CUDAGraphMode.FULL)
 
     def keep_fused_in_place(self) -> bool:
-        """Copy newly fused weights to where the graphs read them.
+        """Whether newly fused weights could be copied to the graphs' tensors.
 
-        Returns:
-            False if they do not fit there. The answer then stays False: graphs of other features hold the context, too.
+        After one False the answer stays False: graphs of other features hold the context, too.
         """
         if self._fused is None:
             return False
@@ -128,10 +119,7 @@ class ContextGraphs(Companion):
             self._graphs(count=count)
 
     def precompute(self, count: int) -> torch.Tensor:
-        """Store the context of the drafter's first `count` tokens, with capturable launches.
-
-        `CUDAGraphWrapper` wants a tensor back, so it returns its input: [count, hidden].
-        """
+        """Store the first `count` tokens' context; return [count, hidden] for `CUDAGraphWrapper`."""
         proposer = self._proposer
         states: torch.Tensor = proposer.hidden_states[:count]
         proposer.model.precompute_and_store_context_kv(

@@ -71,13 +71,7 @@ def _resized(rows: torch.Tensor, num_reqs: int) -> torch.Tensor:
 
 
 class PassBuffers:
-    """`query_start_loc` and `seq_lens` of one kind of pass.
-
-    Args:
-        max_reqs: rows, at most.
-        query_len: tokens per request if the pass is uniform, else None.
-        device: where the captured kernels run.
-    """
+    """`query_start_loc` and `seq_lens` of one kind of pass; `query_len` is None if the pass is not uniform."""
 
     def __init__(self, max_reqs: int, query_len: int | None, device: torch.device):
         self.query_len = query_len
@@ -121,13 +115,7 @@ class PassBuffers:
         self._written = (batch, num_reqs)
 
     def view(self, metadata: Any, shape: GraphShape, slot_mapping: torch.Tensor) -> Any:
-        """Return a copy of `metadata` that names these buffers, padded to `shape`.
-
-        Args:
-            metadata: vLLM's `CommonAttentionMetadata` of the real batch.
-            shape: the graph's shape.
-            slot_mapping: int64 [>= num_tokens], the drafter's persistent slot-mapping buffer.
-        """
+        """Return `metadata` over the buffers, padded to `shape`; `slot_mapping` int64 [>= num_tokens]."""
         batch, num_reqs = metadata.num_reqs, shape.num_reqs
         if self.query_len is None:
             starts_cpu = metadata.query_start_loc_cpu[: batch + 1]
@@ -188,10 +176,8 @@ class DraftBuffers:
     """Everything that the graphs of one drafter read of a batch: a `PassBuffers` for each query length.
 
     Args:
-        keys: the shapes that are captured.
         table: int32 [batch, blocks], the drafter's block table as the runner gives it at capture.
         slot_mapping: int64 [tokens], the drafter's persistent slot-mapping buffer.
-        device: where the captured kernels run.
     """
 
     def __init__(self, keys: DraftKeys, table: torch.Tensor, slot_mapping: torch.Tensor, device: torch.device):
@@ -218,11 +204,7 @@ class DraftBuffers:
         return full_block_table(self._table, num_reqs)
 
     def dummy(self, template: Any, shape: GraphShape, max_seq_len: int, *, causal: bool) -> Any:
-        """Return a dummy batch's view that fills `shape`, with padding slots only.
-
-        Args:
-            template: a `CommonAttentionMetadata`, for what only the runner knows.
-        """
+        """Return a dummy batch's view that fills `shape`, with padding slots only."""
         buffers = self.of(shape)
         batch = buffers.batch_for_capture(template, shape, max_seq_len, causal=causal)
         buffers.write(batch, shape)

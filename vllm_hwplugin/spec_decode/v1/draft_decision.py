@@ -39,7 +39,6 @@ def request_ladder(capture_sizes: Iterable[int], target_query_len: int, max_num_
     Args:
         capture_sizes: `cudagraph_capture_sizes`, in tokens.
         target_query_len: tokens per request in a uniform batch of the target (1 + num_speculative_tokens).
-        max_num_seqs: the scheduler's limit on requests in a batch.
     """
     sizes = tuple(capture_sizes)
     rungs = {size // target_query_len for size in sizes if size % target_query_len == 0}
@@ -70,12 +69,7 @@ class DraftKeys:
     max_num_seqs: int
 
     def find(self, num_tokens: int, query_len: int | None) -> GraphShape | None:
-        """Return the captured shape to pad this batch to, or None.
-
-        Args:
-            num_tokens: tokens in the batch.
-            query_len: tokens of every request in it; None if they differ.
-        """
+        """Return the captured shape for this batch; `query_len` None if rows differ."""
         if query_len is not None and num_tokens % query_len == 0:
             num_reqs = pad_up(self.requests(query_len), num_tokens // query_len)
             if num_reqs is not None:
@@ -158,11 +152,7 @@ def plan_before_capture(proposer: Any, target_mode: CUDAGraphMode) -> CapturePla
 
 
 def plan_at_capture(proposer: Any, target_mode: CUDAGraphMode, template: Any) -> CapturePlan:
-    """Plan what to capture, when the drafter has its attention groups.
-
-    Args:
-        template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group, or None.
-    """
+    """Plan what to capture, when the drafter has its attention groups."""
     reason = drafter_obstacle(proposer, target_mode) or _attention_obstacle(proposer)
     if reason is not None:
         return CapturePlan(None, reason)
@@ -238,12 +228,8 @@ def plan_keys(
     """Return the target's shapes that the drafter's attention and buffers support.
 
     Args:
-        first: the drafter's first pass.
         capture_sizes: the target's `cudagraph_capture_sizes`, in tokens.
-        num_speculative_tokens: drafts of a request.
-        max_num_seqs: requests in a batch, at most.
         mixed: whether the target has FULL graphs for batches that mix prefill and decode.
-        steps: whether one-token steps follow the first pass.
         decode_threshold: the longest query that every attention backend treats as decode; None for no limit.
     """
     ladder = request_ladder(capture_sizes, 1 + num_speculative_tokens, max_num_seqs)

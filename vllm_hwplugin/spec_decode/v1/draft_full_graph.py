@@ -69,11 +69,6 @@ class Companion:
     def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
         """Capture the graphs again.
 
-        Args:
-            passes: the graphs of the drafter's passes, all captured.
-            keys: their shapes.
-            template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group.
-
         Raises:
             FeatureRequired: nothing can be captured, and the switch is `on`.
         """
@@ -102,12 +97,8 @@ def capture_draft_graphs(drafter: Any, template: Any, *, profiling: bool = False
     """Capture the drafter's graphs while the runner captures the target's FULL graphs.
 
     The patched `GPUModelRunner._dummy_run` calls this. Proposers without graphs (n-gram, medusa, ...) pass through.
-
-    Args:
-        drafter: any proposer of vLLM.
-        template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group.
-        profiling: whether vLLM measures the memory of graphs, and gives them up again. Only the largest are captured
-            then.
+    `template` is the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group. With `profiling`
+    vLLM measures the memory of graphs, and gives them up again; only the largest are captured then.
     """
     graphs = getattr(drafter, "draft_graphs", None)
     if graphs is not None:
@@ -133,11 +124,7 @@ class DraftGraphs:
         self._forget()
 
     def add(self, make: Callable[[Any, DraftGraphs], _C]) -> _C:
-        """Give the drafter a companion.
-
-        Args:
-            make: makes it, from the proposer and this object.
-        """
+        """Give the drafter a companion."""
         companion = make(self._proposer, self)
         self._companions.append(companion)
         return companion
@@ -158,9 +145,7 @@ class DraftGraphs:
     # -- a start ------------------------------------------------------------------------------------------------------
 
     def initialize_keys(self, target_mode: CUDAGraphMode) -> None:
-        """Begin again with a target that resolved to `target_mode`.
-
-        What needs no attention group is decided here.
+        """Plan for a target in `target_mode`, before attention groups exist.
 
         Raises:
             FeatureRequired: nothing can be captured, and a switch is `on`.
@@ -179,10 +164,6 @@ class DraftGraphs:
         """Decide, then capture every planned shape, largest first.
 
         Later calls return immediately. If the capture fails, the drafter runs as in unpatched vLLM.
-
-        Args:
-            template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group.
-            profiling: capture only the largest shapes, for vLLM to measure and to give up.
 
         Raises:
             FeatureRequired: nothing can be captured, and a switch is `on`.
@@ -272,12 +253,7 @@ class DraftGraphs:
         return True
 
     def begin_first_pass(self, num_tokens: int, metadata: Any) -> None:
-        """Choose the first pass's graph, if any, and fill its buffers.
-
-        Args:
-            num_tokens: tokens of the pass.
-            metadata: the batch's `CommonAttentionMetadata`; not changed.
-        """
+        """Choose the first pass's graph, if any; copy `metadata` into its buffers."""
         width = self._first_query_len
         uniform = metadata.max_query_len == width and metadata.num_actual_tokens == width * metadata.num_reqs
         self._shape = self._find(num_tokens, width if uniform else None, metadata)
@@ -325,10 +301,7 @@ class DraftGraphs:
         return metadata if self._shape is None else self._buffers.view(metadata, self._shape)
 
     def determine_batch_execution_and_padding(self, num_tokens: int) -> tuple[CUDAGraphMode, int, torch.Tensor | None]:
-        """Return the pass's runtime mode, padded tokens and other ranks' tokens.
-
-        A pass without a graph here asks vLLM's method of that name.
-        """
+        """Return runtime mode, padded tokens and other ranks', else vLLM's answer."""
         if self._shape is None:
             return self._proposer._determine_batch_execution_and_padding(num_tokens)  # type: ignore[no-any-return]
         return CUDAGraphMode.FULL, self._shape.num_tokens, None

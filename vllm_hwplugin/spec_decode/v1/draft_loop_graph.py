@@ -34,12 +34,7 @@ from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, full_graphs
 
 
 class DraftLoop(Companion):
-    """The chain graphs of one `SpecDecodeBaseProposer`, which holds it as `draft_loop`.
-
-    Args:
-        proposer: the drafter.
-        draft_graphs: the graphs of its passes, whose companion this is.
-    """
+    """The chain graphs of one `SpecDecodeBaseProposer`, which holds it as `draft_loop`."""
 
     feature, effect = DRAFT_LOOP_GRAPH, "steps are launched one by one"
 
@@ -58,10 +53,7 @@ class DraftLoop(Companion):
         self._inert_from: tuple[int, int] | None = None
 
     def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
-        """Capture a graph for each request count of the one-token steps.
-
-        Its rows are inert, so nothing is written to the KV cache.
-        """
+        """Capture a graph per request count; inert rows write no KV cache."""
         self.forget()
         proposer = self._proposer
         if (reason := why_not(proposer, Part.V1_CHAIN)) is not None:
@@ -210,13 +202,8 @@ class DraftLoop(Companion):
         return self._chain(num_reqs, self._proposer._greedy_sample)
 
     def _chain(self, num_reqs: int, sample: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Run the chain in vLLM's order of operations.
-
-        It is captured, so every tensor here is persistent or the graph's own.
-
-        Returns:
-            int64 [num_reqs, num_speculative_tokens].
-        """
+        """Run the chain in vLLM's order of operations; int64 [num_reqs, num_speculative_tokens]."""
+        # It is captured, so every tensor here is persistent or the graph's own.
         proposer = self._proposer
         slots = proposer._slot_mapping_buffer[:num_reqs]
         seq_lens = self._buffers.seq_lens[:num_reqs]

@@ -60,9 +60,6 @@ class DraftPhase(Companion):
 
     Each step calls `logits`, `sample` and `propose`, in this order. `logits` and `propose` decide which graphs the step
     replays.
-
-    Args:
-        runner: a `GPUModelRunner` of V1, which has its drafter.
     """
 
     feature, effect = V1_DRAFT_PHASE, "vLLM's own kernels between the target and the drafter's graphs"
@@ -143,7 +140,6 @@ class DraftPhase(Companion):
         The patched `GPUModelRunner._dummy_run` calls this.
 
         Args:
-            outputs: what the target's model returned.
             template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group, or None.
             profiling: whether vLLM measures its largest graph's memory. The largest graphs here, which may be smaller,
                 are then captured behind it, and only the memory that they need stays.
@@ -197,10 +193,7 @@ class DraftPhase(Companion):
     def logits(
         self, scheduler_output: Any, spec_decode_metadata: Any, *, hidden_states: torch.Tensor, indices: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the hidden states of the tokens at `indices`, and their logits.
-
-        `execute_model` keeps them for sampling. Both are None if a graph samples: it makes logits itself.
-        """
+        """Return hidden states at `indices` and logits; None if a graph samples."""
         step = self._step_for(scheduler_output, spec_decode_metadata, hidden_states)
         kind: Sampling | Reason
         if isinstance(step, Reason):
@@ -252,11 +245,7 @@ class DraftPhase(Companion):
         metadata: Any,
         slot_mappings: Any,
     ) -> Any:
-        """Do `GPUModelRunner.propose_draft_token_ids`.
-
-        Returns:
-            The next drafts, int64 [batch, num_speculative_tokens].
-        """
+        """Return the next drafts, int64 [batch, num_speculative_tokens], as `propose_draft_token_ids`."""
         runner, step = self._runner, self._step
         states = TargetStates(hidden_states, tuple(aux_hidden_states or ()))
         if not isinstance(step, Reason):
@@ -318,10 +307,7 @@ class DraftPhase(Companion):
     def _step_for(
         self, scheduler_output: Any, spec_decode_metadata: Any, hidden_states: torch.Tensor
     ) -> PhaseGraphs | Reason:
-        """Return the graphs for this batch, or why there are none.
-
-        In such a batch every request decodes one token and has all its drafts.
-        """
+        """Return graphs if all requests decode with all drafts, or why not."""
         if self._graphs and self._weights is not None and (reason := self._weights.moved()) is not None:
             self.give_up(reason)
         if not self._graphs:
@@ -397,11 +383,9 @@ class DraftPhase(Companion):
 
 
 def _are_drafts(runner: Any, scheduler_output: Any) -> bool:
-    """Whether each request verifies drafts, not placeholders.
-
-    A request that was not in the step before may have placeholders. vLLM rejects these; but the graphs read what the
-    target was given, in which they are token ids.
-    """
+    """Whether each request verifies drafts, not placeholders."""
+    # A request that was not in the step before may have placeholders. vLLM rejects these; but the graphs read what the
+    # target was given, in which they are token ids.
     if not runner.use_async_scheduling:
         return not any(_PLACEHOLDER in tokens for tokens in scheduler_output.scheduled_spec_decode_tokens.values())
     # The scheduler runs ahead of the device, and does not know the drafts.

@@ -71,10 +71,6 @@ class Filters(NamedTuple):
 
         The model's `generation_config.json` or the user sets the defaults. vLLM's `get_diff_sampling_param` is not
         called: it would log what it finds once more.
-
-        Args:
-            model_config: vLLM's.
-            vocab_size: the top-k from which on nothing is left out.
         """
         given = {} if model_config.generation_config == "vllm" else model_config.try_get_generation_config()
         given = {**given, **model_config.override_generation_config}
@@ -126,9 +122,7 @@ class PhaseBuffers:
     """The buffers of one runner's draft phase.
 
     Args:
-        max_num_reqs: requests of the largest graph.
         query_len: tokens of a request in a decode batch, 1 + num_speculative_tokens.
-        device: where the captured kernels run.
 
     Attributes:
         sampled_token_ids: int32 [max_num_reqs, query_len], -1 behind the last token that was accepted or sampled.
@@ -173,11 +167,7 @@ class PhaseBuffers:
         self._indices: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def draft_probs(self, num_reqs: int, like: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the drafts' distribution, float32 [num_reqs, query_len - 1, vocabulary].
-
-        Args:
-            like: [..., vocabulary]; the first call makes the buffer like it.
-        """
+        """Return float32 [num_reqs, query_len - 1, vocabulary] draft distributions, made like `like`."""
         if self._draft_probs is None:
             assert like is not None
             self._draft_probs = like.new_zeros(*self.drafts.shape, like.shape[-1])
@@ -201,10 +191,7 @@ class PhaseBuffers:
     def spec_decode_metadata(self, shape: GraphShape, token_ids: torch.Tensor) -> SpecDecodeMetadata:
         """Return vLLM's metadata of a batch that fills `shape`.
 
-        Its tensors last as long as the buffers.
-
-        Args:
-            token_ids: int32 [num_tokens], what the target was given.
+        Its tensors last as long as the buffers. `token_ids`, int32 [num_tokens], are what the target was given.
         """
         if shape.num_reqs not in self._indices:
             self._indices[shape.num_reqs] = self._indices_of(shape)
@@ -261,16 +248,7 @@ def input_addresses(metadata: Any) -> tuple[int, ...]:
 
 
 class PhaseRecorder:
-    """Captures the graphs of one runner's draft phase.
-
-    Args:
-        runner: a `GPUModelRunner` of V1 whose drafter has its graphs.
-        passes: the graphs of the drafter's passes.
-        buffers: what the graphs write.
-        sampling: the kinds of sampling to capture.
-        drafting: the kinds of drafting to capture.
-        filters: the filters in the kinds of sampling that filter.
-    """
+    """Captures the graphs of one runner's draft phase. `filters` is for the kinds of sampling that filter."""
 
     def __init__(
         self,
@@ -301,7 +279,6 @@ class PhaseRecorder:
         All requests are padding meanwhile, so nothing is written to the KV cache.
 
         Args:
-            states: the target's results of a batch of this shape.
             template: the `CommonAttentionMetadata` that the runner built for it, of the drafter's KV-cache group.
         """
         buffers, num_reqs = self._buffers, shape.num_reqs
@@ -462,11 +439,8 @@ class PhaseRecorder:
     def _first_pass(
         self, shape: GraphShape, states: TargetStates, batch: Any, metadata: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run the drafter's first pass, in vLLM's order of operations.
-
-        Returns:
-            Which of its tokens to draft from, the states to sample from, and the states that a next pass reads.
-        """
+        """Run the first pass; return sample indices, last and next hidden states."""
+        # In vLLM's order of operations.
         proposer, buffers = self._proposer, self._buffers
         num_reqs, num_tokens = shape.num_reqs, shape.num_tokens
         indices, batch = self._inputs(shape, states, batch)
@@ -486,11 +460,7 @@ class PhaseRecorder:
         return indices, last_hidden, hidden
 
     def _inputs(self, shape: GraphShape, states: TargetStates, batch: Any) -> tuple[torch.Tensor, Any]:
-        """Put the target's inputs and results into the drafter's buffers.
-
-        Returns:
-            Which tokens of the pass to draft from, and its `CommonAttentionMetadata`.
-        """
+        """Fill the drafter's buffers; return sample indices and `CommonAttentionMetadata`."""
         proposer, runner, buffers = self._proposer, self._runner, self._buffers
         num_reqs, num_tokens = shape.num_reqs, shape.num_tokens
         target_states = _side_by_side(states, num_tokens)

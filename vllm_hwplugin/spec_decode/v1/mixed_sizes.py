@@ -16,10 +16,6 @@ def settled(runner: Any, capture_descs: list[tuple[CUDAGraphMode, list[Any]]]) -
 
     The patched `profile_cudagraph_memory` and `capture_model` call this. The dispatchers, which vLLM fills again when
     it has measured memory, also lose the other sizes.
-
-    Args:
-        runner: vLLM's `GPUModelRunner`.
-        capture_descs: the result of `CudagraphDispatcher.get_capture_descs`; not changed.
     """
     compilation = runner.compilation_config
     if has_sizes(compilation):

@@ -40,11 +40,7 @@ class _Draw:
 
 
 class Noise:
-    """The numbers that one part of a step draws, in vLLM's order.
-
-    Args:
-        max_num_reqs: requests of the largest graph.
-    """
+    """The numbers that one part of a step draws, in vLLM's order."""
 
     def __init__(self, max_num_reqs: int):
         self._max_num_reqs = max_num_reqs
@@ -73,11 +69,7 @@ class Noise:
         return draw.numbers[self._first * rows :][: like.shape[0]]
 
     def draw(self, count: int, generators: Mapping[int, torch.Generator]) -> None:
-        """Draw for the first `count` requests.
-
-        Args:
-            generators: by request, of requests with a seed; vLLM's drafts use none.
-        """
+        """Draw for the first `count` requests, with `generators` of seeded requests."""
         for index, draw in enumerate(self._draws):
             # vLLM's sampler of single tokens, which comes first, leaves out numbers that nobody reads.
             if index > 0 or len(generators) != count:

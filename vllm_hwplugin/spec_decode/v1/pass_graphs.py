@@ -24,13 +24,7 @@ from vllm_hwplugin.spec_decode.v1.draft_decision import STEP_QUERY_LEN, FirstPas
 
 
 class PassGraphs:
-    """The graphs of one drafter's passes.
-
-    Args:
-        proposer: a `SpecDecodeBaseProposer`.
-        first: its first pass.
-        buffers: what the graphs read of a batch.
-    """
+    """The graphs of one drafter's passes."""
 
     def __init__(self, proposer: Any, first: FirstPass, buffers: DraftBuffers):
         self.buffers = buffers
@@ -57,9 +51,6 @@ class PassGraphs:
 
         It runs once without a graph first: kernels that compile or tune themselves at their first call must not do so
         while a graph is being captured.
-
-        Args:
-            template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group.
         """
         for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
             # Metadata for each run: the first kernel that reads FlashMLA's plans into it, and a captured kernel must.
@@ -103,12 +94,9 @@ class PassGraphs:
 
 
 def full_graphs(call: Callable[..., Any], config: Any, graph_pool: Any) -> CUDAGraphWrapper:
-    """Wrap `call` to be captured whole under runtime mode FULL.
+    """Wrap `call` for FULL capture, in a pool apart from the target's.
 
-    Captures run without a garbage collection before each: there are hundreds of shapes, and nothing to collect.
-
-    Args:
-        graph_pool: a memory pool that the target does not use.
+    No garbage collection runs before a capture: there are hundreds of shapes, and nothing to collect.
     """
     graphs = CUDAGraphWrapper(
         call,

@@ -264,12 +264,7 @@ class StepInputs:
         return self._runner._update_states(scheduled)
 
     def prepare_inputs(self, scheduled: Any, num_scheduled_tokens: np.ndarray) -> tuple[Any, ...]:
-        """Do `_prepare_inputs`.
-
-        Args:
-            scheduled: the step's `SchedulerOutput`.
-            num_scheduled_tokens: [number of requests], int32.
-        """
+        """Do `_prepare_inputs`; `num_scheduled_tokens` is int32 [number of requests]."""
         mixed = self._not_uniform(scheduled, num_scheduled_tokens)
         graph = mixed or self._graph_for(scheduled)
         if isinstance(graph, Reason):
