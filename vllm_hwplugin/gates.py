@@ -37,12 +37,7 @@ WORDS_FALSE: Final = ("0", "false", "no", "off")
 
 
 class GateError(HwpluginError, ValueError):
-    """A variable holds an unknown value. The message names it and lists the good values.
-
-    Attributes:
-        source: see :class:`GateValue`.
-        raw: the value.
-    """
+    """A variable holds an unknown `raw` value from `source`. The message lists the good values."""
 
     def __init__(self, message: str, source: str = "", raw: str = "") -> None:
         super().__init__(message)
@@ -50,11 +45,7 @@ class GateError(HwpluginError, ValueError):
 
 
 class Alias(NamedTuple):
-    """Another name of a variable, with its own spelling of the values.
-
-    Attributes:
-        mapping: lower-cased raw text -> a text that the variable itself accepts; inverted for ``DISABLE_X=1``.
-    """
+    """Another name of a variable. `mapping`: lower-cased raw text -> a value of the variable."""
 
     name: str
     mapping: Mapping[str, str]
@@ -406,9 +397,7 @@ def demands(name: str, environ: Mapping[str, str] | None = None) -> bool:
 class Settings:
     """The values of one reading of the environment; a start passes them on.
 
-    Attributes:
-        values: by variable; the default if the value is bad.
-        errors: by variable, why its value is bad.
+    `values` has the default for a bad value, and `errors` says why it is bad.
     """
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
@@ -492,11 +481,8 @@ def register_with_vllm(envs_module: Any, more: Iterable[Gate] = ()) -> None:
 
     vLLM then does not call them unknown, and copies them to Ray workers. ``compile_factors()`` asks every entry of that
     table for its value, so variables that change compiled code are in the compile-cache key. Other entries answer with
-    a constant: a cache folder that moves must not invalidate every compiled graph. Names that vLLM has stay vLLM's.
-
-    Args:
-        envs_module: the module ``vllm.envs`` (all supported versions have the same table).
-        more: switches that features declare.
+    a constant: a cache folder that moves must not invalidate every compiled graph. Names that vLLM has stay vLLM's. All
+    supported versions have the same table. `more`: switches that features declare.
     """
     table = envs_module.environment_variables
     for gate in (*GATES, *more):
@@ -513,11 +499,7 @@ def register_with_vllm(envs_module: Any, more: Iterable[Gate] = ()) -> None:
 
 
 def show(value: Value, kind: Kind = "list") -> str:
-    """Return a value as a user writes it; empty if not set.
-
-    Args:
-        kind: the variable's; it decides what separates several values.
-    """
+    """Return a value as users write it; empty for None."""
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -52,10 +52,8 @@ def give_up(
     """Refuse the features of modules that were imported past the plugin.
 
     Args:
-        entry: the process's run record; it is corrected.
-        unpatched: unpatched module -> why.
+        unpatched: module -> why.
         patched: modules that run from their copies, or will.
-        choices: switch -> ``auto``, ``on`` or ``off``.
 
     Raises:
         InstallError: a part of such a feature runs patched, or strict mode or its switch demands the feature.
@@ -82,21 +80,11 @@ def give_up(
 
 
 def compare_with_first(entry: Journal, environ: Mapping[str, str], *, stop: bool) -> bool:
-    """Compare this process's patches with the patches of its engine's first process.
+    """Return whether the engine's first process has logged the same patches.
 
     The processes of an engine compute one model together. The first process leaves in the environment of its children
     the fingerprint, the plugin's version and a digest of the variables that choose patches. A child with another digest
-    is meant to differ.
-
-    Args:
-        entry: the process's run record; it gets a note of a difference.
-        stop: raise on a difference; False: log a warning.
-
-    Returns:
-        Whether the first process has the same patches and has therefore logged everything already.
-
-    Raises:
-        InstallError: the patches differ, with `stop`.
+    is meant to differ. Otherwise a difference raises an InstallError with `stop`, or is logged and noted in `entry`.
     """
     mine = ["failed" if entry.error else entry.fingerprint, entry.plugin_version, _digest(environ)]
     first = environ.get(gates.FINGERPRINT, "").split()

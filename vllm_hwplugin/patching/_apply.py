@@ -77,9 +77,7 @@ def split_lines(text: str) -> list[str]:
 def locate(diff: FileDiff, text: Text | None, *, hints: bool = True) -> list[tuple[HunkVerdict, int | None]]:
     """Return each hunk's verdict and, if it applies, its line (0-based).
 
-    Args:
-        text: None if the version has no such file.
-        hints: look for the nearest place of a hunk that does not fit.
+    `text` is None if the version has no such file. `hints`: look for the nearest place of a hunk that does not fit.
     """
     if text is None:
         return [(_verdict(diff, hunk, "missing"), None) for hunk in diff.hunks]

@@ -79,9 +79,7 @@ def default_folder() -> Path:
 def load_catalogue(folder: Path | None = None) -> Catalogue:
     """Read every feature of `folder`, by default the project's own.
 
-    Raises:
-        CatalogueError: a folder or `patch.toml` is invalid.
-        DiffError: a diff is malformed.
+    Raises a CatalogueError for an invalid folder or `patch.toml`, and a DiffError for a malformed diff.
     """
     folder = default_folder() if folder is None else folder
     try:
@@ -98,11 +96,7 @@ def load_catalogue(folder: Path | None = None) -> Catalogue:
 
 
 def feature_folders(folder: Path, way_out: str = "reinstall vllm-hwplugin") -> tuple[Path, ...]:
-    """Return the features' folders, sorted, without `_*` and `.*`.
-
-    Raises:
-        CatalogueError: the catalogue's folder cannot be read.
-    """
+    """Return the features' folders without `_*` and `.*`, or raise CatalogueError."""
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries if entry.name[0] not in "_." and entry.is_dir())
@@ -112,14 +106,7 @@ def feature_folders(folder: Path, way_out: str = "reinstall vllm-hwplugin") -> t
 
 
 def read_toml(file: Path, read: Callable[[Path], bytes], missing: str) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Args:
-        missing: the file's purpose, for the error if it cannot be read.
-
-    Raises:
-        CatalogueError: it cannot be read, is too large, or is no TOML.
-    """
+    """Read a TOML file, or raise CatalogueError; `missing` is the error's hint."""
     try:
         data = read(file)
         if len(data) > _LARGEST:
@@ -339,13 +326,9 @@ def _refuse_overlap(ranges: list[Versions], file: Path, distribution: str) -> No
 
 
 def in_order(features: list[Feature], folder: Path, known: Collection[str] = ()) -> tuple[Feature, ...]:
-    """Sort a catalogue's features, requirements first.
+    """Sort features, requirements first, or raise CatalogueError.
 
-    Args:
-        known: features of earlier catalogues, which may be required.
-
-    Raises:
-        CatalogueError: a requirement is no feature, or requirements form a circle.
+    Requirements may be in `known`, the features of earlier catalogues, and must not form a circle.
     """
     by_id = {feature.id: feature for feature in features}
     ordered: dict[str, Feature] = {}

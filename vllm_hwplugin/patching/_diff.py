@@ -41,11 +41,7 @@ def parse_diff(text: str, origin: str, distribution: str = VLLM) -> tuple[FileDi
 
 
 def file_diff(path: str, hunks: Sequence[Hunk], origin: str) -> FileDiff:
-    """Return a file's diff, made from the hunks of `read_sections`.
-
-    Raises:
-        DiffError: there is no hunk, or a hunk could match at a wrong place.
-    """
+    """Return a file's diff; raise DiffError without hunks or for unmatchable hunks."""
     if not hunks:
         raise DiffError(f"{origin}: no hunks for {path}; remove the file or write the diff again")
     for hunk in hunks:
@@ -62,16 +58,10 @@ def file_diff(path: str, hunks: Sequence[Hunk], origin: str) -> FileDiff:
 
 
 def read_sections(text: str, origin: str, *, ranges: bool = False) -> Iterator[tuple[str, str, list[Hunk]]]:
-    """Yield for each file of a diff both paths and its hunks.
+    """Yield a diff's files with both paths and hunks, or raise DiffError.
 
     A new file's first path and a deleted file's second path is `/dev/null`. A file that is only renamed, has a new mode
-    or is not text has no hunks.
-
-    Args:
-        ranges: a hunk's versions may follow its `@@`.
-
-    Raises:
-        DiffError: malformed.
+    or is not text has no hunks. With `ranges`, a hunk's versions may follow its `@@`.
     """
     if text and not text.endswith("\n"):
         raise DiffError(f"{origin}: the last line has no newline, so the file may be cut short; write the diff again")

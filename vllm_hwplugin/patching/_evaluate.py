@@ -272,16 +272,12 @@ def _fit_files(feature: Feature, like: str, texts: Texts, hints: bool) -> Fit:
 
 
 def _misfits(overrides: tuple[Overridden, ...], texts: Texts, *, read: bool) -> list[str]:
-    """Return how classes differ from the declared overrides.
-
-    Args:
-        read: also parse reviewed texts, which takes a tenth of a second each.
-    """
+    """Return how classes differ from the overrides; parse reviewed texts if `read`."""
     version, troubles = supported_as(texts.source.version), list[str]()
     for overridden in overrides:
         if not read and version is not None and texts.blob(overridden.path) == overridden.text.text_of(version):
             continue
-        # A start that knows the texts has no time for this import.
+        # A start that knows the texts has no time for this import and a tenth of a second for each parse.
         from ._overrides import misfits
 
         tree = texts.tree(overridden.path)

@@ -56,12 +56,8 @@ class Installed(NamedTuple):
     def read(self, path: str) -> str | None:
         """Return a file's text with its newlines, or None without such file.
 
-        Args:
-            path: such as "vllm/envs.py".
-
         Raises:
-            UnreadableFile: it is no UTF-8 text, no file or cannot be opened; or Python would import the module from
-                another file.
+            UnreadableFile: it is no UTF-8 text, no file, cannot be opened, or is not what Python would import.
         """
         # As text: parsing the records of large libraries takes longer than the rest of a start.
         if self.record is not None and f"\n{path}," not in f"\n{self.record}":

@@ -30,11 +30,7 @@ class Source(Protocol):
     def version(self) -> str: ...
 
     def read(self, path: str) -> str | None:
-        """Return a file's text with its newlines, or None without such file.
-
-        Raises:
-            UnreadableFile: it exists and cannot be read.
-        """
+        """Return a text with its newlines, None if missing, or raise UnreadableFile."""
 
 
 class Hunk(NamedTuple):
@@ -90,10 +86,9 @@ def target_name(distribution: str) -> str:
 
 
 class Relied(NamedTuple):
-    """A file that a feature reads, calls or captures and does not change, and the texts that were reviewed.
+    """An unchanged file that a feature reads, calls or captures.
 
-    Attributes:
-        texts: version -> the text's name by `blob_of`, from this version on; None: no such file.
+    `texts`: version -> the reviewed text's name by `blob_of`, from this version on; None: no such file.
     """
 
     path: str
@@ -140,8 +135,7 @@ class Overridden(NamedTuple):
 class Tree(NamedTuple):
     """A fork's tree of a version of `SUPPORTED`, on which a feature was reviewed and is right, too.
 
-    Attributes:
-        texts: path -> the names of its texts, by `blob_of`; it has each file that the feature changes, or more.
+    `texts`: path -> its texts' names by `blob_of`, for each file that the feature changes, or more.
     """
 
     name: str

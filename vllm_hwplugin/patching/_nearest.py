@@ -21,11 +21,9 @@ def nearest(lines: Sequence[str], block: Sequence[str], stated: int) -> Nearest 
     """Return the window of `lines` most like `block`, or None.
 
     Of equal windows, the nearest to line `stated` (0-based) wins. None: nothing is alike, or `block` is longer than
-    `LONGEST_COMPARED`.
-
-    Each common line, at any indentation, votes for a start of the window, and rare lines have more weight. Only the
-    windows with the most votes are compared in full, which keeps this quick on files of thousands of lines. A window
-    may also end where a window from another start ends: upstream may have added or removed lines inside it.
+    `LONGEST_COMPARED`. Each common line, at any indentation, votes for a start of the window, and rare lines have more
+    weight. Only the windows with the most votes are compared in full, which keeps this quick on files of thousands of
+    lines. A window may also end where a window from another start ends: upstream may have added or removed lines in it.
     """
     if len(block) > LONGEST_COMPARED:
         return None

@@ -76,11 +76,7 @@ class Copy(NamedTuple):
         return str(self.path.parent / "__pycache__" / name)
 
     def verify(self) -> None:
-        """Rewrite the file if it does not hold exactly the text.
-
-        Raises:
-            OverlayError: the file differs and cannot be replaced.
-        """
+        """Rewrite the file if it differs, or raise OverlayError."""
         try:
             private_folder(self.path.parent)
             if read_private(self.path) != self.text:
@@ -94,11 +90,7 @@ class Copy(NamedTuple):
             ) from error
 
     def check(self) -> None:
-        """Compile the text, unless byte code shows that it compiles.
-
-        Raises:
-            NotPython: the text does not compile.
-        """
+        """Compile the text unless byte code exists, or raise NotPython."""
         if self.bytecode is None or not os.path.exists(self.bytecode):
             try:
                 self.code()
@@ -140,9 +132,7 @@ def read_sealed(path: Path) -> memoryview | None:
 def keep_sealed(path: Path, body: bytes) -> None:
     """Write `body` with its seal, and make the folder if missing.
 
-    Raises:
-        UntrustedFolder: other users could change files in the folder.
-        OSError: it cannot be written.
+    Raises UntrustedFolder if other users could change files in the folder, and OSError.
     """
     private_folder(path.parent)
     # Not flushed to the disk: a file that a power cut has damaged fails the check of its seal.
@@ -157,14 +147,11 @@ def _seal(path: Path, body: bytes | memoryview) -> bytes:
 
 
 class Overlay:
-    """The best trusted cache folder for copies: a writable folder, or a read-only folder that may have them.
+    """The best trusted cache folder: writable, or read only with possible copies; else OverlayError.
 
     Attributes:
         base: the current cache folder.
         notes: a line for each better folder that was skipped, with the reason.
-
-    Raises:
-        OverlayError: there is none.
     """
 
     base: Path
@@ -175,11 +162,7 @@ class Overlay:
         self._take_next()
 
     def place(self, file: PatchedFile) -> Copy:
-        """Return a file's copy, verified or written in the first possible folder.
-
-        Raises:
-            OverlayError: it exists nowhere and cannot be written anywhere.
-        """
+        """Verify or write a file's copy in a folder, or raise OverlayError."""
         while True:
             copy = _copy(file, self.base)
             try:

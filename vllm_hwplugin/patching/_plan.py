@@ -199,14 +199,7 @@ def _fingerprint(files: Mapping[str, PatchedFile]) -> str:
 
 
 def render_diff(feature: Feature, source: Source) -> str:
-    """Return the exact change of only this feature, as a unified diff.
-
-    Args:
-        source: the distribution that the feature changes; the diff is of its text.
-
-    Raises:
-        PatchingError: the feature does not apply to that version.
-    """
+    """Return only this feature's change to `source`, or raise PatchingError."""
     texts = Texts(source)
     result = fit(feature, texts)
     if result.verdict.status is not Status.APPLIES:

@@ -142,9 +142,6 @@ def force(features: Collection[str]) -> None:
     speculative method is DFlash. A module that cannot be patched in place stays unpatched if all its features are
     refused.
 
-    Args:
-        features: ids.
-
     Raises:
         InstallError: only a part of a feature would run patched, or a demanded feature is lost.
     """
@@ -374,12 +371,7 @@ def _plan_swap(targets: Mapping[str, Installed], file: PatchedFile, copy: Copy) 
 
 
 def _apply(swaps: Mapping[str, Swap], undo: list[Callable[[], None]]) -> tuple[str, str] | None:
-    """Apply all swaps, or none and return the failed module and reason.
-
-    Args:
-        swaps: by module.
-        undo: gets the undo functions.
-    """
+    """Apply all and extend `undo`, or none and return module and reason."""
     done: list[Callable[[], None]] = []
     for name, swap in swaps.items():
         try:

@@ -174,11 +174,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def changed_bodies(old: ast.Module, new: ast.Module) -> list[Change]:
-    """Return the functions whose bodies differ between two texts.
-
-    Raises:
-        NotABody: the texts differ in more than bodies and imports.
-    """
+    """Return functions with new bodies; raise NotABody for other changes."""
     changes = [*_changes(_run_once(old), _run_once(new))]
     for change in changes:
         _check(change)

@@ -97,11 +97,7 @@ class Outside(NamedTuple):
 
 
 def read_manifest(folder: Path, *, read: Callable[[Path], bytes] = Path.read_bytes) -> Manifest:
-    """Read the `catalogue.toml` of a folder.
-
-    Raises:
-        CatalogueError: it is missing or invalid.
-    """
+    """Read a folder's `catalogue.toml`, or raise CatalogueError."""
     file = folder / MANIFEST
     raw = read_toml(file, read, "a folder of patches has one with its `name`")
     refuse_unknown(raw, _KEYS, "", file)
@@ -112,16 +108,9 @@ def read_manifest(folder: Path, *, read: Callable[[Path], bytes] = Path.read_byt
 
 
 def load_outside(folder: Path, *, read: Callable[[Path], bytes] = Path.read_bytes) -> Outside:
-    """Read every feature of an external catalogue.
+    """Read every feature of an external catalogue, or raise as `load_catalogue`.
 
-    Nothing is imported or run, so the folder need not be trusted.
-
-    Args:
-        read: returns the bytes of a file.
-
-    Raises:
-        CatalogueError: the folder, `catalogue.toml` or a `patch.toml` is invalid.
-        DiffError: a diff is malformed.
+    Nothing is imported or run, so the folder need not be trusted. `read` returns the bytes of a file.
     """
     manifest = read_manifest(folder, read=read)
     for aside in (file.parent for file in folder.glob(f".*{ASIDE}/{PATCH}")):
@@ -178,12 +167,8 @@ class Found(NamedTuple):
 def find_outside(folders: Sequence[str], own: Catalogue) -> Found:
     """Load the catalogues in these folders, then in installed packages, by name.
 
-    A catalogue is loaded as a whole, or left out with a reason. Its features may require features of the project and of
-    the catalogues before it.
-
-    Args:
-        folders: from ``VLLM_HWPLUGIN_PATCHES``.
-        own: the project's own features.
+    A catalogue is loaded as a whole, or left out with a reason. Its features may require features of `own`, the
+    project's catalogue, and of the catalogues before it. `folders` is from ``VLLM_HWPLUGIN_PATCHES``.
     """
     catalogues: list[Outside] = []
     troubles: list[Trouble] = []
@@ -216,12 +201,7 @@ def find_outside(folders: Sequence[str], own: Catalogue) -> Found:
 
 
 def refuse_taken(new: Outside, catalogues: Sequence[Outside], own: Catalogue) -> None:
-    """Raise a CatalogueError for a taken name or switch, or unknown requirement.
-
-    Args:
-        catalogues: the catalogues before it.
-        own: the project's own features.
-    """
+    """Raise CatalogueError for taken names or switches and unknown requirements."""
     manifest = new.manifest
     for earlier in catalogues:
         if earlier.manifest.name == manifest.name:
