@@ -56,9 +56,8 @@ class RebuiltStates(Mapping[Any, Any]):
 def captured_draft(runner: Any, states: Mapping[Any, Any]) -> bool:
     """Capture the drafter's graphs with metadata of their shapes, or return False.
 
-    Args:
-        runner: Model Runner V2's `GPUModelRunner`, whose graphs have just been captured.
-        states: by `BatchExecutionDescriptor`, the result of its `cudagraph_manager.capture`.
+    The runner's graphs have just been captured; `states` are `cudagraph_manager.capture`'s, by
+    `BatchExecutionDescriptor`.
 
     Raises:
         FeatureRequired: the capture failed, and the switch is `on`.

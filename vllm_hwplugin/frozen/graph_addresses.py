@@ -15,10 +15,7 @@ import torch
 
 
 def keep_addresses(block_tables: Any) -> None:
-    """Copy new layout tensors into the tensors that CUDA graphs read.
-
-    Args:
-        block_tables: vLLM's `BlockTables`, when `init_block_table_layout_tensors` has just made them.
+    """Copy layout tensors, just made, into the tensors that CUDA graphs read.
 
     Raises:
         RuntimeError: a tensor's shape or dtype has changed, which no wake-up does.

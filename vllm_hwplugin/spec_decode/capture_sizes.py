@@ -124,10 +124,8 @@ def note_user_sizes(vllm_config: Any) -> None:
 def check_and_update_config(vllm_config: Any) -> bool:
     """Set the sizes of an engine with a drafter, unless listed.
 
-    A platform's `check_and_update_config` calls this, after its base class has decided the cudagraph mode.
-
-    Returns:
-        Whether the user named neither a list nor the largest size.
+    A platform's `check_and_update_config` calls this, after its base class has decided the cudagraph mode. The result
+    says whether the user named neither a list nor the largest size.
 
     Raises:
         CaptureSizesError: the plugin failed, in strict mode.
@@ -314,7 +312,6 @@ def why_left(compilation_config: Any) -> str | None:
 
 
 def has_sizes(compilation_config: Any) -> bool:
-    """Whether some sizes are not vLLM's."""
     return _VLLMS in vars(compilation_config)
 
 
@@ -381,14 +378,11 @@ def _up_to(bound: int | None, sizes: Sequence[int]) -> Sequence[int]:
 def sampled(compilation_config: Any, descs: Sequence[Any]) -> list[Any]:
     """Choose the graphs that vLLM captures to estimate one mode's memory.
 
-    The result is in the order of capture; the last graph stands for each but the first (:func:`two_samples`).
-
-    vLLM captures the two largest graphs, and counts the second one's memory for each further graph. At 512 tokens that
-    is little. At 4096 a part is memory that later graphs use again, and an estimate of several times the true memory
-    makes the KV cache smaller. The smallest graph's memory is its own.
-
-    Args:
-        descs: `BatchDescriptor` of all graphs of the mode, largest first.
+    `descs` are the `BatchDescriptor` of all graphs of the mode, largest first. The result is in the order of capture;
+    its last graph stands for each but the first (:func:`two_samples`). vLLM captures the two largest graphs, and counts
+    the second one's memory for each further graph. At 512 tokens that is little. At 4096 a part is memory that later
+    graphs use again, and an estimate of several times the true memory makes the KV cache smaller. The smallest graph's
+    memory is its own.
     """
     own, first = largest_own(compilation_config), list(descs[:2])
     if own is None or not first or first[0].num_tokens <= own:

@@ -59,10 +59,8 @@ def without_mm_prefix(config: VllmConfig) -> VllmConfig:
 
     The flag says that images are seen in both directions, and excludes backends that the draft could use. vLLM clears
     it in the ``ModelConfig`` that draft and target share. The target's metadata builders read it there later: since
-    0.28.0 FlashAttention's then drops the ranges of the images, and the target's own output changes.
-
-    Args:
-        config: a configuration whose ``model_config`` is the target's; neither is changed.
+    0.28.0 FlashAttention's then drops the ranges of the images, and the target's own output changes. Here neither
+    ``config`` nor its ``model_config`` is changed.
     """
     text_only = copy.copy(config)
     text_only.model_config = copy.copy(config.model_config)

@@ -65,12 +65,7 @@ class Findings:
 
 
 def report(part: Any, examine: Callable[[Any, Journal], Findings]) -> None:
-    """Log and record what a part of the engine uses.
-
-    Without a run record nothing happens.
-
-    Args:
-        part: vLLM's worker or scheduler.
+    """Log and record what a worker or scheduler uses.
 
     Raises:
         FeatureRequired: a switch is `on`, and the feature is not used.

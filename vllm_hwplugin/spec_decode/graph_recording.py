@@ -89,20 +89,15 @@ def attempt(
     *,
     kernels: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> bool:
-    """Capture a feature's graphs; if that fails, forget them and go on.
+    """Capture a feature's graphs, or forget them; return whether all were captured.
 
     With tensor parallelism a failure on one rank is a failure on all, so all ranks must call this in one order. A rank
     that fails between kernels that talk to other ranks leaves these waiting on the device: nothing can help them.
 
     Args:
         effect: what happens without the graphs, as for `stays_stock`.
-        record: captures, by `record_graph` or by vLLM's own wrapper.
-        forget: drops all graphs of the feature, and what was made for them.
         pool: the pool of graphs that vLLM's wrapper captures; None if `record_graph` captures.
         kernels: a context for `record`; by default `kept_kernels`.
-
-    Returns:
-        Whether all was captured.
 
     Raises:
         FeatureRequired: something failed, and the feature's switch is `on`.
@@ -136,14 +131,10 @@ def attempt(
 def attempt_capture(
     feature: str, effect: str, capture: Callable[[], object], managers: Sequence[Any], device: torch.device
 ) -> bool:
-    """Have vLLM's managers capture a feature's graphs; if that fails, clear them.
+    """Have vLLM's managers capture a feature's graphs, or clear them; return success.
 
     Args:
-        effect: what happens without these graphs, as for `stays_stock`.
         managers: every `CudaGraphManager` that `capture` fills.
-
-    Returns:
-        Whether all was captured.
 
     Raises:
         FeatureRequired: something failed, and the feature's switch is `on`.
@@ -199,11 +190,8 @@ def record_graph(run: Callable[[], None], pool: Any, vllm_config: Any) -> torch.
     """Capture `run` on the current stream, which is not the default stream.
 
     `run` is called once before: kernels must not compile or tune themselves during a capture. `torch.cuda.graph` would
-    give the allocator's memory back to the device around each of some hundred captures.
-
-    Args:
-        pool: memory of the graph, if vLLM has no pool of all graphs that a sleep offloads.
-        vllm_config: says whether vLLM has that pool.
+    give the allocator's memory back to the device around each of some hundred captures. `pool` is used if `vllm_config`
+    says that vLLM has no pool of all graphs that a sleep offloads.
 
     Raises:
         RecordingFailed: `run` or its capture failed, here or on another rank of tensor parallelism.
@@ -242,10 +230,7 @@ def leave_capture(pool: Any, *, broken: bool | None) -> None:
 
     `capture_end` then raises before it has told the allocator and the random generators. The allocator goes on taking
     memory of `pool`, the generators go on refusing to draw. No graph can have this pool again: torch has no way to tell
-    the allocator of pinned memory.
-
-    Args:
-        broken: whether to release the pool; None if nobody knows whether a capture broke.
+    the allocator of pinned memory. `broken` is None if nobody knows whether a capture broke.
     """
     device = torch.accelerator.current_device_index()
     # Both raise if torch was built without CUDA; the first also if the allocator has left the pool by itself, as in

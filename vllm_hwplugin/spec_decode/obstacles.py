@@ -342,7 +342,7 @@ _PASSES, _CHAIN, _STEPS, _MIXED = Part.V1_PASSES, Part.V1_CHAIN, Part.V2_STEPS, 
 _V1, _V2, _METADATA, _DRAFTS = Part.V1_INPUTS, Part.V2_INPUTS, Part.V1_METADATA, Part.V2_DRAFTING
 
 OBSTACLES: Final = (
-    Obstacle("{} has its own drafting code, which no active feature covers", _PASSES, _other_proposer),
+    Obstacle("{} has its own drafting code, which no patched-in feature covers", _PASSES, _other_proposer),
     Obstacle("the speculative config asks for enforce_eager", _PASSES, attrgetter("speculative_config.enforce_eager")),
     Obstacle(
         "disable_padded_drafter_batch gives the drafter batches of varying query length",

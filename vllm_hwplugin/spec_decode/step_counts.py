@@ -67,12 +67,10 @@ class StepCounts:
         _paths[f"{feature} {part}"] = self
 
     def reset(self) -> None:
-        """Begin at 0."""
         self._counts = [0] * (1 + len(Reason))
         self._judged = False
 
     def served(self) -> None:
-        """Count a step that was served."""
         self._counts[0] += 1
 
     def missed(self, reason: Reason) -> None:
@@ -123,7 +121,6 @@ def begin() -> None:
 
 
 def save() -> None:
-    """Write the sums to the run record."""
     outcomes = {path: counts.outcomes() for path, counts in list(_paths.items())}
     journal.keep_steps({path: counted for path, counted in outcomes.items() if counted})
 

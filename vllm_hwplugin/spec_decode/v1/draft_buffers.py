@@ -46,11 +46,8 @@ def unmanaged_field(metadata: Any) -> str | None:
 def full_block_table(table: torch.Tensor, num_reqs: int) -> torch.Tensor:
     """Return `table` with `num_reqs` rows, out of its storage.
 
-    The runner's block table is sliced to the batch; its storage holds every row.
-
-    Args:
-        table: int32 [batch, blocks], a leading slice of a persistent table.
-        num_reqs: rows wanted. The rows past the batch hold stale block ids, which no kernel reads at sequence length 0.
+    `table`, int32 [batch, blocks], is the runner's persistent table sliced to the batch. The rows past the batch hold
+    stale block ids, which no kernel reads at sequence length 0.
 
     Raises:
         RuntimeError: the storage behind `table` ends before that many rows.

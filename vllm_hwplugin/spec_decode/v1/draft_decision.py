@@ -33,8 +33,8 @@ STEP_QUERY_LEN = 1
 def request_ladder(capture_sizes: Iterable[int], target_query_len: int, max_num_seqs: int) -> tuple[int, ...]:
     """Return the request counts of the target's graphs of uniform batches.
 
-    They ascend. The drafter then has a graph wherever the target runs one of the sizes. `max_num_seqs` itself is
-    added, so that the fullest batch has a graph if it lies between two capture sizes.
+    They ascend. The drafter then has a graph wherever the target runs one of the sizes. `max_num_seqs` itself is added,
+    so that the fullest batch has a graph if it lies between two capture sizes.
 
     Args:
         capture_sizes: `cudagraph_capture_sizes`, in tokens.
@@ -198,7 +198,6 @@ def _attention_obstacle(proposer: Any) -> str | None:
 
 
 def first_pass_of(proposer: Any) -> FirstPass:
-    """Return the first pass of a `SpecDecodeBaseProposer`."""
     num_speculative_tokens = proposer.speculative_config.num_speculative_tokens
     if proposer.speculative_config.method in MASK_METHODS:
         return FirstPass(

@@ -124,13 +124,11 @@ class DraftGraphs:
         self._forget()
 
     def add(self, make: Callable[[Any, DraftGraphs], _C]) -> _C:
-        """Give the drafter a companion."""
         companion = make(self._proposer, self)
         self._companions.append(companion)
         return companion
 
     def _forget(self) -> None:
-        """Drop every graph, and everything that was made for one."""
         self._target_mode: CUDAGraphMode | None = None
         self._passes: PassGraphs | None = None
         # None if no graph may be replayed; `_passes` may still have some then.
@@ -287,7 +285,6 @@ class DraftGraphs:
         return self._keys.find(num_tokens, query_len)
 
     def _why_not(self, uniform: bool, metadata: Any) -> Reason:
-        """Return why the first pass over this batch has no graph."""
         if self._keys is None:
             return Reason.NOT_CAPTURED
         if not self.may_replay(metadata):
@@ -318,7 +315,6 @@ class DraftGraphs:
     # -- graphs that cannot be used -----------------------------------------------------------------------------------
 
     def _turn_off(self, reason: str) -> None:
-        """Give the graphs up while serving."""
         self._keys, self._decision = None, f"{_STOCK}: {reason}"
         gives_up(DRAFT_FULL_GRAPH, _STOCK, reason)
         for companion in self._companions:

@@ -137,12 +137,10 @@ class DraftPhase(Companion):
     def capture_behind(self, outputs: Any, template: Any, *, profiling: bool) -> None:
         """Capture the graphs that follow the target's FULL graph, just captured.
 
-        The patched `GPUModelRunner._dummy_run` calls this.
-
-        Args:
-            template: the `CommonAttentionMetadata` that the runner built for the drafter's KV-cache group, or None.
-            profiling: whether vLLM measures its largest graph's memory. The largest graphs here, which may be smaller,
-                are then captured behind it, and only the memory that they need stays.
+        The patched `GPUModelRunner._dummy_run` calls this. `template` is the `CommonAttentionMetadata` that the runner
+        built for the drafter's KV-cache group, or None. With `profiling` vLLM measures its largest graph's memory. The
+        largest graphs here, which may be smaller, are then captured behind it, and only the memory that they need
+        stays.
 
         Raises:
             FeatureRequired: they cannot be captured, and the switch is `on`.

@@ -228,7 +228,6 @@ class PhaseGraphs:
     Attributes:
         states: addresses of the target's results, which they read.
         inputs: addresses of sequence lengths and slots, which they read.
-        sampling: a graph for each kind of sampling.
         drafting: the best drafts, and drawn drafts if they are asked for.
         owned: objects that were made for the graphs and must last as long.
     """
@@ -341,7 +340,6 @@ class PhaseRecorder:
         return dataclasses.replace(self._runner.input_batch.sampling_metadata, all_random=False, **changes)
 
     def _sample(self, shape: GraphShape, states: TargetStates, batch: Any, kind: Sampling) -> None:
-        """Sample from the target's hidden states."""
         logits = self._runner.model.compute_logits(states.hidden[: shape.num_tokens])
         batch_size = max(1, TOKENS_AT_ONCE // self._buffers.query_len)
         for first in range(0, shape.num_reqs, batch_size):

@@ -257,7 +257,6 @@ class StepInputs:
         self._kept = None
 
     def update_states(self, scheduled: Any) -> Any:
-        """Do `_update_states`."""
         if not scheduled.total_num_scheduled_tokens:
             # All requests leave the batch; when they come back, none has a step before.
             self.forget_step()
