@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from vllm_hwplugin import gates
 from vllm_hwplugin.gates import WORDS_FALSE, WORDS_TRUE
-from vllm_hwplugin.patching import default_folder, load_catalogue
+from vllm_hwplugin.patching import load_catalogue
+from vllm_hwplugin.patching.texts import default_folder
 
 from . import gates_page
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_hwplugin.patching import SUPPORTED
+from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import versions
 from .schedulers import BLOCK_SIZE, make_request, make_scheduler

@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from vllm_hwplugin.patching import SUPPORTED
+from vllm_hwplugin.versions import SUPPORTED
 
 torch = pytest.importorskip("torch")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.patching import SUPPORTED
+from vllm_hwplugin.versions import SUPPORTED
 
 torch = pytest.importorskip("torch")
 

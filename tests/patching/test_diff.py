@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from vllm_hwplugin.patching import DiffError
 from vllm_hwplugin.patching._diff import parse_diff
+from vllm_hwplugin.patching.texts import DiffError
 
 HEAD = "--- a/vllm/v1/alpha.py\n+++ b/vllm/v1/alpha.py\n"
 HUNK = "@@ -2,3 +2,4 @@ class A:\n one\n-two\n+2\n+and a half\n three\n"

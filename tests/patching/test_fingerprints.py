@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from vllm_hwplugin import gates
-from vllm_hwplugin.patching import SUPPORTED, Source, load_catalogue, make_plan
+from vllm_hwplugin.patching import load_catalogue, make_plan
+from vllm_hwplugin.patching.texts import Source
+from vllm_hwplugin.versions import SUPPORTED
 from vllm_hwplugin_workshop.sources import Index, IndexSource
 
 from ..conftest import versions

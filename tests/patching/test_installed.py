@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from vllm_hwplugin.patching import UnreadableFile
 from vllm_hwplugin.patching._installed import NotInstalled, VersionUnknown, find_distribution, find_installed
+from vllm_hwplugin.patching.texts import UnreadableFile
 from vllm_hwplugin_workshop.sources import TreeSource
 
 

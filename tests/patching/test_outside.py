@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from vllm_hwplugin import __version__
-from vllm_hwplugin.patching import CatalogueError, PatchingError, load_catalogue
+from vllm_hwplugin.patching import PatchingError, load_catalogue
 from vllm_hwplugin.patching.outside import Found, find_outside, load_outside
+from vllm_hwplugin.patching.texts import CatalogueError
 
 from .madeup import EDITS, GATES, Project
 

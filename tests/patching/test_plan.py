@@ -7,17 +7,8 @@ import time
 import pytest
 
 from tests.cpu_seconds import slowness
-from vllm_hwplugin.patching import (
-    Catalogue,
-    Feature,
-    NotNeeded,
-    PatchingError,
-    Plan,
-    Source,
-    UnreadableFile,
-    make_plan,
-    render_diff,
-)
+from vllm_hwplugin.patching import Catalogue, Feature, PatchingError, make_plan
+from vllm_hwplugin.patching.texts import NotNeeded, Plan, Source, UnreadableFile, render_diff
 from vllm_hwplugin.versions import Versions
 
 from .texts import ALPHA, GATE, GATE_2, OTHER, PATH, Memory, feature, file_diff

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hwplugin.patching import Catalogue, Feature, Plan, make_plan
+from vllm_hwplugin.patching import Catalogue, Feature, make_plan
+from vllm_hwplugin.patching.texts import Plan
 
 from .texts import OTHER, PATH, Memory, feature, file_diff
 

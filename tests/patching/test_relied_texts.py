@@ -7,17 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_hwplugin.patching import (
-    Catalogue,
-    Source,
-    Status,
-    default_folder,
-    evaluate,
-    load_catalogue,
-    make_plan,
-)
+from vllm_hwplugin.patching import Catalogue, load_catalogue, make_plan
 from vllm_hwplugin.patching._catalogue import TEXTS
 from vllm_hwplugin.patching._model import Relied, Tree, blob_of
+from vllm_hwplugin.patching.texts import Source, Status, default_folder, evaluate
 from vllm_hwplugin_workshop.authoring import relied_texts, write_texts
 from vllm_hwplugin_workshop.sources import Index, IndexSource
 

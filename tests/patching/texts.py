@@ -6,9 +6,10 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_hwplugin.patching import Feature, FileDiff, NotNeeded
+from vllm_hwplugin.patching import Feature
 from vllm_hwplugin.patching._apply import Text, apply_edits, edits_of, locate, split_lines
 from vllm_hwplugin.patching._diff import parse_diff
+from vllm_hwplugin.patching.texts import FileDiff, NotNeeded
 from vllm_hwplugin.versions import Versions
 
 PATH = "vllm/v1/alpha.py"

@@ -17,9 +17,9 @@ import pytest
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.attention.backends import Faster
-from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.platforms import _cuda_attention as attention
 from vllm_hwplugin.platforms._cuda_attention import Asked, Baseline, decide
+from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import versions
 from .realvllm import REAL, Load, own

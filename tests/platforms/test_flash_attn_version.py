@@ -14,8 +14,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from vllm_hwplugin import journal
-from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.platforms import _flash_attn_version
+from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import versions
 from .realvllm import REAL, Load, own

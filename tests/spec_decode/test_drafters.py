@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.conftest import versions
-from vllm_hwplugin.patching import Source
+from vllm_hwplugin.patching.texts import Source
 from vllm_hwplugin.spec_decode.drafters import DRAFTERS, SPECULATORS
 from vllm_hwplugin.versions import SUPPORTED
 

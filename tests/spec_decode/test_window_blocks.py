@@ -26,7 +26,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.frozen import window_blocks
-from vllm_hwplugin.patching import SUPPORTED
+from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import versions
 from .released import take, text_of

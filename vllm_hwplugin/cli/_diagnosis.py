@@ -32,18 +32,17 @@ from ..patching import (
     Feature,
     Installed,
     NotInstalled,
-    NotPython,
     PatchedFile,
     PatchingError,
     VersionUnknown,
     find_installed,
     has_copy,
-    is_supported,
     load_catalogue,
     make_plan,
-    trouble_in,
 )
 from ..patching.outside import FOLDERS, Found, find_outside, find_targets
+from ..patching.texts import NotPython, trouble_in
+from ..versions import is_supported
 from . import _host
 from ._engines import Engine, find_engines, fingerprints_differ, warn_of_orphans
 from ._kernels import KernelRow, kernel_rows

@@ -9,7 +9,17 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
-from vllm_hwplugin.patching import Edit, Hunk, HunkVerdict, Source, Text, apply_edits, edits_of, locate, trouble_in
+from vllm_hwplugin.patching.texts import (
+    Edit,
+    Hunk,
+    HunkVerdict,
+    Source,
+    Text,
+    apply_edits,
+    edits_of,
+    locate,
+    trouble_in,
+)
 
 from ._change import Change, blob_name
 

@@ -10,7 +10,7 @@ import re
 from typing import Final, NamedTuple
 
 from vllm_hwplugin.errors import HwpluginError
-from vllm_hwplugin.patching import DiffError, FileDiff, Hunk, file_diff, read_sections
+from vllm_hwplugin.patching.texts import DiffError, FileDiff, Hunk, file_diff, read_sections
 
 _MAILED: Final = re.compile(r"(From [0-9a-f]{40} |From: |Subject: |Date: |Message-I[dD]: |MIME-Version: )")
 _COMMIT: Final = re.compile(r"^(?:From|commit) ([0-9a-f]{7,40})(?: Mon Sep 17 00:00:00 2001| \(.*\))?$", re.MULTILINE)

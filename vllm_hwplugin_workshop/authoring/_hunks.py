@@ -13,7 +13,8 @@ from typing import Final, NamedTuple
 
 from packaging.version import Version
 
-from vllm_hwplugin.patching import Edit, Feature, FileDiff, Hunk, Source, apply_edits, edits_of, locate
+from vllm_hwplugin.patching import Feature
+from vllm_hwplugin.patching.texts import Edit, FileDiff, Hunk, Source, apply_edits, edits_of, locate
 from vllm_hwplugin.versions import Versions
 
 from ._carry import Carried, Edited, carry_all

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from vllm_hwplugin.patching import (
+from vllm_hwplugin.patching import Feature
+from vllm_hwplugin.patching.texts import (
     LONGEST_COMPARED,
     Edit,
-    Feature,
     Hunk,
     HunkVerdict,
     Source,

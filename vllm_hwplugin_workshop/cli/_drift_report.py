@@ -11,11 +11,8 @@ from typing import Any, NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
-from vllm_hwplugin.patching import (
-    SUPPORTED,
-    VLLM,
-    Catalogue,
-    Feature,
+from vllm_hwplugin.patching import VLLM, Catalogue, Feature
+from vllm_hwplugin.patching.texts import (
     FeatureVerdict,
     HunkVerdict,
     Source,
@@ -29,6 +26,7 @@ from vllm_hwplugin.patching import (
     target_name,
     told_apart,
 )
+from vllm_hwplugin.versions import SUPPORTED
 
 from ..authoring import where_it_stands
 from ..sources import SourceError

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_hwplugin.cli.parser import Parser
-from vllm_hwplugin.patching import SUPPORTED, default_folder
-from vllm_hwplugin.versions import supported_as
+from vllm_hwplugin.patching.texts import default_folder
+from vllm_hwplugin.versions import SUPPORTED, supported_as
 
 from ..authoring import add_texts, carry_catalogue, read_catalogue, read_texts, write_texts
 from ..sources import Index, SourceError, open_target

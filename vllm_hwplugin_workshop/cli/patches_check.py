@@ -9,7 +9,9 @@ from pathlib import Path
 
 from vllm_hwplugin.cli.catalogues import only
 from vllm_hwplugin.cli.parser import Parser
-from vllm_hwplugin.patching import SUPPORTED, VLLM, Catalogue, CatalogueError, DiffError, default_folder, load_catalogue
+from vllm_hwplugin.patching import VLLM, Catalogue, load_catalogue
+from vllm_hwplugin.patching.texts import CatalogueError, DiffError, default_folder
+from vllm_hwplugin.versions import SUPPORTED
 
 from ..authoring import read_catalogue
 from ..sources import Index

@@ -10,7 +10,7 @@ from typing import Literal
 from vllm_hwplugin.cli.catalogues import all_features, find_feature
 from vllm_hwplugin.cli.parser import Parser
 from vllm_hwplugin.cli.text import coloured
-from vllm_hwplugin.patching import FeatureVerdict, Source, Status, evaluate, render_diff
+from vllm_hwplugin.patching.texts import FeatureVerdict, Source, Status, evaluate, render_diff
 
 from ..sources import Index, open_installed, open_target
 from ._drift_report import TargetReport, exit_status, summary

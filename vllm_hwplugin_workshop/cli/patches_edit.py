@@ -10,7 +10,8 @@ from packaging.version import Version
 
 from vllm_hwplugin import gates
 from vllm_hwplugin.cli.parser import Parser
-from vllm_hwplugin.patching import default_folder, load_catalogue, outside
+from vllm_hwplugin.patching import load_catalogue, outside
+from vllm_hwplugin.patching.texts import default_folder
 
 from ..authoring import (
     REJECTED,

@@ -13,8 +13,8 @@ from packaging.version import Version
 
 from vllm_hwplugin.cli.output import STANDARD_OUTPUT
 from vllm_hwplugin.cli.parser import Parser
-from vllm_hwplugin.patching import SUPPORTED, Source
-from vllm_hwplugin.versions import Versions
+from vllm_hwplugin.patching.texts import Source
+from vllm_hwplugin.versions import SUPPORTED, Versions
 
 from ..authoring import (
     About,

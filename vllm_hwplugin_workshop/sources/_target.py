@@ -13,8 +13,9 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from vllm_hwplugin.cli.text import shortened
-from vllm_hwplugin.patching import VLLM, Feature, NotInstalled, Source, find_installed
+from vllm_hwplugin.patching import VLLM, Feature, NotInstalled, find_installed
 from vllm_hwplugin.patching.outside import find_distribution
+from vllm_hwplugin.patching.texts import Source
 from vllm_hwplugin.versions import is_version
 
 from ._index import Index, IndexSource

@@ -17,9 +17,9 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilde
 
 from vllm_hwplugin.frozen import capture_metadata
 from vllm_hwplugin.gates import PLAIN_DECODE
-from vllm_hwplugin.patching import SUPPORTED
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
+from vllm_hwplugin.versions import SUPPORTED
 
 from ...backports.draft_schedule import DRAFT, Engine
 from ...conftest import versions

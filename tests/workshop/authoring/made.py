@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_hwplugin.patching import split_lines
+from vllm_hwplugin.patching.texts import split_lines
 from vllm_hwplugin_workshop.authoring import blob_name
 
 PATH = "vllm/v1/alpha.py"

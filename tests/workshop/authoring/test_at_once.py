@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.patching import CatalogueError, Source, outside
+from vllm_hwplugin.patching import outside
+from vllm_hwplugin.patching.texts import CatalogueError, Source
 from vllm_hwplugin_workshop.authoring import (
     About,
     Carried,

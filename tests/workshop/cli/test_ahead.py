@@ -13,7 +13,8 @@ import pytest
 
 from tests.program import program
 from tests.workshop.cut import LAST, NEWEST, cut_catalogue, work
-from vllm_hwplugin.patching import Catalogue, Source, Status, default_folder, load_catalogue, make_plan
+from vllm_hwplugin.patching import Catalogue, load_catalogue, make_plan
+from vllm_hwplugin.patching.texts import Source, Status, default_folder
 from vllm_hwplugin_workshop.cli import drift
 from vllm_hwplugin_workshop.cli._drift_report import check, exit_status
 

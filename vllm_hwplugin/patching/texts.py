@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Diffs, hunks and verdicts, for tools that read and write patches. No vLLM process imports it."""
+
+from ._apply import Edit, Text, apply_edits, edits_of, locate, split_lines
+from ._catalogue import GROUPS, default_folder
+from ._diff import file_diff, parse_diff, read_sections
+from ._errors import CatalogueError, DiffError, NotPython, UnreadableFile
+from ._evaluate import evaluate, evaluate_as, evaluate_together, last_listed, told_apart, trouble_in
+from ._model import (
+    Conflict,
+    FeatureVerdict,
+    FileDiff,
+    Hunk,
+    HunkVerdict,
+    NotNeeded,
+    Plan,
+    Source,
+    Status,
+    blob_of,
+    target_name,
+)
+from ._nearest import LONGEST_COMPARED
+from ._plan import render_diff
+
+__all__ = [
+    "GROUPS",
+    "LONGEST_COMPARED",
+    "CatalogueError",
+    "Conflict",
+    "DiffError",
+    "Edit",
+    "FeatureVerdict",
+    "FileDiff",
+    "Hunk",
+    "HunkVerdict",
+    "NotNeeded",
+    "NotPython",
+    "Plan",
+    "Source",
+    "Status",
+    "Text",
+    "UnreadableFile",
+    "apply_edits",
+    "blob_of",
+    "default_folder",
+    "edits_of",
+    "evaluate",
+    "evaluate_as",
+    "evaluate_together",
+    "file_diff",
+    "last_listed",
+    "locate",
+    "parse_diff",
+    "read_sections",
+    "render_diff",
+    "split_lines",
+    "target_name",
+    "told_apart",
+    "trouble_in",
+]
