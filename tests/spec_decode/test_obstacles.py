@@ -336,7 +336,7 @@ def test_a_row_that_raises_is_a_reason_for_its_parts_alone(index: int, monkeypat
         raise AttributeError("no such thing\nmore")
 
     row = OBSTACLES[index]
-    monkeypatch.setattr(obstacles, "OBSTACLES", [row._replace(found=raises)])
+    monkeypatch.setattr(obstacles, "OBSTACLES", [row._replace(find=raises)])
     reasons = {part: why_not(runner_v2(), part) or "" for part in Part}
     assert all(("AttributeError: no such thing, " in reasons[part]) is bool(row.hinders & part) for part in Part)
 
@@ -622,7 +622,7 @@ def test_each_part_of_each_row_has_a_case() -> None:
         left = row.hinders
         for make, path, value, words, parts in CASES:
             if left & PARTS[make] and words != "does not draft":
-                found = row.found(change(make(), path, value))
+                found = row.find(change(make(), path, value))
                 left &= ~parts if found and words in row.reason.format(found) else ~Part(0)
         if left:
             lacking.add(row.reason)

@@ -14,7 +14,7 @@ A captured kernel reads the tensors that its metadata named at capture. A build'
   shape from the host, or the model's longest sequence in place of the batch's. It copies nothing from the host to the
   device, because a replay would read freed memory, and it never waits for the device.
 - *A decode batch*, the same for several tokens per request: only lengths, slots and block tables change between steps.
-- *Prompts*, the same for any mix of requests: the graph is captured for one request with all its tokens.
+- *Prompts*, the same for any mix of requests: the graph is captured as if one request had all its tokens.
   `AttentionCGSupport.ALWAYS` does not imply that: from 0.31 on FLASHINFER_MLA declares it for any mix of 1 to 1 + k
   tokens, and its capture of a longer request raises.
 

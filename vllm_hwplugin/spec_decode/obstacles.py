@@ -111,15 +111,15 @@ class Obstacle(NamedTuple):
     """One row.
 
     Attributes:
-        reason: the text, with `{}` for the result of `found`.
+        reason: the text, with `{}` for the result of `find`.
         hinders: the parts that cannot be captured then.
-        found: returns whether the obstacle is present, or which it is; its argument is a runner, or a drafter if
+        find: returns whether the obstacle is present, or which it is; its argument is a runner, or a drafter if
             the drafter has the graphs.
     """
 
     reason: str
     hinders: Part
-    found: Callable[[Any], object]
+    find: Callable[[Any], object]
 
 
 def why_not(owner: Any, parts: Part) -> str | None:
@@ -142,7 +142,7 @@ def why_not(owner: Any, parts: Part) -> str | None:
 def _reason(row: Obstacle, owner: Any) -> str:
     """Return a row's reason, or ""; an error counts as a reason."""
     try:
-        obstacle = row.found(owner)
+        obstacle = row.find(owner)
     except Exception as error:
         logger.debug("obstacles: %s", row.reason, exc_info=True)
         return f"{in_a_line(error)}, so it is not known whether {row.reason.replace('{}', '…')}"
@@ -189,14 +189,14 @@ def _does_nothing(method: Any) -> bool:
 def _has(*names: str) -> Callable[[Any], bool]:
     """Return a check for attributes that not every version or engine has."""
 
-    def found(runner: Any) -> bool:
+    def has_any(runner: Any) -> bool:
         for name in names:
             owner, _, name = name.rpartition(".")
             if getattr(attrgetter(owner)(runner) if owner else runner, name, None):
                 return True
         return False
 
-    return found
+    return has_any
 
 
 def _ranks(*kinds: str) -> Callable[[Any], bool]:

@@ -124,7 +124,7 @@ def _obstacles(part: Part, owner: Any) -> tuple[list[str], list[str]]:
     for row in OBSTACLES:
         if row.hinders & part:
             try:
-                obstacle = row.found(owner)
+                obstacle = row.find(owner)
             except NotBuilt:
                 open_.append(row.reason.format("..."))
             else:
