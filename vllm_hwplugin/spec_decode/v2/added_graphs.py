@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture of Model Runner V2's graphs with those that the plugin adds to vLLM's, and without them where that fails.
+"""Capture the plugin's graphs together with vLLM's, and only vLLM's if that fails (Model Runner V2).
 
-vLLM captures larger sizes (`capture_sizes`) and batches of any shape (`mixed_graphs`) as it captures its own. Whatever
-goes wrong there would end a start that vLLM without the plugin survives. So its `capture` runs once within `attempt`,
-and where that fails, once more with the graphs that vLLM has by itself.
+vLLM captures larger sizes (`capture_sizes`) and batches of any shape (`mixed_graphs`) as it captures its own graphs. An
+error there would end a start that unpatched vLLM survives. So vLLM's `capture` runs inside `attempt`, and if that
+fails, a second time with only the graphs that unpatched vLLM plans.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from vllm_hwplugin.spec_decode.v2.mixed_sizes import LEFT_OUT
 
 _STOCK: Final = "only the graphs that vLLM captures by itself"
 _TARGET: Final = "ModelCudaGraphManager"
-#: Of a `CompilationConfig`: whether vLLM measures memory, whether the plugin's graphs have failed, and by pool of
-#: graphs the one that has taken its place.
+#: Attributes of a `CompilationConfig`: whether vLLM is estimating memory, whether the plugin's graphs have failed, and
+#: the replacement of each graph pool.
 _PROFILES: Final = "_hwplugin_profiles"
 _FAILED: Final = "_hwplugin_added_failed"
 _POOLS: Final = "_hwplugin_pools"
-#: Of a manager: whether its `capture` is called within another one, or has nothing of the plugin's.
+#: Attribute of a manager: whether its `capture` runs inside `captured`, or only vLLM's graphs are left.
 _SETTLED: Final = "_hwplugin_settled"
 
 
@@ -41,21 +41,21 @@ def captured(
     progress_bar_desc: str,
     settle: Callable[[Any, Callable[..., Any]], None] | None = None,
 ) -> tuple[Any, ...]:
-    """Capture the graphs of a manager, the plugin's among them; called at the beginning of vLLM's patched `capture`.
+    """Capture a manager's graphs, including the plugin's.
+
+    vLLM's patched `capture` calls this first.
 
     Args:
         manager: vLLM's `CudaGraphManager`.
-        capture: vLLM's method itself.
-        create_forward_fn: its argument.
-        progress_bar_desc: its argument.
-        settle: takes back graphs that are not to be captured.
+        capture: vLLM's unbound method, called with `create_forward_fn` and `progress_bar_desc`.
+        settle: removes graphs that are not worth their capture.
 
     Returns:
-        What vLLM's `capture` returns, as the only item; none where vLLM has to capture by itself, because there are no
-        graphs of the plugin, or their capture failed and they are gone.
+        The result of vLLM's `capture` as the only item. Empty if vLLM must capture: there are no graphs of the plugin,
+        or their capture failed and they are removed.
 
     Raises:
-        FeatureRequired: it failed, and the gate of a feature whose graphs they are says `on`.
+        FeatureRequired: the capture failed, and the switch of the feature that added graphs is `on`.
     """
     compilation, marks = manager.compilation_config, vars(manager)
     if marks.get(_SETTLED):
@@ -71,7 +71,7 @@ def captured(
         return ()
     if not mixed and not has_sizes(compilation):
         return ()
-    pieces = {id(one): set(one.concrete_cudagraph_entries) for one in CUDAGraphWrapper._all_instances}
+    pieces = {id(wrapper): set(wrapper.concrete_cudagraph_entries) for wrapper in CUDAGraphWrapper._all_instances}
     measured = {name: marks.get(name) for name in ("_max_full_descs_to_capture", "_capture_mem_samples")}
     done: list[Any] = []
 
@@ -91,7 +91,7 @@ def captured(
         if measured["_capture_mem_samples"]:
             measured["_capture_mem_samples"].clear()
         if target or vars(compilation)[_PROFILES]:
-            # A drafter's graph of any batch reads what the target's leaves.
+            # A drafter's graph of a mixed batch reads what the target's graph writes.
             vars(compilation)[_FAILED] = True
             vars(compilation).pop(LEFT_OUT, None)
             if has_sizes(compilation):
@@ -113,22 +113,20 @@ def captured(
 
 
 def _begin_anew(manager: Any) -> None:
-    """Have a manager plan the graphs that vLLM has by itself, and no others."""
+    """Reset a manager's plan to the graphs of unpatched vLLM."""
     manager.graphs.clear()
     manager._candidates.clear()
     manager._capture_descs.clear()
     with vllms_sizes(manager.compilation_config):
         manager._init_candidates()
     if type(manager).__name__ == _TARGET:
-        # As the largest graph needed them.
+        # Allocated for the largest graph, which may be gone.
         manager.hidden_states, manager.aux_hidden_states = None, []
 
 
 def _leave_pool(manager: Any) -> None:
-    """Have vLLM capture into another pool: a capture that CUDA has ended may have left this one in disorder.
-
-    Of the pool that a sleep offloads there is only one, and vLLM goes on with it.
-    """
+    """Replace the graph pool, which an ended capture may leave in disorder."""
+    # There is only one pool that vLLM's sleep mode offloads, and vLLM keeps using it.
     before, after = manager.pool, torch.cuda.graph_pool_handle()
     vars(manager.compilation_config).setdefault(_POOLS, {})[before] = after
     manager.pool = after

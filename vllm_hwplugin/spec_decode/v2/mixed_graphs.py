@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FULL CUDA graphs of batches of any shape, beside those of decode batches (Model Runner V2).
+"""Add FULL CUDA graphs for batches of any shape to vLLM's graphs for decode batches (Model Runner V2).
 
-The host launches a step that holds a prompt, or fewer drafts of a request than of others: piece by piece, and kernel
-by kernel above the largest PIECEWISE graph. For a small model that takes longer than the GPU's work. With
-`cudagraph_mode` FULL vLLM captures such batches as a whole, but then it has no graphs of decode batches, which all that
-follows the target builds on. Here its managers of graphs get both. Capture, padding and replay are vLLM's.
+vLLM launches a step with a prompt, or with unequal draft counts, piece by piece, and kernel by kernel above the largest
+PIECEWISE graph. For a small model the launches take longer than the GPU's work. With `cudagraph_mode` FULL vLLM
+captures such batches whole, but then it has no graphs for decode batches, and the plugin's sampling and drafting need
+them. This module gives vLLM's graph managers both kinds. Capture, padding and replay are vLLM's.
 """
 
 from __future__ import annotations
@@ -24,59 +24,54 @@ from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
 
 _STOCK: Final = "only decode batches have FULL graphs"
 
-#: Tokens of the graphs. A batch is padded to the next: by 31 tokens up to 1024, then by a sixteenth of its tokens at
-#: most, and by 2 % on average. Each is captured for the target and for the drafter, and makes a start longer.
+#: Tokens of the graphs. A batch is padded to the next size: by at most 31 tokens up to 1024, above that by at most a
+#: sixteenth of its tokens, and by 2 % on average. Each size is captured for target and drafter and makes starts longer.
 SIZES: Final = (*range(32, 1024, 32), *range(1024, 2048, 64), *range(2048, 4097, 128))
 
-#: Of a `CompilationConfig`, where an engine has these graphs.
+#: Attribute of a `CompilationConfig`: True if the engine has these graphs, False if their capture failed.
 _ADDED: Final = "_hwplugin_mixed_graphs"
 
-#: Tokens times parts.
+#: Limit of tokens × splits.
 _SPLIT_TOKENS: Final = 4096
 
 
 def most_splits(compilation_config: Any, num_tokens: int, most: int) -> int | None:
-    """Parts that FlashAttention 3 may split a request's keys into, in a graph of any batch of so many tokens; None
-    where vLLM decides, because this engine has no such graphs beside vLLM's. Called by its patched metadata builder.
+    """Return FlashAttention 3's limit of KV splits in a mixed batch's graph.
 
-    It keeps float32 outputs for each token and each part. Many tokens keep the GPU busy without parts. A graph is
-    replayed with the parts of its capture, as Model Runner V2 tells both of a longest request of all tokens. The V1
-    runner tells the capture alone.
-
-    Args:
-        compilation_config: of the engine.
-        num_tokens: of the graph.
-        most: parts that vLLM allows.
+    vLLM's patched metadata builder calls this. None: the engine has only vLLM's graphs, and vLLM decides. `most` is
+    vLLM's limit.
     """
     if not has_mixed_graphs(compilation_config):
         return None
+    # FlashAttention 3 keeps a float32 output for each token and split, and many tokens keep the GPU busy without
+    # splits. A replay uses the capture's splits: V2 passes the builder a longest query of all tokens both times, and V1
+    # only in the capture.
     return max(1, min(4, most, _SPLIT_TOKENS // num_tokens))
 
 
 def has_mixed_graphs(compilation_config: Any) -> bool:
-    """Whether this engine has such graphs beside vLLM's own."""
+    """Whether this engine has graphs for mixed batches from this module."""
     return bool(vars(compilation_config).get(_ADDED))
 
 
 def leave_out_mixed_graphs(compilation_config: Any) -> None:
-    """Have none from now on, after their capture has failed."""
+    """Mark these graphs as absent, after their capture failed."""
     vars(compilation_config)[_ADDED] = False
 
 
 def add_mixed_graphs(runner: Any) -> None:
-    """Have target and drafter capture FULL graphs of any batch as well, and prefer them to PIECEWISE graphs or none.
+    """Have target and drafter also capture FULL graphs for any batch.
 
-    They are no larger than the largest capture size, which the user may have named.
-
-    An engine without a drafter has none, unless it is asked for graphs.
+    vLLM then prefers these graphs to PIECEWISE graphs and to none. Their sizes end at the largest capture size, which
+    the user may have set. An engine without a drafter has these graphs only if it is asked for graphs.
 
     Raises:
-        FeatureRequired: an engine with a drafter cannot have them, and the feature's gate says `on`.
+        FeatureRequired: an engine with a drafter cannot have these graphs, and the feature's switch is `on`.
     """
     if runner.speculator is None and not decodes_plainly(runner):
         return
     if vars(runner.compilation_config).get(_ADDED) is False:
-        # As vLLM measured memory; it is known why.
+        # The capture for vLLM's memory estimate failed and gave the reason.
         return
     most_tokens = min(runner.max_num_tokens, runner.compilation_config.max_cudagraph_capture_size or 0)
     sizes = [size for size in SIZES if size <= most_tokens]
@@ -99,10 +94,9 @@ def add_mixed_graphs(runner: Any) -> None:
 
 
 def _offer(manager: Any, graphs: Sequence[Any]) -> None:
-    """Have a `CudaGraphManager` capture these, in ascending order of tokens, and find the smallest that takes a batch.
-
-    It looks behind its own FULL graphs, which are of one shape and pad less, and before PIECEWISE ones.
-    """
+    """Plan `graphs`, in ascending order of tokens, and make them candidates."""
+    # A batch gets the smallest graph that holds it. vLLM's FULL graphs come first, because they have a fixed shape and
+    # pad less. PIECEWISE graphs come last.
     planned = manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
     planned.extend(graphs)
     planned.sort(key=lambda desc: desc.num_tokens, reverse=True)

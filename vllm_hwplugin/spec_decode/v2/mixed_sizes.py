@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which graphs Model Runner V2 captures, and which of them to estimate memory."""
+"""Choose the graphs that Model Runner V2 captures, and the few that estimate memory."""
 
 from __future__ import annotations
 
@@ -13,21 +13,17 @@ from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, largest_mixed, larg
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 
 _TARGET: Final = "ModelCudaGraphManager"
-#: Of a `CompilationConfig`, what vLLM's estimate of memory leaves out.
+#: Attribute of a `CompilationConfig`: graphs that vLLM's memory estimate leaves out, as (count, samples in bytes).
 LEFT_OUT: Final = "_hwplugin_left_out"
-#: Bytes that vLLM counts for a graph at least, which an allocation of others may hide.
+#: Bytes that vLLM counts for a graph at least. Another allocation may hide a graph's own bytes.
 _LEAST: Final = 1 << 20
 
 
 def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
-    """Take back the graphs that are not to be captured; the first thing in vLLM's patched `capture`.
+    """Remove planned graphs that are too large or seldom replayed.
 
-    Those are graphs beyond the bounds of their kind, and those that no batch or few batches get. The target's manager
-    comes first, and the drafter's follow it.
-
-    Args:
-        manager: vLLM's `CudaGraphManager`.
-        create_forward_fn: the argument of `capture`.
+    vLLM's patched `capture` calls this first: for the target's `CudaGraphManager`, then for the drafter's. Each kind of
+    graph has its own largest size.
     """
     compilation = manager.compilation_config
     own, largest = largest_own(compilation), largest_mixed(compilation)
@@ -41,77 +37,70 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     for descs in planned.values():
         descs[:] = [desc for desc in descs if desc not in dropped]
     _replace_candidates(manager, dropped)
-    kept = [desc for descs in planned.values() for desc in descs]
-    if dropped and kept and type(manager).__name__ == _TARGET:
-        # vLLM keeps what the target returns in tensors for the first batch that it captures, which need no longer be
-        # the largest: so let that one come first.
-        _forward_of(create_forward_fn, max(kept, key=lambda desc: desc.num_tokens))(CUDAGraphMode.NONE)
+    remaining = [desc for descs in planned.values() for desc in descs]
+    if dropped and remaining and type(manager).__name__ == _TARGET:
+        # vLLM allocates the target's output tensors for the first batch that it captures. That batch may no longer be
+        # the largest, so run the largest first.
+        _forward_of(create_forward_fn, max(remaining, key=lambda desc: desc.num_tokens))(CUDAGraphMode.NONE)
     if type(manager).__name__ == _TARGET:
-        # vLLM sets it on this manager alone, and drops the drafter's with their graphs.
+        # vLLM sets `_max_full_descs_to_capture` on this manager only, and drops the drafter's with their graphs.
         vars(compilation)[LEFT_OUT] = None if getattr(manager, "_max_full_descs_to_capture", None) is None else []
     if own is not None and vars(compilation).get(LEFT_OUT) is not None:
         _sample(manager, create_forward_fn)
 
 
 def _replace_candidates(manager: Any, gone: Mapping[Any, Any]) -> None:
-    """Give batches another graph in place of one that is gone, or None."""
+    """Replace each graph that is gone among the candidates; None removes it."""
     candidates = manager._candidates
-    # In 0.20 by position; many of the lists are one.
-    for found in candidates.values() if isinstance(candidates, dict) else candidates:
-        found[:] = [one for desc in found if (one := gone.get(desc, desc)) is not None]
+    # A list by position in 0.20; many of its items are the same list.
+    for descs in candidates.values() if isinstance(candidates, dict) else candidates:
+        descs[:] = [substitute for desc in descs if (substitute := gone.get(desc, desc)) is not None]
 
 
 def _seldom_replayed(manager: Any, dropped: Collection[Any]) -> dict[Any, Any]:
-    """PIECEWISE graphs that are not worth their capture, which takes about twice as long as that of a whole graph.
+    """Return PIECEWISE graphs not worth their capture, with their substitute or None.
 
-    All batches of some have a FULL one, which `v2-mixed-graphs` puts in front of them. A batch without one has more
-    requests than those, and as a rule more tokens than vLLM's largest size. So below that, where the sizes are the
-    plugin's, only those are left without which a batch would be padded by more than a fifth.
-
-    Args:
-        manager: vLLM's `CudaGraphManager`.
-        dropped: graphs that are not there.
-
-    Returns:
-        What a batch gets in place of each, or None.
+    A PIECEWISE graph takes about twice as long to capture as a FULL graph. Some only cover batches that have a FULL
+    graph, which `v2-mixed-graphs` puts first. A batch without a FULL graph has more requests than the FULL graphs hold,
+    and usually more tokens than vLLM's largest size. So if the sizes are the plugin's, a graph up to vLLM's largest
+    size stays only if a batch would otherwise be padded by more than a fifth. `dropped` are graphs already removed.
     """
     planned = manager._capture_descs
     mixed = [
         desc
         for desc in planned.get(CUDAGraphMode.FULL, ())
-        # Before 0.28 no graph has a bound on its requests' tokens, and those of a decode batch are uniform.
+        # Before 0.28 no graph bounds the tokens of a request, and the graphs of decode batches are uniform.
         if desc not in dropped and desc.uniform_token_count is None and getattr(desc, "max_query_len", None) is None
     ]
     requests: int = manager.max_num_reqs
     held = max((desc.num_tokens for desc in mixed if desc.num_reqs >= min(desc.num_tokens, requests)), default=0)
     pieces = [desc for desc in planned.get(CUDAGraphMode.PIECEWISE, ()) if desc not in dropped]
-    own, above, found = largest_own(manager.compilation_config) or 0, None, dict[Any, Any]()
+    own, above, substitutes = largest_own(manager.compilation_config) or 0, None, dict[Any, Any]()
     for desc, below in zip(pieces, [*(desc.num_tokens for desc in pieces[1:]), 0], strict=False) if held else ():
         if desc.num_tokens <= held:
-            found[desc] = None
+            substitutes[desc] = None
         elif above is not None and desc.num_tokens <= own and below + 1 >= above.num_tokens * 4 / 5:
-            found[desc] = above
+            substitutes[desc] = above
         else:
             above = desc
-    return found
+    return substitutes
 
 
 def _sample(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
-    """Leave vLLM's estimate of memory a few graphs of each mode. It drops them afterwards.
-
-    vLLM would capture two FULL graphs of the target, all of the drafter, and all PIECEWISE ones of both.
-    """
+    """Plan only a few graphs of each mode for vLLM's memory estimate."""
+    # vLLM would capture two FULL graphs of the target, all of the drafter, and all PIECEWISE graphs of both. It drops
+    # the graphs after the estimate.
     compilation, planned = manager.compilation_config, manager._capture_descs
     left_out: list[tuple[int, list[int]]] = vars(compilation)[LEFT_OUT]
-    # The worker has left them out of the mode where attention has none.
+    # The mode has no FULL graphs if attention has none: the worker removed them.
     full = planned.get(CUDAGraphMode.FULL, [])
     samples = sampled(compilation, full)
     rest = [desc for desc in full if desc not in samples]
-    # So many from the front.
+    # vLLM captures this many from the front.
     manager._max_full_descs_to_capture = len(samples)
     full[:] = [*samples, *rest]
     if type(manager).__name__ != _TARGET:
-        # vLLM reads those of the target, and counts its graphs.
+        # vLLM reads only the target's samples, and counts the target's graphs.
         manager._capture_mem_samples = []
         left_out.append((len(rest), manager._capture_mem_samples))
         _replace_candidates(manager, dict.fromkeys(rest))
@@ -126,8 +115,8 @@ def _sample(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
         forward(CUDAGraphMode.PIECEWISE)
         taken = before - _free_memory()
     left_out.append((len(pieces) - len(samples), [taken]))
-    # A replay of one would read what ranks of tensor parallelism have not exchanged yet, and a pass that vLLM times
-    # meanwhile would look for one that is not there.
+    # A replay of a PIECEWISE graph would read addresses that tensor-parallel ranks have not exchanged yet, and a pass
+    # that vLLM times meanwhile would look for a graph that is not there.
     _replace_candidates(manager, dict.fromkeys(pieces))
     pieces.clear()
 
@@ -139,17 +128,17 @@ def _free_memory() -> int:
 
 
 def left_out(manager: Any) -> int:
-    """Bytes of the graphs that vLLM's estimate has neither captured nor counted.
+    """Return the bytes of the graphs that vLLM's estimate leaves out.
 
     Args:
         manager: the target's `CudaGraphManager`, after vLLM has captured its graphs and the drafter's.
     """
-    found: list[tuple[int, list[int]]] = vars(manager.compilation_config).get(LEFT_OUT) or []
-    return sum(number * max(taken[-1], _LEAST) for number, taken in found if number)
+    graphs: list[tuple[int, list[int]]] = vars(manager.compilation_config).get(LEFT_OUT) or []
+    return sum(number * max(taken[-1], _LEAST) for number, taken in graphs if number)
 
 
 def _forward_of(create_forward_fn: Callable[..., Any], desc: Any) -> Callable[[CUDAGraphMode], Any]:
     made = create_forward_fn(desc, **known_arguments(create_forward_fn, warmup=True))
-    # Up to 0.25 with the attention's metadata.
+    # Up to 0.25 a pair with the attention metadata.
     forward: Callable[[CUDAGraphMode], Any] = made[0] if isinstance(made, tuple) else made
     return forward

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM's own methods are recorded: what they see of a step meanwhile, and which of its requests are padding."""
+"""What vLLM's methods see while a graph captures them, and how padding stays out of the KV cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2.tail_buffers import Padding
 
-#: Of the fp32 logits that are sampled at a time, with which the head's own, half as large, are in memory.
+#: Limit of the fp32 logits that are sampled at a time. The head's own logits, half as large, are in memory with them.
 _MOST_LOGITS_BYTES: Final = 320 << 20
 
 
@@ -36,15 +36,10 @@ class SamplerParts(Enum):
 
     @classmethod
     def of(cls, states: Any, rows: np.ndarray, top_p_apart: bool = False) -> SamplerParts | None:
-        """What the requests at `rows` of vLLM's `SamplingStates` need; None where no one request needs all of it.
+        """Return the parts that requests of vLLM's `SamplingStates` need, or None.
 
-        With top-k or top-p the temperature is always applied, which changes nothing where it is 0 or 1.
-
-        Args:
-            states: of the sampler.
-            rows: [number of requests], integers.
-            top_p_apart: whether vLLM has kernels of their own for requests with top-p and without top-k, which are
-                left out of a batch without such requests.
+        None: no single request needs all the parts. `rows` is [number of requests], integers. `top_p_apart` is
+        `splits_top_p()`.
         """
         temperature = states.temperature.np[rows]
         has_top_k = states.top_k.np[rows] != states.vocab_size
@@ -52,16 +47,17 @@ class SamplerParts(Enum):
         top_k, top_p = bool(has_top_k.any()), bool(has_top_p.any())
         if top_p_apart and top_k and bool((has_top_p & ~has_top_k).any()):
             return None
+        # With top-k or top-p vLLM always applies the temperature; 0 and 1 change nothing.
         scaled = top_k or top_p or not bool(np.all((temperature == 0.0) | (temperature == 1.0)))
         return cls((scaled, top_k, top_p))
 
     @property
     def narrows(self) -> bool:
-        """Whether tokens are left out by top-k or top-p."""
+        """Whether top-k or top-p removes tokens."""
         return self.value[1] or self.value[2]
 
     def example(self) -> dict[str, float]:
-        """Arguments of `SamplingParams` for a request that needs exactly this."""
+        """Return arguments of `SamplingParams` that need exactly these parts."""
         scaled, top_k, top_p = self.value
         return (
             {"temperature": 0.5 if scaled else 0.0}
@@ -71,42 +67,39 @@ class SamplerParts(Enum):
 
 
 def scheduled_query_lens(runner: Any) -> list[int]:
-    """Tokens of a request in a decode batch, by the batch's number of requests from 1 to `MAX_NUM_REQS` at most.
+    """Return a request's tokens in a decode batch, by batch size.
 
-    They are 1 + num_speculative_tokens, or as vLLM's schedule of numbers of drafts has them. Where this has 0, they are
-    0 for no graph: vLLM has another sampler then than for other batches.
-
-    Args:
-        runner: a `GPUModelRunner`.
+    The first item is for one request, the last for at most `MAX_NUM_REQS`. An item is 1 + num_speculative_tokens, or
+    1 + the count of vLLM's draft schedule. It is 0, for no graph, if the schedule has 0 drafts: vLLM then uses another
+    sampler.
     """
     spec, most = runner.speculative_config, min(runner.max_num_reqs, MAX_NUM_REQS)
     schedule = getattr(spec, "num_speculative_tokens_per_batch_size", None)
     if schedule is None:
         return [runner.decode_query_len] * most
     drafts = build_dynamic_sd_schedule_lookup(schedule, runner.max_num_reqs, spec.num_speculative_tokens)
-    return [1 + one if one else 0 for one in drafts[1 : 1 + most]]
+    return [1 + count if count else 0 for count in drafts[1 : 1 + most]]
 
 
 def rungs(full_graphs: Collection[tuple[int, int | None]], query_lens: Sequence[int]) -> list[GraphShape]:
-    """The shapes to capture, most tokens first: those in which the target decodes in a FULL graph.
+    """Return the shapes of the target's FULL decode graphs, largest first.
 
     Args:
         full_graphs: (num_reqs, uniform_token_count) of each of the target's FULL graphs.
-        query_lens: tokens of a request in a decode batch, by the batch's number of requests from 1 on; 0 for no graph.
+        query_lens: tokens of a request in a decode batch, by the batch's request count from 1; 0 for no graph.
     """
-    found = set()
+    shapes = set()
     for count, query_len in enumerate(query_lens, 1):
         sizes = [size for size, uniform in full_graphs if uniform == query_len and count <= size <= MAX_NUM_REQS]
         if sizes:
-            found.add(uniform_shape(query_len, min(sizes)))
-    return sorted(found, key=lambda shape: (shape.num_tokens, shape.num_reqs), reverse=True)
+            shapes.add(uniform_shape(query_len, min(sizes)))
+    return sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_reqs), reverse=True)
 
 
 def decode_query_len(batch: Any, known: Container[int]) -> int | Reason:
-    """Tokens of each request of vLLM's `InputBatch`, if all decode one token and equally many drafts; else why not.
+    """Return the tokens of each request, or why no graph drafts.
 
-    Args:
-        known: the numbers of tokens that there are graphs for.
+    The requests of vLLM's `InputBatch` must decode one token, with equal draft counts that `known` has graphs for.
     """
     if batch.is_prefilling_np.any():
         return Reason.PROMPT
@@ -117,16 +110,16 @@ def decode_query_len(batch: Any, known: Container[int]) -> int | Reason:
     return query_len
 
 
-# vLLM's PAD_SLOT_ID: what is to be written there is not written.
+# vLLM's PAD_SLOT_ID: kernels skip writes to this slot.
 _NO_SLOT: Final = -1
 
-# The padding of the graph that is being recorded: the speculator's patched `propose` has to know of it.
+# The padding of the graph that is being captured. The speculator's patched `propose` masks it.
 _recorded: Padding | None = None
 
 
 @contextmanager
 def recorded_with(padding: Padding) -> Iterator[None]:
-    """While it lasts, a graph with this padding is recorded."""
+    """Have `mask_decode`, `mask_extended` and `mask_block` mask this padding."""
     global _recorded
     _recorded = padding
     try:
@@ -137,16 +130,14 @@ def recorded_with(padding: Padding) -> Iterator[None]:
 
 @contextmanager
 def metadata_of_steps(speculator: Any) -> Iterator[list[Any]]:
-    """While it lasts, metadata of draft steps is built by the run before a recording, and the recording updates it.
+    """Build draft steps' metadata before the capture, and update it inside.
 
-    For a drafter whose builders may work on the host, which no graph can do, where vLLM can bring what they have built
-    up to date (`builders.updated_in_place`). vLLM does that before each step, up to 0.31 but for the first one, for
-    which it has built the metadata.
-
-    Yields:
-        A list of the metadata that the recording writes to, to be kept with the graph.
+    Yields a list of the metadata that the graph writes to. The graph's owner must keep it.
     """
-    # In 0.28 and 0.29 by the former name.
+    # The builders of such a drafter may work on the host, and a graph cannot. vLLM can update their metadata in place
+    # (`builders.updated_in_place`), and does so before each step; up to 0.31 not before the first step, for which it
+    # builds the metadata.
+    # 0.28 and 0.29 have the second name.
     name = next(
         name for name in ("_build_uniform_attn_metadata", "_build_draft_attn_metadata") if hasattr(speculator, name)
     )
@@ -157,7 +148,7 @@ def metadata_of_steps(speculator: Any) -> Iterator[list[Any]]:
             made[:] = [build(*args, **kwargs)]
             return made[0]
         for group in (group for groups in speculator.attn_groups for group in groups):
-            # Blocks of a cache may be larger than those of a kernel. Building maps them, updating does not.
+            # A cache's blocks may be larger than a kernel's. Building maps them, updating does not.
             if hasattr(group, "map_to_kernel_block_table"):
                 group.map_to_kernel_block_table(speculator.block_tables.input_block_tables[group.kv_cache_group_id])
             group.update_draft_decode_metadata(made[0])
@@ -170,47 +161,43 @@ def metadata_of_steps(speculator: Any) -> Iterator[list[Any]]:
         delattr(speculator, name)
 
 
-def mask_decode(speculator: Any) -> None:
-    """Keep padding out of the KV cache in the one-token steps of a drafter whose `propose` is being recorded.
+# The patched `propose` calls these after it has prepared the pass for every request of the graph: `mask_extended` after
+# `prepare_prefill_inputs`, `mask_block` after `prepare_dflash_inputs`. Without a capture they do nothing.
 
-    Called by the patched `propose` where it has prepared these steps, for which it takes every request of the graph.
-    """
+
+def mask_decode(speculator: Any) -> None:
+    """Keep padding out of the KV cache in a drafter's one-token steps."""
     if _recorded is not None:
         _mask(speculator, _recorded, _recorded.query_start_loc)
 
 
 def mask_extended(speculator: Any) -> None:
-    """Keep padding out of the KV cache in the first pass of a draft model whose `propose` is being recorded.
-
-    Called by the patched `propose` after `prepare_prefill_inputs`, for the same reason. This pass has a request's
-    tokens of a decode batch, and the one that was sampled behind them.
-    """
+    """Keep padding out of the KV cache in a draft's first pass."""
     if _recorded is not None:
+        # The pass has a request's tokens of the decode batch and the token sampled after them.
         _mask(speculator, _recorded, _recorded.block_start_loc + _recorded.query_start_loc)
 
 
 def _mask(speculator: Any, padding: Padding, query_start_loc: torch.Tensor) -> None:
-    """Leave padding no query tokens, to which vLLM's own kernel then gives no slots, and no keys.
+    """Give padding no keys and no query tokens, hence no slots.
 
     Args:
-        query_start_loc: [num_reqs + 1], int32: where each request's tokens begin.
+        query_start_loc: [num_reqs + 1], int32: offset of each request's tokens.
     """
     buffers, num_reqs = speculator.input_buffers, padding.alive.shape[0]
     buffers.query_start_loc[: num_reqs + 1].copy_(query_start_loc)
     buffers.seq_lens[:num_reqs].mul_(padding.alive)
 
 
-#: What a DFlash speculator has that walks through candidates: up to 0.30, and from 0.31 on.
+#: Attributes of a DFlash speculator that walks through candidates: up to 0.30, and from 0.31.
 WALKS: Final = ("selector_top_k", "candidate_sampler")
 
 
 def mask_block(speculator: Any, context_slots: torch.Tensor) -> None:
-    """Keep padding out of the KV cache in the one pass of a DFlash drafter whose `propose` is being recorded.
-
-    Called by the patched `propose` after `prepare_dflash_inputs`, for the same reason.
+    """Keep padding out of a DFlash drafter's KV cache.
 
     Args:
-        context_slots: [..., tokens]: where the target's tokens go in the draft's cache.
+        context_slots: [..., tokens]: slots of the target's tokens in the draft's cache.
     """
     if _recorded is None:
         return
@@ -219,25 +206,23 @@ def mask_block(speculator: Any, context_slots: torch.Tensor) -> None:
     block, num_reqs = speculator.num_query_per_req, padding.alive.shape[0]
     starts, dead_tokens = padding.block_start_loc, padding.dead_tokens
     if num_tokens != num_reqs * block:
-        # It makes a block of all drafts, also where fewer are verified.
+        # DFlash makes a block of all drafts, also if fewer are verified.
         starts = padding.query_start_loc * block
         dead_tokens = (padding.alive == 0).unsqueeze(1).expand(-1, block).flatten()
     _mask(speculator, padding, starts)
     speculator.block_tables.slot_mappings[:, : num_reqs * block].masked_fill_(dead_tokens, _NO_SLOT)
     if any(hasattr(speculator, name) for name in WALKS):
-        # Candidates of a draft that walks through some (DFlash2, LiLiCorr) are kept at the request's row, to be taken
-        # out of its probabilities by the next. All of padding has one row, so they would not be those that were put in.
-        # Such a draft passes over rows below 0.
+        # A draft that walks through candidates (DFlash2, LiLiCorr) stores them at the request's row, and the next step
+        # takes them out of the row's probabilities. All padding shares a row, so it would take out other candidates
+        # than it stored. Such a draft skips rows below 0.
         dead = (padding.alive == 0).unsqueeze(1).expand(-1, speculator.num_speculative_steps).flatten()
         speculator.sample_idx_mapping[: len(dead)].masked_fill_(dead, -1)
 
 
 class HiddenRows:
-    """Stands for a batch's hidden states where logits are made, which are asked for those of the batch's tokens.
+    """Hidden states, [number of tokens, hidden size], that return `rows` ([rows of logits], int64) for any index.
 
-    Args:
-        states: [number of tokens, hidden size]: what there is.
-        rows: [rows of logits], int64: which of them are asked for, whatever tokens these are in the batch.
+    To compute logits vLLM indexes a batch's hidden states with the batch's token positions.
     """
 
     def __init__(self, states: torch.Tensor, rows: torch.Tensor):
@@ -248,37 +233,34 @@ class HiddenRows:
 
 
 def rows_at_a_time(vocab_size: int) -> int:
-    """Return how many rows of logits a graph samples at a time: a power of two, so many that their fp32 copy fits.
-
-    From 512 rows on a GPU computes logits for longer than it reads the head's weights.
-    """
+    """Return the rows of logits that a graph samples at a time."""
+    # The largest power of two whose fp32 copy fits. From 512 rows on, computing logits takes a GPU longer than reading
+    # the head's weights.
     return 1 << (_MOST_LOGITS_BYTES // (4 * vocab_size)).bit_length() - 1
 
 
 def idx_dtype(runner: Any) -> torch.dtype:
-    """Of vLLM's `InputBatch.idx_mapping`, which differs from version to version."""
+    """Return the dtype of `InputBatch.idx_mapping` in this vLLM version."""
     dtype: torch.dtype = InputBatch.make_dummy(1, 1, runner.input_buffers).idx_mapping.dtype
     return dtype
 
 
 def splits_top_p() -> bool:
-    """Whether this vLLM launches kernels for requests with top-p and without top-k, and only where there are such.
-
-    With `backport-top-k-top-p` from 0.30 on, without from 0.33 on; before, it launches them for all with top-p.
-    """
+    """Whether vLLM has separate kernels for top-p without top-k."""
+    # From 0.33, and from 0.30 with `backport-top-k-top-p`, vLLM launches these kernels only for batches with such
+    # requests. Earlier versions launch them for all requests with top-p.
     return bool(known_arguments(sampling_states.apply_top_k_top_p, has_topp_only_rows=True))
 
 
 @contextmanager
 def sampling_as(sampler: Any, needed: SamplerParts) -> Iterator[None]:
-    """While it lasts, the first row of vLLM's sampler is that of a request that needs `needed`.
-
-    There is no request yet, and whoever gets the row later overwrites it.
-    """
+    """Put a request that needs `needed` into the sampler's first row."""
+    # There is no request yet, and the first request that gets the row overwrites it.
     extra = known_arguments(sampler.add_request, prompt_len=1)
 
     def write(**params: float) -> None:
-        # Without a seed vLLM would draw one, and requests that bring none would get others than without graphs.
+        # Without a seed vLLM would draw a seed here, and requests without a seed would get other seeds than without
+        # graphs.
         sampler.add_request(req_idx=0, sampling_params=SamplingParams(**params, seed=0), **extra)
         sampler.apply_staged_writes()
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods of vLLM's `GPUModelRunner` that graphs answer, for one hunk that decorates the class.
+"""Override methods of vLLM's `GPUModelRunner` with graphs, by one hunk that decorates the class.
 
-The class is replaced by a subclass, so a subclass of somebody else has its own methods above these. What is vLLM's own
-is called by `super()`. The `[[overrides]]` of `patch.toml` name each method, and who calls it in which order. A method
-has vLLM's parameter names, because callers use keywords.
+A subclass replaces the class, so another plugin's subclass overrides these methods. They call vLLM's methods by
+`super()`. The `[[overrides]]` of `patch.toml` name each method, its callers and their order. A method has vLLM's
+parameter names, because callers use keywords.
 
-Imports nothing of vLLM: the module that defines the class imports this.
+This module imports nothing of vLLM: the module that defines the class imports it.
 """
 
 from __future__ import annotations
@@ -15,25 +15,23 @@ from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any, Final
 
-#: Attributes that name a class's text. Subclasses would inherit `__wrapped__`.
+#: Attributes that locate a class's source. `__wrapped__` is not used, because subclasses would inherit it.
 _DEFINED: Final = ("__name__", "__qualname__", "__module__", "__doc__", "__firstlineno__")
 
 
 def put_before(owner: Any, name: str, method: Callable[..., Any]) -> None:
-    """Have `owner`'s method call `method`, whose first argument is the owner's own.
-
-    Putting it there again changes nothing: vLLM prepares a KV cache twice.
-    """
+    """Replace `owner`'s method by `method`, whose first argument is the original."""
+    # A second call must change nothing: vLLM initializes a KV cache twice.
     own = getattr(owner, name)
-    # Bound methods are equal, and not the same.
+    # Compare with `==`: each access makes another bound-method object.
     if not (isinstance(own, partial) and own.func == method):
-        # With the own one's signature, which tells what a version takes.
+        # Keep the original's signature: callers inspect it for what this version takes.
         setattr(owner, name, update_wrapper(partial(method, own), own))
 
 
 def with_tail_graphs(vllms: Any) -> Any:
-    """Return a subclass whose `tail_graphs` sample and draft."""
-    # Up to 0.25 a hunk captures, because `v2-capture-metadata` captures the draft in another way than vLLM there.
+    """Return a subclass that samples and drafts by its `tail_graphs`."""
+    # Up to 0.25 a hunk calls the capture, because `v2-capture-metadata` replaces vLLM's capture of the draft there.
     captures = "tail_graphs" not in inspect.unwrap(vllms.capture_model).__code__.co_names
 
     class TailGraphRunner(vllms):  # type: ignore[misc]
@@ -70,7 +68,7 @@ def with_tail_graphs(vllms: Any) -> Any:
             return self.tail_graphs.propose(vllms, *arguments, **settings)
 
         def _capture(self, vllms: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
-            """Capture when vLLM has captured all, before it measures the memory."""
+            """Capture after vLLM has captured all, before it measures memory."""
             captured = vllms(*arguments, **settings)
             self.tail_graphs.capture()
             return captured
@@ -83,8 +81,8 @@ def with_tail_graphs(vllms: Any) -> Any:
 
 
 def _with_step_inputs(tail_graph_runner: Any) -> Any:
-    """Return a subclass whose `step_inputs` make a step's inputs."""
-    # Without `self` and `scheduler_output`. Each version has other parameters in front of it.
+    """Return a subclass that makes a step's inputs by its `step_inputs`."""
+    # Without `self` and `scheduler_output`. The parameters before `batch_desc` differ by version.
     desc_at = [*inspect.signature(tail_graph_runner.prepare_inputs).parameters].index("batch_desc") - 2
 
     class StepInputRunner(tail_graph_runner):  # type: ignore[misc]
@@ -123,7 +121,7 @@ def _with_step_inputs(tail_graph_runner: Any) -> Any:
 
 
 def _defined_as(vllms: Any, made: Any) -> Any:
-    """Give the class the names by which `inspect`, `pickle` and logs know vLLM's."""
+    """Copy the names that `inspect`, `pickle` and logs use from vLLM's class."""
     for name in _DEFINED:
         if hasattr(vllms, name):
             setattr(made, name, getattr(vllms, name))

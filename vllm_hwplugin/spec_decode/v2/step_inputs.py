@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs of a decode step of Model Runner V2 in one CUDA graph.
+"""Prepare the inputs of a decode step in one CUDA graph (Model Runner V2).
 
-Before the target's graph vLLM makes the batch anew in each step: copies to the device, five kernels, and attention
-metadata. Where `TailGraphs` serves a step, its requests have equally many drafts. Then the requests' state has all
-that the inputs are made of: one graph makes positions, lengths, token ids, block tables, slots and the metadata's
-device half. The host adds only lengths that no kernel reads. With other requests than in the step before,
-`TailGraphs` has their rows copied first.
+Before the target's graph vLLM prepares each step's batch again: copies to the device, five kernels, and attention
+metadata. If `TailGraphs` covers a step, its requests have equal draft counts, and their state on the device determines
+the inputs. One graph computes positions, lengths, token ids, block tables, slots and the device part of the metadata.
+The host adds only lengths that no kernel reads. If the requests differ from the previous step's, `TailGraphs` first
+copies their rows to the device.
 
-A model that takes images or the like has none of them behind a prompt: the graph makes embeddings of the token ids, and
-positions of several dimensions. Where metadata is made on the host, as for recurrent layers, or somebody else takes it,
-the graph makes all but that: vLLM makes it in each step, from the graph's inputs.
+A multimodal model has no images or the like after a prompt, so the graph computes embeddings of the token ids and
+positions of several dimensions. If a builder makes metadata on the host, as for recurrent layers, or another component
+takes the metadata, the graph leaves the metadata out: vLLM builds it in each step from the graph's inputs.
 
-vLLM's own functions are recorded.
+The graph captures vLLM's own functions.
 """
 
 from __future__ import annotations
@@ -40,23 +40,19 @@ _STOCK: Final = "vLLM prepares every step"
 
 
 def shows_metadata(runner: Any) -> bool:
-    """Whether vLLM shows a KV connector the attention metadata of each step; a graph leaves the host none.
+    """Whether vLLM passes each step's attention metadata to a KV connector.
 
-    From 0.30 on it does, with more of a step beside the scheduler's output.
-
-    Args:
-        runner: a `GPUModelRunner` that has its KV cache.
+    The `GPUModelRunner` must have its KV cache.
     """
+    # From 0.30. A graph leaves no metadata on the host.
     connector = runner.kv_connector
     return connector is not NO_OP_KV_CONNECTOR and len(inspect.signature(connector.pre_forward).parameters) > 1
 
 
 def _embeds_tokens(runner: Any) -> bool:
-    """Whether vLLM embeds the tokens of each step in front of the target, and nothing else.
-
-    With adapters it also says in each step which of them an encoder has, with a connector it fetches what other engines
-    have encoded, and it may put embeddings of a prompt over those of its tokens.
-    """
+    """Whether vLLM only embeds each step's tokens before the target."""
+    # With adapters vLLM also selects the encoder's adapters in each step. With an encoder connector it fetches what
+    # other engines have encoded. With prompt embeddings it may overwrite the tokens' embeddings.
     return bool(
         runner.supports_mm_inputs
         and runner.lora_config is None
@@ -68,9 +64,7 @@ def _embeds_tokens(runner: Any) -> bool:
 class StepInputs:
     """The input graphs of one `GPUModelRunner`, which holds them as `step_inputs`.
 
-    Args:
-        runner: the runner.
-        tail: its tail graphs, which capture these after their own.
+    The runner's `TailGraphs` capture these graphs after their own.
     """
 
     def __init__(self, runner: Any, tail: TailGraphs):
@@ -80,20 +74,20 @@ class StepInputs:
         self.forget()
 
     def forget(self) -> None:
-        """Have no graphs, and nothing that was made for them."""
-        # By tokens of a request and number of requests.
+        """Drop the graphs and everything made for them."""
+        # By (tokens of a request, number of requests).
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        # vLLM's tensors that move, and where the graphs read them.
+        # vLLM's tensors whose addresses change, and the copies that the graphs read.
         self._moving: tuple[Any, ...] = ()
         self._fixed: tuple[torch.Tensor, ...] = ()
         self._metadata_is_vllms = False
         self._reads_slots = False
         self._tells_of_each_step = False
         self._embeds = self._embedded = False
-        # The requests that were served last, and their batch.
+        # The requests of the last covered step, and their batch.
         self._held: Held | None = None
         self._template: Any = None
-        # Since the graphs' copies.
+        # Since the last copy to `_fixed`.
         self._blocks_changed = True
         # Whether vLLM's next call of `apply_staged_writes` has nothing to apply.
         self._same_sampling = self._same_blocks = False
@@ -102,15 +96,15 @@ class StepInputs:
     # -- a start ------------------------------------------------------------------------------------------------------
 
     def stay_stock(self, reason: str) -> None:
-        """Have no graphs, and put in the journal why.
+        """Report in the run record why there are no graphs.
 
         Raises:
-            FeatureRequired: the feature's gate says `on`.
+            FeatureRequired: the feature's switch is `on`.
         """
         stays_stock(V2_STEP_INPUTS, _STOCK, reason)
 
     def give_up(self, reason: str) -> None:
-        """Have no graphs any more, in an engine that serves, and put in the journal why."""
+        """Drop a running engine's graphs, and report why in the run record."""
         if self._graphs:
             self.forget()
             gives_up(V2_STEP_INPUTS, _STOCK, reason)
@@ -118,16 +112,16 @@ class StepInputs:
     def capture(
         self, batches: Mapping[tuple[int, int], Any], buffers: TailBuffers, pool: Any, metadata_asked_for: str | None
     ) -> None:
-        """Record the graphs for these shapes.
+        """Capture the graphs for these shapes.
 
         Args:
-            batches: by tokens of a request and number of requests, the batch that the tail's graphs were recorded with.
-            buffers: where the tail's graphs have the requests' rows.
-            pool: memory of the tail's graphs.
-            metadata_asked_for: what takes attention metadata of each step; None where nothing does.
+            batches: (tokens of a request, number of requests) -> batch with which `TailGraphs` captured.
+            buffers: the buffers of `TailGraphs`, which hold the requests' rows.
+            pool: the memory pool of `TailGraphs`.
+            metadata_asked_for: what reads each step's attention metadata on the host; None if nothing does.
 
         Raises:
-            FeatureRequired: nothing can be recorded, and the feature's gate says `on`.
+            FeatureRequired: no graph can be captured, and the feature's switch is `on`.
         """
         self.forget()
         if (reason := why_not(self._runner, Part.V2_INPUTS)) is not None:
@@ -140,11 +134,11 @@ class StepInputs:
         self._embeds = _embeds_tokens(runner)
         self._tells_of_each_step = bool(custom_processors(runner))
         rope = getattr(runner.model_state, "rope_state", None)
-        # Both change when a request comes, and the first with its blocks.
+        # Both change when a request arrives, `num_blocks` also when a request gets blocks.
         self._moving = (runner.block_tables.num_blocks, *(() if rope is None else (rope.prefill_delta,)))
 
         def record_all() -> None:
-            self._fixed = tuple(one.gpu.to(runner.device, copy=True) for one in self._moving)
+            self._fixed = tuple(moving.gpu.to(runner.device, copy=True) for moving in self._moving)
             with buffers.stand_in(), StandIn(self._moving, self._fixed):
                 for shape, batch in batches.items():
                     buffers.clear(shape[0])
@@ -156,34 +150,30 @@ class StepInputs:
         if reason is not None:
             self._metadata_is_vllms = True
             journal.note(V2_STEP_INPUTS, f"{reason}; attention metadata is vLLM's in each step")
-        # vLLM makes metadata of each half of a batch, also if a graph has made the inputs.
+        # With `ubatch_runner` vLLM builds metadata for each half of a batch, also if a graph has made the inputs.
         self._reads_slots = self._metadata_is_vllms or getattr(runner, "ubatch_runner", None) is not None
         journal.use(V2_STEP_INPUTS, True)
 
     def _preparing(self, batch: Any, buffers: TailBuffers, metadata: bool) -> Callable[[], None]:
-        """What vLLM's `prepare_inputs` and `prepare_attn` do for `batch`, on the device.
-
-        Args:
-            metadata: whether attention metadata is made, too.
-        """
+        """Return the device work of vLLM's `prepare_inputs` and `prepare_attn`."""
         runner = self._runner
         inputs, states = runner.input_buffers, runner.req_states
         num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
         padding = buffers.padding(num_reqs, num_tokens // num_reqs)
         start_loc = inputs.query_start_loc[: num_reqs + 1]
         attended = dataclasses.replace(batch, query_start_loc=start_loc)
-        # On the device, or a graph would copy it from memory of the host that was freed long ago.
+        # On the device: a graph would copy it from host memory that has been freed.
         no_image = torch.zeros(num_tokens, dtype=torch.bool, device=runner.device)
 
         def prepare() -> None:
             start_loc.copy_(padding.block_start_loc)
             if hasattr(inputs, "is_padding"):
-                # From 0.25 on; read where experts pass padding over.
+                # From 0.25; experts skip padding by it.
                 inputs.is_padding[:num_tokens].copy_(padding.dead_tokens)
             prepare_pos_seq_lens(
                 batch.idx_mapping, start_loc, states.num_computed_tokens.gpu, inputs.positions, inputs.seq_lens
             )
-            # Padding has its row's length, which attention would take for keys.
+            # Padding has its row's length, and attention would read that many keys.
             inputs.seq_lens[:num_reqs].mul_(padding.alive)
             combine_sampled_and_draft_tokens(
                 inputs.input_ids,
@@ -198,8 +188,8 @@ class StepInputs:
             )
             block_tables, slots = runner.prepare_attn(attended)
             if runner.model_config.is_hybrid:
-                # As vLLM leaves padding. Kernels of recurrent layers take all requests of a graph, pass over block 0,
-                # and would move the state that another batch had in a row.
+                # As vLLM does for padding. Kernels of recurrent layers process all requests of a graph and skip block
+                # 0. With another block they would move the state that another batch had in the row.
                 for table in block_tables:
                     table[:num_reqs].mul_(padding.alive.unsqueeze(1))
             if metadata:
@@ -220,23 +210,23 @@ class StepInputs:
         self._same_blocks = not self.changes_blocks(scheduled)
 
     def apply_sampling(self, vllms: Callable[[], None]) -> None:
-        """Apply parameters that the sampler has staged, unless this step has none."""
+        """Apply the sampler's staged parameters, unless this step has none."""
         same, self._same_sampling = self._same_sampling, False
         if not same:
             vllms()
 
     def apply_blocks(self, vllms: Callable[[], None]) -> None:
-        """Apply blocks that the block tables have staged, unless this step has none."""
+        """Apply staged rows of the block tables, unless this step has none."""
         same, self._same_blocks = self._same_blocks, False
         if not same:
             vllms()
 
     def changes_sampling(self, scheduled: Any) -> bool:
-        """Whether the sampler has parameters of a new request to take over, or processors that count steps."""
+        """Whether the sampler has a new request's parameters, or step-counting processors."""
         return not self._graphs or self._tells_of_each_step or bool(scheduled.scheduled_new_reqs)
 
     def changes_blocks(self, scheduled: Any) -> bool:
-        """Whether a request has other blocks than in the step before, which the device is to know of."""
+        """Whether a request has new blocks to copy to the device."""
         changed = bool(scheduled.scheduled_new_reqs) or any(
             blocks is not None for blocks in scheduled.scheduled_cached_reqs.new_block_ids
         )
@@ -244,11 +234,10 @@ class StepInputs:
         return changed or not self._graphs
 
     def steady(self, scheduled: Any, desc: Any) -> Any:
-        """vLLM's `InputBatch` of this step, whose inputs are then on the device; None where vLLM has to prepare them.
+        """Return the step's `InputBatch` with inputs on the device, or None.
 
-        Args:
-            scheduled: the step's `SchedulerOutput`.
-            desc: the target's `BatchExecutionDescriptor`.
+        None: vLLM must prepare the inputs. `scheduled` is the `SchedulerOutput`, `desc` the target's
+        `BatchExecutionDescriptor`.
         """
         self._batch = None
         held = self._hold(scheduled, desc)
@@ -266,7 +255,7 @@ class StepInputs:
         self._graphs[desc.uniform_token_count, desc.num_reqs].replay()
         tables = runner.block_tables
         if hasattr(tables, "_num_dirty_rows"):
-            # From 0.33 on vLLM clears rows of a larger batch, and a replay does not tell it how many it wrote.
+            # From 0.33 vLLM clears rows that a larger batch wrote, and a replay does not count its rows.
             tables._num_dirty_rows = max(tables._num_dirty_rows, desc.num_reqs)
         self._embedded = self._embeds and not scheduled.scheduled_encoder_inputs
         computed = runner.req_states.num_computed_tokens_np[held.rows]
@@ -281,11 +270,11 @@ class StepInputs:
         return self._batch
 
     def _hold(self, scheduled: Any, desc: Any) -> Held | Reason:
-        """The requests of this step, which the tail's buffers then hold; or why vLLM has to prepare its inputs."""
+        """Put this step's requests into the buffers, or return a reason."""
         self._tail.follow_weights()
         if not self._graphs:
             return Reason.NOT_CAPTURED
-        # vLLM sorts a batch by what its requests have, and these all have the same.
+        # vLLM sorts a batch by its requests' token counts, which are equal here.
         order, width = list(scheduled.num_scheduled_tokens), max(scheduled.num_scheduled_tokens.values())
         drafts, most_reqs = scheduled.scheduled_spec_decode_tokens, self._tail.most_reqs.get(width)
         if (
@@ -295,15 +284,15 @@ class StepInputs:
             or sum(map(len, drafts.values())) != len(order) * (width - 1)
         ):
             return Reason.PROMPT if self._has_prompt(self._rows(order)) else Reason.FEWER_DRAFTS
-        # From 0.33 on, drafts are skipped for requests that are sure to end. vLLM's own drafter then takes the step's
-        # attention metadata, of which a graph leaves nothing on the host.
+        # From 0.33 vLLM skips drafts for requests that are sure to end. Its drafter then reads the step's attention
+        # metadata on the host, and the graph does not write it there.
         if scheduled.num_spec_tokens_to_schedule != width - 1 or getattr(scheduled, "skip_drafts", False):
             return Reason.FEWER_DRAFTS
         if len(order) > most_reqs:
             return Reason.LARGER_BATCH
         shape = (desc.uniform_token_count, desc.num_reqs)
         if desc.cg_mode != CUDAGraphMode.FULL or shape[0] != width or shape not in self._graphs:
-            # The prefix cache may hold all of a prompt but its last token.
+            # The prefix cache may hold a prompt except for its last token.
             return Reason.PROMPT if self._has_prompt(self._rows(order)) else Reason.NO_FULL_GRAPH
         held = self._tail.held
         if held is not None and order == held.req_ids and not scheduled.scheduled_new_reqs:
@@ -315,9 +304,9 @@ class StepInputs:
         return self._tail.hold(order, rows, width, desc.num_tokens)
 
     def _rows(self, req_ids: list[str]) -> np.ndarray:
-        """[number of requests]: each one's row in the runner's state, as vLLM's own batches have it."""
+        """Return the requests' rows in the runner's state, [number of requests]."""
         index = self._runner.req_states.req_id_to_index
-        rows: np.ndarray = np.array([index[one] for one in req_ids], dtype=np.intp)
+        rows: np.ndarray = np.array([index[req_id] for req_id in req_ids], dtype=np.intp)
         return rows
 
     def _has_prompt(self, rows: np.ndarray) -> bool:
@@ -350,7 +339,7 @@ class StepInputs:
         if not self._serves(batch):
             return None
         tables = self._runner.block_tables
-        block_tables = tuple(one[: batch.num_reqs_after_padding] for one in tables.input_block_tables)
-        # vLLM would make a dict of each layer's slots, for metadata that nobody makes.
+        block_tables = tuple(table[: batch.num_reqs_after_padding] for table in tables.input_block_tables)
+        # vLLM would make a dict of each layer's slots for metadata, which nothing builds here.
         slots = tables.slot_mappings[:, : batch.num_tokens_after_padding] if self._reads_slots else ()
         return block_tables, slots

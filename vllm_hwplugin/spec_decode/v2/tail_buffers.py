@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the graphs of a step's tail read and write, at addresses that never change.
+"""Fixed-address buffers of the sampling and drafting graphs (Model Runner V2).
 
-Model Runner V2 makes most of a batch's small tensors anew in each step, and its sampling parameters move between two
-host buffers. A decode batch of requests with equally many tokens needs none of that: all but the requests' rows in the
-runner's state follow from their number. So the rows are kept here, and written when other requests are decoded than in
-the step before. For any other batch where its logits are is written, too, in each step.
+V2 allocates most of a batch's small tensors again in each step, and its sampling parameters move between two host
+buffers. A decode batch with equal token counts needs only its requests' rows in the runner's state: the rest follows
+from the number of requests. The buffers here hold the rows, and are written when the requests differ from the previous
+step's. For any other batch they are written in each step, together with the positions of its logits.
 
-A batch may have fewer requests than the graph. The surplus requests, *padding*, take a row that no request has: their
-results go where nobody reads. `Padding` says what keeps them out of the KV cache.
+A batch may have fewer requests than the graph. The surplus requests, *padding*, take a row that no request has, so
+nothing reads their results. `Padding` has the tensors that keep padding out of the KV cache.
 """
 
 from __future__ import annotations
@@ -23,68 +23,55 @@ import torch
 
 @dataclass(frozen=True)
 class Padding:
-    """Which requests of a graph are padding, on the device.
+    """Which requests of a graph are padding, on the device."""
 
-    Attributes:
-        alive: [num_reqs], int32: 1, or 0 for padding.
-        query_start_loc: [num_reqs + 1], int32: of one query token a request; padding has none.
-        block_start_loc: [num_reqs + 1], int32: of the target's query tokens, as many for each request.
-        dead_tokens: [num_reqs * the target's query tokens of a request], bool: those of padding.
-    """
-
+    #: [num_reqs], int32: 1, or 0 for padding.
     alive: torch.Tensor
+    #: [num_reqs + 1], int32: for one query token per request; padding has none.
     query_start_loc: torch.Tensor
+    #: [num_reqs + 1], int32: for the target's query tokens, equally many per request.
     block_start_loc: torch.Tensor
+    #: [num_reqs * the target's query tokens of a request], bool: whether a token is padding's.
     dead_tokens: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What sampling leaves, on the device, at the addresses that drafting and the copy to the host read.
+    """Sampling's results on the device, where drafting and the copy to the host read them."""
 
-    Attributes:
-        sampled_token_ids: [max_num_reqs, 1 + num_speculative_tokens], int64.
-        num_sampled: [max_num_reqs], int32.
-        num_rejected: [max_num_reqs], int32.
-    """
-
-    sampled_token_ids: torch.Tensor
-    num_sampled: torch.Tensor
-    num_rejected: torch.Tensor
+    sampled_token_ids: torch.Tensor  # [max_num_reqs, 1 + num_speculative_tokens], int64.
+    num_sampled: torch.Tensor  # [max_num_reqs], int32.
+    num_rejected: torch.Tensor  # [max_num_reqs], int32.
 
 
 @dataclass(frozen=True)
 class LogitsRows:
-    """Where the requests of a batch have the rows of which logits are made.
+    """Positions of the rows of a batch that logits are computed for."""
 
-    Attributes:
-        num_logits: [number of requests]: how many rows each has, which are its last tokens in the batch.
-        query_ends: [number of requests]: where its tokens end.
-        gathered: whether the hidden states that a graph reads are these rows, and not those of all tokens.
-    """
-
+    #: [number of requests]: rows of each request; they are its last tokens in the batch.
     num_logits: np.ndarray
+    #: [number of requests]: end of each request's tokens.
     query_ends: np.ndarray
+    #: Whether the graph's hidden states are only these rows, not all tokens.
     gathered: bool
 
 
 class _Packed:
-    """Tensors of several types in one piece of memory, which one copy fills from the host.
+    """Tensors of several dtypes in one allocation that one copy from the host fills.
 
     Args:
-        parts: name -> shape and type.
-        device: of the tensors.
+        parts: name -> (shape, dtype).
 
     Attributes:
-        host: name -> what the next copy takes, as an array.
-        device: name -> the tensor.
+        host: name -> array that the next copy reads.
+        device: name -> tensor.
     """
 
     def __init__(self, parts: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device):
         places, size = {}, 0
         for name, (shape, dtype) in parts.items():
             places[name] = size, size + math.prod(shape) * dtype.itemsize
-            # Triton makes kernels for addresses that are multiples of 16.
+            # Triton specializes kernels for addresses that are multiples of 16.
             size = -(-places[name][1] // 16) * 16
         self._host = torch.zeros(size, dtype=torch.uint8)
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -95,36 +82,27 @@ class _Packed:
         self.host = {name: tensor.numpy() for name, tensor in on_host.items()}
 
     def copy(self) -> None:
-        # A copy that does not wait needs pinned memory, which torch keeps until the copy is done.
+        # An asynchronous copy needs pinned memory. Torch keeps the memory until the copy is done.
         self._device.copy_(self._host.pin_memory(), non_blocking=True)
 
 
 class TailBuffers:
-    """The buffers of one runner's tail graphs.
+    """The buffers of one runner's sampling and drafting graphs.
 
     Args:
-        runner: a `GPUModelRunner` of Model Runner V2 that has its KV cache.
-        max_num_reqs: of the largest graph.
-        query_len: tokens of a request in a decode batch, 1 + num_speculative_tokens: with a schedule, at most.
-        idx_dtype: what the runner's `idx_mapping` is made of.
-        chunk_rows: rows of logits that are sampled at a time, a power of two. A chunk holds whole requests, and each
-            request has room for `query_len` rows in it.
-
-    Attributes:
-        cu_num_logits: [max_num_reqs + 1], int32: rows of logits that the requests before each have.
-        expanded_idx_mapping, local_pos, logits_indices: [max_num_reqs * query_len]: of each row of logits its request's
-            row in the runner's state, which of the request's it is, and its token in the batch. Within a chunk the
-            rows of its requests follow each other; what is left of its room belongs to no request.
-        hidden_rows: [max_num_reqs * query_len], int64: its token in the hidden states that a graph reads.
-        temperature, seeds: [max_num_reqs of the runner].
-        outputs: see `Outputs`.
+        runner: a `GPUModelRunner` that has its KV cache.
+        max_num_reqs: requests of the largest graph.
+        query_len: 1 + num_speculative_tokens, the most tokens of a request in a decode batch.
+        idx_dtype: dtype of the runner's `idx_mapping`.
+        chunk_rows: rows of logits that are sampled at a time, a power of two. A chunk holds whole requests, and has
+            space for `query_len` rows per request.
     """
 
     def __init__(self, runner: Any, max_num_reqs: int, query_len: int, idx_dtype: torch.dtype, chunk_rows: int):
         self._chunk_rows = chunk_rows
         device, num_tokens = runner.device, max_num_reqs * query_len
         states = runner.sampler.sampling_states
-        # As they are named here.
+        # By their names in the buffers.
         self._moving = {
             "temperature": states.temperature,
             "top_k": states.top_k,
@@ -145,14 +123,20 @@ class TailBuffers:
                 "query_start_loc": ((max_num_reqs + 1,), torch.int32),
                 "block_start_loc": ((max_num_reqs + 1,), torch.int32),
                 "dead_tokens": ((num_tokens,), torch.bool),
-                **{name: (one.np.shape, one.gpu.dtype) for name, one in self._moving.items()},
+                **{name: (moving.np.shape, moving.gpu.dtype) for name, moving in self._moving.items()},
             },
             device,
         )
         written = self._packed.device
         self._fixed = tuple(written[name] for name in self._moving)
         self._tokens = np.arange(num_tokens)
+        # [max_num_reqs of the runner].
         self.temperature, self.seeds = written["temperature"], written["seeds"]
+        # `cu_num_logits`: [max_num_reqs + 1], int32, rows of logits before each request. The others have
+        # [max_num_reqs * query_len] items. For each row of logits: its request's row in the runner's state
+        # (`expanded_idx_mapping`), its position among the request's rows (`local_pos`), its token in the batch
+        # (`logits_indices`), and its row in the graph's hidden states (`hidden_rows`, int64). The rows of a chunk's
+        # requests are contiguous; the space after them belongs to no request.
         self.cu_num_logits, self.expanded_idx_mapping = written["cu_num_logits"], written["expanded_rows"]
         self.local_pos, self.logits_indices = written["local_pos"], written["logits_indices"]
         self.hidden_rows = written["hidden_rows"]
@@ -163,23 +147,22 @@ class TailBuffers:
         )
 
     def chunk_reqs(self, query_len: int) -> int:
-        """Return how many requests of `query_len` tokens are sampled at a time.
-
-        A multiple of 16 where that many fit: Triton makes other kernels for addresses that 16 does not divide.
-        """
+        """Return how many requests of `query_len` tokens are sampled at a time."""
+        # A multiple of 16 if 16 fit: Triton compiles other kernels for addresses that are no multiples of 16.
         most = max(1, self._chunk_rows // query_len)
         return most // 16 * 16 or most
 
     def idx_mapping(self, num_reqs: int) -> torch.Tensor:
-        """[num_reqs]: each request's row in the runner's state; padding has one that no request has."""
+        """Return each request's row in the runner's state, [num_reqs]."""
+        # Padding has a row that no request has.
         return self._packed.device["rows"][:num_reqs]
 
     def idx_mapping_alive(self, num_reqs: int) -> torch.Tensor:
-        """[num_reqs]: the same with -1 for padding, which `post_update` passes over."""
+        """Return `idx_mapping` with -1 for padding, which `post_update` skips."""
         return self._packed.device["rows_alive"][:num_reqs]
 
     def padding(self, num_reqs: int, query_len: int) -> Padding:
-        """Of a graph of `num_reqs` requests with `query_len` tokens each."""
+        """Return a graph's padding, for `num_reqs` requests of `query_len` tokens."""
         written = self._packed.device
         return Padding(
             written["alive"][:num_reqs],
@@ -189,13 +172,13 @@ class TailBuffers:
         )
 
     def write(self, rows: np.ndarray, free_row: int, query_len: int, logits: LogitsRows | None = None) -> None:
-        """Have these requests in the graphs, each at the row given, with its parameters and its prompt's length.
+        """Write the requests' rows, parameters and prompt lengths into the buffers.
 
         Args:
-            rows: [number of requests], integers.
-            free_row: of padding.
+            rows: [number of requests], integers: rows in the runner's state.
+            free_row: padding's row.
             query_len: tokens of a request in the graphs.
-            logits: where the requests have theirs, at most `query_len` rows each. By default as many as it has tokens.
+            logits: positions of at most `query_len` rows of logits per request. None: a row for each token.
         """
         host, count = self._packed.host, len(rows)
         most, tokens = len(host["rows"]), self._tokens
@@ -211,7 +194,7 @@ class TailBuffers:
             num_logits[:count] = logits.num_logits
         ends = host["cu_num_logits"][1:]
         np.cumsum(num_logits, out=ends)
-        # Of each row of logits: its request, and its place. Places between are nobody's.
+        # For each row of logits: its request, and its place. Places between belong to no request.
         request: Any = np.repeat(np.arange(most), num_logits)
         row, starts = tokens[: len(request)], host["cu_num_logits"]
         chunk_reqs = self.chunk_reqs(query_len)
@@ -233,18 +216,18 @@ class TailBuffers:
         self._packed.copy()
 
     def clear(self, query_len: int) -> None:
-        """Have padding alone in the graphs, of which each request has `query_len` tokens."""
+        """Fill the buffers with padding only, `query_len` tokens per request."""
         self.write(np.empty(0, dtype=np.int64), 0, query_len)
 
     def stand_in(self) -> StandIn:
-        """A context in which vLLM's sampler reads the fixed parameters."""
+        """Return a context in which vLLM's sampler reads the fixed parameters."""
         return StandIn(tuple(self._moving.values()), self._fixed)
 
 
 class StandIn:
-    """While it lasts, vLLM's `UvaBackedTensor`s give out other tensors as `gpu`.
+    """Context in which the `gpu` of vLLM's `UvaBackedTensor`s is replaced by fixed tensors.
 
-    Such a tensor gives out another of its host buffers after each change; a graph would not follow.
+    After each change `gpu` is another of the tensor's host buffers, and a graph would keep reading the first.
     """
 
     def __init__(self, moving: tuple[Any, ...], fixed: tuple[torch.Tensor, ...]):
@@ -252,10 +235,10 @@ class StandIn:
         self._before: tuple[torch.Tensor, ...] = ()
 
     def __enter__(self) -> None:
-        self._before = tuple(one.gpu for one in self._moving)
-        for one, fixed in zip(self._moving, self._fixed, strict=True):
-            one.gpu = fixed
+        self._before = tuple(moving.gpu for moving in self._moving)
+        for moving, fixed in zip(self._moving, self._fixed, strict=True):
+            moving.gpu = fixed
 
     def __exit__(self, *failure: object) -> None:
-        for one, before in zip(self._moving, self._before, strict=True):
-            one.gpu = before
+        for moving, before in zip(self._moving, self._before, strict=True):
+            moving.gpu = before

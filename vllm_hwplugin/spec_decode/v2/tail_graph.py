@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tail of a decode step of Model Runner V2 in two CUDA graphs: sampling, and drafting.
+"""Sample and draft in two CUDA graphs per decode step (Model Runner V2).
 
-After the target's graph vLLM launches dozens of kernels, copies and graphs one by one: logits, rejection, the
-requests' new state, and each part of the draft. For a small model the host needs longer for that than the GPU. Here
-vLLM's own methods run once for each shape while a graph records them; a step replays the two graphs instead of calling
-the methods. There are two because vLLM starts to copy the sampled tokens to the host between them, and drafting should
-not delay that. Also, only sampling has variants.
+After the target's graph vLLM launches dozens of kernels, copies and graphs one by one: logits, rejection, the requests'
+new state, and each part of the draft. For a small model the launches take longer than the GPU's work. Here a graph
+captures vLLM's own methods for each shape, and a step replays two graphs instead of calling the methods. There are two
+because vLLM starts to copy the sampled tokens to the host between them, and drafting should not delay that. Also, only
+sampling has variants.
 
-Sampling begins with rows of hidden states, and does not ask whose they are. So the same graphs sample for a batch in
-which a prompt is computed, or in which a request has fewer drafts: its rows are put where a decode batch has them.
-Drafting goes over all tokens, and is vLLM's own then.
+Sampling starts from rows of hidden states, whichever requests they belong to. So the same graphs sample for a batch
+with a prompt or with unequal draft counts: its rows are put where a decode batch has them. Drafting processes all
+tokens, and vLLM drafts for such a batch.
 
-Drafting begins with what was sampled, and does not ask how. So where a request needs more of the sampler than a graph
-has, vLLM samples, and the graph drafts.
+Drafting starts from the sampled tokens. So if a request needs more of the sampler than a graph has, vLLM samples, and
+the graph drafts.
 
-With vLLM's schedule of numbers of drafts there are graphs for each number, of the batches that it is for. They serve
-steps that verify as many drafts as they make; where the number changes, vLLM drafts.
+With vLLM's schedule of draft counts there are graphs for each count and its batch sizes. They cover steps that verify
+as many drafts as they make. When the count changes, vLLM drafts.
 
-An engine without a drafter may have the graphs of sampling, where it is asked for them. Its batches have no drafts, and
-vLLM's sampler for such batches is recorded.
+An engine without a drafter has the sampling graphs only if it is asked for them. Its batches have no drafts, and the
+graphs capture vLLM's sampler for such batches.
 
-A batch that is not covered takes vLLM's own way, step by step. One thing is kept between steps: which requests the
-buffers hold.
+vLLM samples and drafts for any other batch. Between steps only the requests in the buffers are kept.
 """
 
 from __future__ import annotations
@@ -77,22 +76,22 @@ if TYPE_CHECKING:
 
 _STOCK: Final = "vLLM's own kernels after the target"
 
-#: Rows of logits that a graph may have more than a batch needs which it does not draft for. A GPU should make them in
-#: less time than the host takes for the launches that the graph saves.
+#: Surplus rows of logits that a graph may compute for a batch that it does not draft for. The GPU should take less time
+#: for them than the host takes for the launches that the graph saves.
 _SURPLUS: Final = 128
 
-#: Who does what no graph does.
+#: The parts of a step, with the words for the case that vLLM does the part.
 _HALVES: Final = {Part.V2_SAMPLING: "vLLM samples", Part.V2_DRAFTING: "vLLM drafts"}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Graphs:
-    """Those of one shape: of sampling by what a batch needs, and of drafting; or what there is of them."""
+    """The graphs of one shape: sampling by needed parts, and drafting or why vLLM drafts."""
 
     shape: GraphShape
     sampling: dict[SamplerParts, torch.cuda.CUDAGraph]
     drafting: torch.cuda.CUDAGraph | Reason
-    # Holds what the recorded update of the drafter's metadata writes.
+    # Keeps the tensors alive that the captured update of the drafter's metadata writes.
     metadata: Any = None
 
     @property
@@ -110,9 +109,9 @@ class Held:
 
     Attributes:
         req_ids: in the order of the batch.
-        rows: [number of requests], integers: each one's row in the runner's state.
-        sampling: what they need of the sampler; or why vLLM samples for them.
-        graphs: those that serve them.
+        rows: [number of requests], integers: rows in the runner's state.
+        sampling: the sampler's parts that they need, or why vLLM samples.
+        graphs: the graphs that cover them.
     """
 
     req_ids: list[str]
@@ -122,14 +121,14 @@ class Held:
 
 
 class TailGraphs:
-    """The tail graphs of one `GPUModelRunner`, which holds them as `tail_graphs`.
+    """The sampling and drafting graphs of one `GPUModelRunner`, which holds them as `tail_graphs`.
 
-    Each step calls `sample`, `postprocess_sampled`, `propose`, `keep_drafts` and `drafts_of`, in this order. The first
-    decides which graphs serve the step.
+    Each step calls `sample`, `postprocess_sampled`, `propose`, `keep_drafts` and `drafts_of`, in this order. `sample`
+    chooses the step's graphs.
 
     Args:
         runner: the runner.
-        vllm: has vLLM's own `sample` and `postprocess_sampled`. None: the runner, where nothing overrides them.
+        vllm: has vLLM's own `sample` and `postprocess_sampled`. None: the runner, if nothing overrides them.
     """
 
     def __init__(self, runner: Any, vllm: Any = None):
@@ -137,16 +136,16 @@ class TailGraphs:
         self._plain = np.zeros(runner.max_num_reqs, dtype=bool)
         self._scores_prompt = np.zeros(runner.max_num_reqs, dtype=bool)
         self._splits_top_p = splits_top_p()
-        # Whether FlashInfer may draw where top-k or top-p leaves tokens out. It takes its random numbers from a state
-        # that torch has on the host, so a graph would draw the same ones for ever. It never draws beside drafts.
+        # Whether FlashInfer may sample if top-k or top-p removes tokens. Its random numbers come from a state that
+        # torch keeps on the host, so each replay would draw the same numbers. It never samples a batch with drafts.
         self._drawn_by_host = False
         # Whether adapters may change logits.
         self._adapts_logits = False
         self._companions: list[StepInputs] = []
-        # The halves that no graph can have, and why.
+        # The parts that no graph can have, and why.
         self._vllms: dict[Part, str] = {}
         self._failed = False
-        # Seconds that the recording for vLLM's estimate of memory took.
+        # Seconds that the capture for vLLM's memory estimate took.
         self._estimated = 0.0
         self._sampling, self._drafting = StepCounts(V2_TAIL_GRAPH, "sampling"), StepCounts(V2_TAIL_GRAPH, "drafting")
         self._forget()
@@ -165,20 +164,20 @@ class TailGraphs:
         self._touched = Touched()
         self._read_whole: torch.nn.Module | None = None
         self._output: Any = None
-        # Whether this step's sampling is done, and not yet what follows it.
+        # Whether a graph has sampled in this step, and `postprocess_sampled` is still to come.
         self._sampled = False
-        # What was sampled, and not yet drafted for.
+        # The batch that was sampled and is not drafted for yet.
         self._batch: Any = None
-        # Of this step, where a graph made them.
+        # This step's drafts, if a graph made them.
         self._drafts: torch.Tensor | None = None
-        # That of this step, or why vLLM drafts.
+        # This step's graph, or why vLLM drafts.
         self._drafting_graph: torch.cuda.CUDAGraph | Reason = Reason.NOT_CAPTURED
-        # Of this step or of the last, as long as graphs draft for them; None where another step came after it.
+        # The requests in the buffers, from this step or the last. None after a step that graphs do not draft for.
         self.held: Held | None = None
-        # By tokens of a request and number of requests.
+        # By (tokens of a request, number of requests).
         self._served: dict[tuple[int, int], _Graphs] = {}
         self._batches: dict[tuple[int, int], Any] = {}
-        #: By tokens of a request, how many requests the largest graph has.
+        #: Requests of the largest graph, by tokens of a request.
         self.most_reqs: dict[int, int] = {}
         for companion in self._companions:
             companion.forget()
@@ -186,13 +185,14 @@ class TailGraphs:
     # -- a start ------------------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        """Record all graphs: the last thing that `capture_model` captures.
+        """Capture all graphs, as the last captures of `capture_model`.
 
-        From 0.29 on vLLM measures what graphs need before there is a KV cache, and captures its largest for that. The
-        largest here is recorded then, too, and the smaller ones use its memory; the real capture lets it go.
+        From 0.29 vLLM estimates the memory of graphs before there is a KV cache, and captures its largest graphs for
+        that. The graphs of the largest shape here are then captured too; smaller shapes use the same memory. The real
+        capture frees them first.
 
         Raises:
-            FeatureRequired: nothing can be recorded, and the feature's gate says `on`.
+            FeatureRequired: no graph can be captured, and the feature's switch is `on`.
         """
         self._forget()
         runner = self._runner
@@ -200,21 +200,21 @@ class TailGraphs:
             return
         profile_only = getattr(runner.cudagraph_manager, "_max_full_descs_to_capture", None) is not None
         self._vllms = {part: reason for part in _HALVES if (reason := why_not(runner, part)) is not None}
-        # Without a drafter nobody drafts.
-        halves = _HALVES if runner.speculator is not None else (Part.V2_SAMPLING,)
-        left = {part: reason for part, reason in self._vllms.items() if part in halves}
+        # Without a drafter nothing drafts.
+        parts = _HALVES if runner.speculator is not None else (Part.V2_SAMPLING,)
+        left = {part: reason for part, reason in self._vllms.items() if part in parts}
         reason = why_not(runner, Part.V2_SAMPLING | Part.V2_DRAFTING) if len(self._vllms) == len(_HALVES) else None
         shapes = [] if reason else self._shapes()[: 1 if profile_only else None]
         if not shapes:
             if not profile_only:
                 stays_stock(V2_TAIL_GRAPH, _STOCK, reason or "the target has no FULL graph of a decode batch")
-                self._leave_companions("there are no tail graphs")
+                self._leave_companions("there are no graphs of sampling and drafting")
             return
         started, reserved = time.perf_counter(), reserved_memory()
         with graph_capture(device=runner.device):
-            # Within: where it fails, the ranks leave the context together.
+            # Inside the context, so that the ranks leave it together if the capture fails.
             self._failed = not attempt(V2_TAIL_GRAPH, _STOCK, lambda: self._record(shapes), self._forget)
-            # vLLM's drafter takes what metadata the target had.
+            # vLLM's drafter reads the target's attention metadata.
             asked_for = _HALVES[Part.V2_DRAFTING] if Part.V2_DRAFTING in left else None
             for companion in () if self._failed or profile_only else self._companions:
                 assert self._buffers is not None
@@ -224,12 +224,12 @@ class TailGraphs:
         runner.req_states.draft_tokens.zero_()
         torch.accelerator.synchronize()
         if self._failed:
-            self._leave_companions("there are no tail graphs")
+            self._leave_companions("there are no graphs of sampling and drafting")
             return
         if profile_only:
             self._estimated = time.perf_counter() - started
             return
-        # The smallest graph that holds a batch, which was recorded last.
+        # The smallest graph that holds a batch was captured last, and replaces larger graphs.
         for graphs in self._graphs:
             self.most_reqs.setdefault(graphs.query_len, graphs.shape.num_reqs)
             for count in range(1, graphs.shape.num_reqs + 1):
@@ -248,14 +248,15 @@ class TailGraphs:
             companion.stay_stock(reason)
 
     def _shapes(self) -> list[GraphShape]:
-        """Those in which the target decodes in a FULL graph, largest first, also where it has few of them so far.
+        """Return the shapes of the target's FULL decode graphs, largest first.
 
-        With a schedule, of each number of drafts those that hold a batch which it is for.
+        Planned graphs count, also before their capture. With a schedule of draft counts, each count has the shapes of
+        its batch sizes.
         """
         manager = self._runner.cudagraph_manager
         planned = manager._capture_descs.get(CUDAGraphMode.FULL, ())
-        found = [(desc.num_reqs, desc.uniform_token_count) for desc in planned]
-        return rungs(found, scheduled_query_lens(self._runner))
+        full_graphs = [(desc.num_reqs, desc.uniform_token_count) for desc in planned]
+        return rungs(full_graphs, scheduled_query_lens(self._runner))
 
     def _record(self, shapes: Sequence[GraphShape]) -> None:
         runner = self._runner
@@ -265,8 +266,8 @@ class TailGraphs:
         self._buffers = TailBuffers(runner, most, runner.decode_query_len, idx_dtype(runner), chunk_rows)
         self._pool = torch.cuda.graph_pool_handle()
         if runner.lora_config is not None:
-            self._adapts_logits = any(isinstance(one, LogitsProcessorWithLoRA) for one in runner.model.modules())
-            # The target's last graph may have been for adapters. Without any, vLLM launches no kernel for them.
+            self._adapts_logits = any(isinstance(module, LogitsProcessorWithLoRA) for module in runner.model.modules())
+            # The target's last graph may have been for adapters. Without active adapters vLLM launches no LoRA kernels.
             none = (0,) * shapes[0].num_tokens
             runner._set_active_loras(none, none, set())
         draft = getattr(runner.speculator, "model", None)
@@ -284,7 +285,7 @@ class TailGraphs:
             self._fused = FusedWeights(draft)
 
     def _watch(self) -> None:
-        """Watch the modules that what was recorded so far has called, and the heads."""
+        """Watch the weights of the modules captured so far, and of heads."""
         models = {
             Part.V2_SAMPLING: self._runner.model,
             Part.V2_DRAFTING: getattr(self._runner.speculator, "model", None),
@@ -299,9 +300,10 @@ class TailGraphs:
         assert buffers is not None
         query_len = shape.num_tokens // shape.num_reqs
         buffers.clear(query_len)
-        # Before vLLM prepares the inputs, because a dummy batch writes into them.
+        # Before vLLM prepares the inputs, because making a dummy batch overwrites them.
         chunks = [self._chunk(shape, first) for first in range(0, shape.num_reqs, buffers.chunk_reqs(query_len))]
-        # For each of the two runs: the first kernel that reads a plan of FlashMLA's makes it, and a recorded one must.
+        # Metadata for the warm-up and for the capture: the first kernel that reads a FlashMLA plan computes it, and the
+        # captured kernel must compute it too.
         prepared = [
             prepare_inputs_to_capture(
                 shape.num_reqs,
@@ -329,7 +331,7 @@ class TailGraphs:
         return _Graphs(shape, sampling, drafting, metadata)
 
     def _recorded_batch(self, reqs: slice, query_len: int) -> Any:
-        """Return a decode batch of vLLM's `InputBatch`, of these requests of the buffers."""
+        """Return a decode batch of the buffers' requests `reqs`."""
         runner, buffers = self._runner, self._buffers
         assert buffers is not None
         first, end = reqs.start or 0, reqs.stop
@@ -340,7 +342,7 @@ class TailGraphs:
         return dataclasses.replace(
             InputBatch.make_dummy(num_reqs, num_reqs * query_len, runner.input_buffers),
             idx_mapping=buffers.idx_mapping(end)[first:],
-            # The row that `sampling_as` has prepared.
+            # The row that `sampling_as` prepares.
             idx_mapping_np=np.zeros(num_reqs, dtype=np.intp),
             expanded_idx_mapping=buffers.expanded_idx_mapping[rows],
             expanded_local_pos=buffers.local_pos[rows],
@@ -352,14 +354,14 @@ class TailGraphs:
             cu_num_logits=buffers.cu_num_logits[first : end + 1],
             cu_num_logits_np=start_loc_np,
             logits_indices=buffers.logits_indices[rows],
-            # What depends on the length of sequences on the host has to hold for the longest.
+            # Choices that the host makes by sequence length must hold for the longest.
             seq_lens_cpu_upper_bound=torch.full((num_reqs,), runner.max_model_len, dtype=torch.int32),
         )
 
     def _chunk(self, shape: GraphShape, first: int) -> tuple[slice, Any]:
-        """Return the requests of the graph that are sampled at a time, from `first` on, and their batch.
+        """Return the requests sampled together from `first`, and their batch.
 
-        A batch with a prompt has more tokens than one that decodes, so the batch names all of the inputs.
+        A batch with a prompt has more tokens than a decode batch, so this batch refers to all inputs.
         """
         buffers, inputs = self._buffers, self._runner.input_buffers
         assert buffers is not None
@@ -373,11 +375,12 @@ class TailGraphs:
         )
 
     def _sample(self, batch: Any, chunks: Sequence[tuple[slice, Any]]) -> None:
-        """From the target's hidden states to the requests' new state; the chunks' logits share their memory."""
+        """Sample from the target's hidden states, and update the requests' state."""
         runner, buffers = self._runner, self._buffers
         assert buffers is not None
-        num_reqs, kept, query_len = batch.num_reqs, buffers.outputs, batch.num_tokens // batch.num_reqs
+        num_reqs, outputs, query_len = batch.num_reqs, buffers.outputs, batch.num_tokens // batch.num_reqs
         with nwor.deferred(runner):
+            # The chunks' logits share memory.
             for reqs, chunk in chunks:
                 if reqs.start:
                     starts = chunk.cu_num_logits
@@ -385,31 +388,31 @@ class TailGraphs:
                 rows = buffers.hidden_rows[reqs.start * query_len : reqs.stop * query_len]
                 hidden_states: Any = HiddenRows(self._target()[0], rows)
                 output, num_sampled, num_rejected = self._vllm.sample(hidden_states, chunk, None)
-                kept.sampled_token_ids[reqs].copy_(output.sampled_token_ids)
-                kept.num_sampled[reqs].copy_(num_sampled)
-                kept.num_rejected[reqs].copy_(num_rejected)
+                outputs.sampled_token_ids[reqs].copy_(output.sampled_token_ids)
+                outputs.num_sampled[reqs].copy_(num_sampled)
+                outputs.num_rejected[reqs].copy_(num_rejected)
                 self._output = output
-        nwor.restore(runner, num_rejected=kept.num_rejected[:num_reqs], num_draft_tokens=batch.num_draft_tokens)
+        nwor.restore(runner, num_rejected=outputs.num_rejected[:num_reqs], num_draft_tokens=batch.num_draft_tokens)
         self._vllm.postprocess_sampled(
             buffers.idx_mapping_alive(num_reqs),
-            kept.sampled_token_ids[:num_reqs],
-            kept.num_sampled[:num_reqs],
-            kept.num_rejected[:num_reqs],
+            outputs.sampled_token_ids[:num_reqs],
+            outputs.num_sampled[:num_reqs],
+            outputs.num_rejected[:num_reqs],
             runner.input_buffers.query_start_loc[: num_reqs + 1],
         )
 
     def _draft(self, batch: Any, query_len: int, metadata: Any, slots: Any) -> None:
-        """From the requests' new state to the next draft tokens, and these into the requests' state."""
+        """Draft from the requests' new state, and put the drafts into it."""
         runner, buffers = self._runner, self._buffers
         assert buffers is not None
-        num_reqs, kept = batch.num_reqs, buffers.outputs
+        num_reqs, outputs = batch.num_reqs, buffers.outputs
         hidden_states, aux_hidden_states = self._target()
-        # From 0.32 on. Before, vLLM always drafts as many as there are at most.
+        # From 0.32. Earlier versions always make the largest number of drafts.
         asked = known_arguments(runner.speculator.propose, num_speculative_tokens=query_len - 1)
         padding = buffers.padding(num_reqs, query_len)
-        # Rows of padding hold what a step with other requests left, maybe a graph of longer ones.
+        # Rows of padding hold results of a step with other requests, maybe of a graph with longer requests.
         num_sampled, num_rejected = (
-            counts[:num_reqs] * padding.alive for counts in (kept.num_sampled, kept.num_rejected)
+            counts[:num_reqs] * padding.alive for counts in (outputs.num_sampled, outputs.num_rejected)
         )
         with recorded_with(padding):
             drafts = runner.speculator.propose(
@@ -417,14 +420,14 @@ class TailGraphs:
                 metadata,
                 slots,
                 self._draft_hidden_states(hidden_states)[: batch.num_tokens],
-                None if aux_hidden_states is None else [one[: batch.num_tokens] for one in aux_hidden_states],
+                None if aux_hidden_states is None else [layer[: batch.num_tokens] for layer in aux_hidden_states],
                 num_sampled,
                 num_rejected,
                 runner.req_states.last_sampled_tokens,
                 runner.req_states.next_prefill_tokens,
                 buffers.temperature,
                 buffers.seeds,
-                # That is, without graphs of its own: a graph cannot be replayed while another is recorded.
+                # `is_profile`: without vLLM's graphs. A graph cannot be replayed while another is captured.
                 is_profile=True,
                 **asked,
             )
@@ -433,28 +436,28 @@ class TailGraphs:
         runner.req_states.draft_tokens[batch.idx_mapping] = drafts
 
     def _target(self) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
-        """What the target's FULL graphs leave, of the largest batch."""
+        """Return the output tensors of the target's FULL graphs, at full size."""
         manager = self._runner.cudagraph_manager
         return manager.hidden_states, manager.aux_hidden_states if manager.use_aux_hidden_state_outputs else None
 
     def _draft_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What the drafter gets of the target, as `sample_tokens` finds it."""
+        """Return the target's states that the drafter reads, as `sample_tokens` does."""
         model = self._runner.model
         states = model.get_mtp_target_hidden_states() if hasattr(model, "get_mtp_target_hidden_states") else None
-        # From 0.32 on, of a model that keeps none for a drafter of this kind.
+        # From 0.32 it is None if the model keeps no states for this kind of drafter.
         return hidden_states if states is None else states
 
     # -- a request ----------------------------------------------------------------------------------------------------
 
     def add_request(self, row: int, params: Any) -> None:
-        """Note whether graphs can sample for a request of these `SamplingParams`."""
+        """Note whether graphs can sample for a request with `SamplingParams` `params`."""
         self._plain[row] = asks_for_nothing_else(params)
         self._scores_prompt[row] = params.prompt_logprobs is not None
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def sample(self, hidden_states: torch.Tensor, batch: Any, grammar_output: Any) -> Any:
-        """`GPUModelRunner.sample`, and `postprocess_sampled` with it where a graph serves."""
+        """Sample like `GPUModelRunner.sample`; a graph also does `postprocess_sampled`."""
         self.follow_weights()
         self._sampled, self._drafts, self._batch = False, None, batch
         grammar = grammar_output is not None or batch.has_structured_output_reqs
@@ -466,33 +469,33 @@ class TailGraphs:
                 self._hand_over(*sampled[1:])
             return sampled
         assert self._buffers is not None
-        # What the step before left is copied to the host on another stream.
+        # Another stream copies the previous step's outputs to the host.
         self._runner.main_stream.wait_stream(self._runner.output_copy_stream)
         self._sampled = True
         self._sampling.served()
         sampling.replay()
-        count, kept = batch.num_reqs, self._buffers.outputs
-        num_sampled, num_rejected = kept.num_sampled[:count], kept.num_rejected[:count]
+        count, outputs = batch.num_reqs, self._buffers.outputs
+        num_sampled, num_rejected = outputs.num_sampled[:count], outputs.num_rejected[:count]
         nwor.replayed(self._runner, num_rejected)
         output = dataclasses.replace(
             self._output,
-            sampled_token_ids=kept.sampled_token_ids[:count],
+            sampled_token_ids=outputs.sampled_token_ids[:count],
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
         return output, num_sampled, num_rejected
 
     def _hand_over(self, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> None:
-        """Have drafting read what vLLM has sampled: for each request of the batch, how many tokens of either kind."""
+        """Copy vLLM's sampled and rejected counts to where drafting reads them."""
         assert self._buffers is not None
-        kept, count = self._buffers.outputs, len(num_sampled)
-        # As in a step that a graph samples for, which may have been the one before.
+        outputs, count = self._buffers.outputs, len(num_sampled)
+        # Another stream may still copy these outputs to the host, if a graph sampled in the previous step.
         self._runner.main_stream.wait_stream(self._runner.output_copy_stream)
-        kept.num_sampled[:count].copy_(num_sampled)
-        kept.num_rejected[:count].copy_(num_rejected)
+        outputs.num_sampled[:count].copy_(num_sampled)
+        outputs.num_rejected[:count].copy_(num_rejected)
 
     def postprocess_sampled(self, *arguments: Any, **settings: Any) -> None:
-        """Update the requests' state, unless the graph that sampled has done it."""
+        """Update the requests' state, unless the sampling graph did."""
         done, self._sampled = self._sampled, False
         if not done:
             self._vllm.postprocess_sampled(*arguments, **settings)
@@ -500,11 +503,10 @@ class TailGraphs:
     def propose(
         self, vllms: Callable[..., torch.Tensor], input_batch: Any, *arguments: Any, **settings: Any
     ) -> torch.Tensor:
-        """Draft for the batch that was sampled. vLLM drafts for any other, such as a dummy batch.
+        """Draft for the batch that was sampled.
 
-        Args:
-            vllms: the speculator's own `propose`.
-            input_batch: vLLM's batch. What follows is for its speculator.
+        vLLM drafts for any other batch, such as a dummy batch. `vllms` is the speculator's own `propose`, and gets all
+        further arguments.
         """
         batch, self._batch = self._batch, None
         if input_batch is not batch:
@@ -518,27 +520,27 @@ class TailGraphs:
             return vllms(input_batch, *arguments, **settings)
         self._drafting.served()
         graph.replay()
-        # Those of n-grams have a name of their own.
-        kept = speculator.drafts if hasattr(speculator, "drafts") else speculator.draft_tokens
-        drafts: torch.Tensor = kept[: batch.num_reqs]
-        # Those of a batch with a grammar are copied to the host on another stream.
+        # The n-gram speculator names its drafts `drafts`.
+        all_drafts = speculator.drafts if hasattr(speculator, "drafts") else speculator.draft_tokens
+        drafts: torch.Tensor = all_drafts[: batch.num_reqs]
+        # Another stream copies a batch's drafts to the host if it has a grammar.
         self._drafts = drafts.clone() if batch.has_structured_output_reqs else drafts
         return drafts
 
     def keep_drafts(self, *, idx_mapping: torch.Tensor, draft_tokens: torch.Tensor) -> None:
-        """Put the drafts into the requests' state, where that has not been done."""
+        """Put the drafts into the requests' state, unless the graph did."""
         if self._drafts is None:
             self._runner.req_states.draft_tokens[idx_mapping] = draft_tokens
 
     def drafts_of(self, idx_mapping: torch.Tensor) -> torch.Tensor:
-        """The drafts in the requests' state, in the order of the batch."""
+        """Return the drafts in the requests' state, in the batch's order."""
         return self._runner.req_states.draft_tokens[idx_mapping] if self._drafts is None else self._drafts
 
     def follow_weights(self) -> None:
-        """Have graphs read new weights; give the graphs up if these do not fit or lie elsewhere.
+        """Update fused weights; drop the graphs if weights moved or misfit.
 
-        Before a step's inputs are made, because vLLM's drafter takes more of them than a graph leaves; and where no
-        graph makes these, before the step is sampled.
+        Called before a step's inputs are prepared, because vLLM's drafter needs more of the inputs than a graph writes.
+        If no graph prepares inputs, called before sampling.
         """
         reason = None if self._parameters is None else self._parameters.moved()
         if reason is None and self._fused is not None:
@@ -552,53 +554,56 @@ class TailGraphs:
     def _graphs_for(
         self, hidden_states: torch.Tensor, batch: Any, grammar: bool
     ) -> tuple[torch.cuda.CUDAGraph | Reason, torch.cuda.CUDAGraph | Reason]:
-        """The graphs that sample and draft for this batch, of which the buffers then hold the requests.
+        """Put the batch into the buffers, and return its two graphs.
 
-        Each may be the reason why vLLM does it.
+        They sample and draft. Either may be the reason why vLLM does that part.
         """
         if not self._served:
             return Reason.NOT_CAPTURED, Reason.NOT_CAPTURED
-        found = decode_query_len(batch, self.most_reqs)
-        if not isinstance(found, Reason):
-            if batch.num_reqs > self.most_reqs[found]:
-                found = Reason.LARGER_BATCH
+        len_or_reason = decode_query_len(batch, self.most_reqs)
+        if not isinstance(len_or_reason, Reason):
+            if batch.num_reqs > self.most_reqs[len_or_reason]:
+                len_or_reason = Reason.LARGER_BATCH
             elif hidden_states.data_ptr() != self._target()[0].data_ptr():
-                found = Reason.NO_FULL_GRAPH
+                len_or_reason = Reason.NO_FULL_GRAPH
             else:
-                held = self.hold(batch.req_ids, batch.idx_mapping_np, found, batch.num_tokens_after_padding)
+                held = self.hold(batch.req_ids, batch.idx_mapping_np, len_or_reason, batch.num_tokens_after_padding)
                 if isinstance(held, Held):
                     sampling = Reason.STRUCTURED_OUTPUT if grammar else held.sampling
                     return held.graphs.sample(sampling), held.graphs.drafting
-                found = held
+                len_or_reason = held
         self.held = None
-        return Reason.STRUCTURED_OUTPUT if grammar else self._sampling_alone(hidden_states, batch, found), found
+        return (
+            Reason.STRUCTURED_OUTPUT if grammar else self._sampling_alone(hidden_states, batch, len_or_reason),
+            len_or_reason,
+        )
 
     def hold(self, req_ids: list[str], rows: np.ndarray, query_len: int, num_tokens: int) -> Held | Reason:
-        """Have the buffers hold these requests, or say why graphs do not serve them.
+        """Put requests into the buffers, or return why no graph covers them.
 
         Args:
-            req_ids: each past its prompt and with equally many drafts, in the order of the batch; at most as many as
-                `most_reqs` has for `query_len`.
-            rows: [number of requests], integers: each one's row in the runner's state.
-            query_len: tokens of each.
-            num_tokens: of the batch, with padding.
+            req_ids: requests past their prompts with equal draft counts, in the batch's order; at most
+                `most_reqs[query_len]`.
+            rows: [number of requests], integers: rows in the runner's state.
+            query_len: tokens of each request.
+            num_tokens: tokens of the batch, with padding.
         """
-        found = self._served[query_len, len(req_ids)]
-        if num_tokens != found.shape.num_tokens:
+        graphs = self._served[query_len, len(req_ids)]
+        if num_tokens != graphs.shape.num_tokens:
             return Reason.NO_FULL_GRAPH
-        # A request that gets another row is prefilled in its next step, which ends what is held.
-        if self.held is not None and found is self.held.graphs and req_ids == self.held.req_ids:
+        # A request that gets another row is prefilled in its next step, and that step resets `held`.
+        if self.held is not None and graphs is self.held.graphs and req_ids == self.held.req_ids:
             return self.held
-        drafts, padded = not isinstance(found.drafting, Reason), len(rows) < found.shape.num_reqs
-        # Drafting writes to the row of padding.
+        drafts, padded = not isinstance(graphs.drafting, Reason), len(rows) < graphs.shape.num_reqs
+        # Drafting writes to padding's row.
         if drafts and padded and not self._runner.req_states.free_indices:
             return Reason.NO_FREE_ROW
         self._write(rows, query_len)
-        self.held = Held(req_ids, rows, self._needed(rows), found)
+        self.held = Held(req_ids, rows, self._needed(rows), graphs)
         return self.held
 
     def _needed(self, rows: np.ndarray) -> SamplerParts | Reason:
-        """What the requests at `rows` need of the sampler; or why no graph samples for them."""
+        """Return the sampler's parts that `rows` need, or a reason."""
         if not self._plain[rows].all():
             return Reason.SAMPLING_PARAMETERS
         if self._adapts_logits and self._runner.lora_state.lora_ids[rows].any():
@@ -609,18 +614,17 @@ class TailGraphs:
     def _write(self, rows: np.ndarray, query_len: int, logits: LogitsRows | None = None) -> None:
         assert self._buffers is not None
         free = self._runner.req_states.free_indices
-        # What does not draft reads the row of padding and writes nothing there, so it may be a request's.
+        # Without drafting, padding's row is read and not written, so it may be a request's row.
         self._buffers.write(rows, free[-1] if free else int(rows[0]), query_len, logits)
 
     def _sampling_alone(self, hidden_states: torch.Tensor, batch: Any, reason: Reason) -> torch.cuda.CUDAGraph | Reason:
-        """The graph that samples for a batch which graphs do not draft for; or why vLLM samples.
+        """Return the graph that only samples for `batch`, or a reason.
 
-        Args:
-            reason: why graphs do not draft.
+        `reason` is why graphs do not draft.
         """
         rows, num_logits = batch.idx_mapping_np, np.diff(batch.cu_num_logits_np)
         num_rows = int(num_logits.sum())
-        found = min(
+        smallest = min(
             (
                 graphs
                 for query_len in self.most_reqs
@@ -629,16 +633,16 @@ class TailGraphs:
             key=lambda graphs: graphs.shape.num_tokens,
             default=None,
         )
-        if found is None:
+        if smallest is None:
             return Reason.LARGER_BATCH
-        if not found.sampling:
+        if not smallest.sampling:
             return Reason.NOT_CAPTURED
-        # Beside a drafter, a batch without drafts has another sampler of vLLM's than the one that was recorded.
+        # With a drafter, vLLM samples a batch without drafts by another sampler than the captured sampler.
         if (
             not batch.num_draft_tokens and self._runner.speculator is not None
-        ) or found.shape.num_tokens - num_rows > _SURPLUS:
+        ) or smallest.shape.num_tokens - num_rows > _SURPLUS:
             return reason
-        # vLLM scores a prompt after it has sampled, by how much of it was computed before.
+        # vLLM computes prompt logprobs after sampling, from the computed part of the prompt before this step.
         if self._scores_prompt[rows].any():
             return Reason.SAMPLING_PARAMETERS
         needed = self._needed(rows)
@@ -647,16 +651,16 @@ class TailGraphs:
         states = self._target()[0]
         gathered = hidden_states.data_ptr() != states.data_ptr()
         if gathered:
-            # The target's own graphs alone write there, and nobody reads what they left.
+            # Only the target's graphs write there, and nothing reads what they wrote.
             torch.index_select(hidden_states, 0, batch.logits_indices, out=states[: len(batch.logits_indices)])
         ends = batch.query_start_loc_np[1 : 1 + batch.num_reqs]
-        self._write(rows, found.query_len, LogitsRows(num_logits, ends, gathered))
-        return found.sample(needed)
+        self._write(rows, smallest.query_len, LogitsRows(num_logits, ends, gathered))
+        return smallest.sample(needed)
 
     def held_batch(self) -> Any:
-        """A decode batch of the requests that are held, as vLLM's `prepare_inputs` makes it.
+        """Return the held requests' decode batch, as vLLM's `prepare_inputs` makes it.
 
-        Its tensors are those that graphs read and write. It leaves out how many tokens each request has on the host.
+        Its tensors are the graphs' inputs and outputs. It lacks the requests' token counts on the host.
         """
         held, buffers, runner = self.held, self._buffers, self._runner
         assert held is not None
