@@ -60,7 +60,7 @@ def drift(arguments: Sequence[str]) -> int:
                 for text in verdict_lines(checked, quiet=options.quiet, show=options.show):
                     line(text)
                 frozen = [feature.id for feature in catalogue.features if feature.is_frozen]
-                if frozen and not options.quiet:
+                if frozen and not options.quiet and any(report.error is None for report in checked):
                     line(f"{distribution}: ended before 0.29, fixes only: {', '.join(frozen)}")
             say_failures(checked)
             pages.append(as_markdown(catalogue, checked))

@@ -100,6 +100,7 @@ def loader_of(model: torch.nn.Module) -> Callable[[Any], Any]:
 def read_by_the_plugin(modules: ReleasedModules, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the plugin's modules use what `modules` have of Model Runner V2, not the installed vLLM's."""
     # V1's runner takes stand-ins from here, also where vLLM is too old for these.
+    from vllm_hwplugin.spec_decode import graph_recording
     from vllm_hwplugin.spec_decode.v2 import mixed_graphs, recording, step_inputs, tail_graph
 
     for module in (mixed_graphs, recording, step_inputs, tail_graph):
@@ -107,7 +108,8 @@ def read_by_the_plugin(modules: ReleasedModules, monkeypatch: pytest.MonkeyPatch
             origin = getattr(value, "__module__", None) or ""
             if origin.startswith(f"{RUNNER}."):
                 monkeypatch.setattr(module, name, getattr(modules.load(origin), name))
-    monkeypatch.setattr(tail_graph, "graph_capture", STAND_INS["graph_capture"])
+    for module in (tail_graph, graph_recording):
+        monkeypatch.setattr(module, "graph_capture", STAND_INS["graph_capture"])
 
 
 class Side(Engine):
