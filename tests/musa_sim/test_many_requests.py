@@ -12,10 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin_workshop.sources import IndexUnreachable
-
-from .. import releases
-from ..conftest import cannot_run
 from . import loads
 from .loads import Engine, Load, Process, Request, Run
 
@@ -38,14 +34,10 @@ LOADS = {
 }
 
 
-def run(name: str, folder: Path) -> Run:
-    """Start the newest vLLM with every feature as it is by default, and serve a load."""
-    try:
-        newest = releases.NEWEST, releases.package_of(releases.NEWEST)
-    except IndexUnreachable as error:
-        cannot_run(str(error))
+def run(name: str, folder: Path, vllm: tuple[str, Path]) -> Run:
+    """Start vLLM with every feature as it is by default, and serve a load."""
     folder.mkdir()
-    return Process({name: LOADS[name]}, loads.musa(folder / "host", newest)).run(folder / "run")[name]
+    return Process({name: LOADS[name]}, loads.musa(folder / "host", vllm)).run(folder / "run")[name]
 
 
 def choices(served: Run) -> dict[str, str]:
@@ -65,8 +57,8 @@ def loaded_machine() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_decode_batches_of_65_requests_run_in_graphs(musa_host: None, tmp_path: Path) -> None:
-    served = run("many", tmp_path / "many")
+def test_decode_batches_of_65_requests_run_in_graphs(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
+    served = run("many", tmp_path / "many", newest)
     full = [
         step for step in served.steps if len(step["verified"]) == REQUESTS and set(step["verified"].values()) == {3}
     ]
@@ -76,14 +68,13 @@ def test_decode_batches_of_65_requests_run_in_graphs(musa_host: None, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_start_on_a_loaded_machine_makes_the_same_choices(musa_host: None, tmp_path: Path) -> None:
-    first = run("few", tmp_path / "first")
+def test_a_start_on_a_loaded_machine_makes_the_same_choices(
+    musa_host: None, newest: tuple[str, Path], tmp_path: Path
+) -> None:
+    first = run("few", tmp_path / "first", newest)
     with loaded_machine():
-        second = run("few", tmp_path / "second")
+        second = run("few", tmp_path / "second", newest)
     loads.assert_same(first, second)
     assert second.counted == first.counted
-    choices = [
-        {name: re.sub(r"in [\d.]+ s", "", said) for name, said in each.noted.items()} for each in (first, second)
-    ]
-    assert choices[0] == choices[1]
-    assert {"capture-sizes", "v2-tail-graph"} <= choices[0].keys()
+    assert choices(first) == choices(second)
+    assert {"capture-sizes", "v2-tail-graph"} <= choices(first).keys()
