@@ -33,6 +33,7 @@ _BY_ENGINE = (
     "requests of a round count."
 )
 _FULL = "*"
+_ONE_ROUND = "†"
 _COUNTED = {1: "one", 2: "two", 4: "four", 8: "eight"}
 
 
@@ -52,8 +53,8 @@ def _servers(file: Found) -> int:
 def live(files: Sequence[Found]) -> str:
     """Return the table of what clients of a server see.
 
-    For README.md and docs/benchmarks.md, a row for each case and model runner, without features that are off by default
-    and without measurements of one round.
+    For README.md and docs/benchmarks.md, a row for each case and model runner, without features that are off by
+    default; a load that was measured in one round says so.
     """
     files = [file for file in over_http(files) if not file.results["settings"]["patched_environment"]]
     rows = [row for file in files for case in file.results["cases"] for row in _live_rows(file, case)]
@@ -72,14 +73,15 @@ def live(files: Sequence[Found]) -> str:
     devices = " or ".join(sorted({file.device for file in files}))
     numbers = " or ".join(_COUNTED[gpus] for gpus in sorted({_gpus(file.results["settings"]) for file in files}))
     loads = "; ".join(dict.fromkeys(_prompts(file.results["settings"]) for file in files))
-    full = any(_FULL in cell for row in rows for cell in row)
+    full, once = (any(mark in cell for row in rows for cell in row) for mark in (_FULL, _ONE_ROUND))
     waits = (
         f" {_FULL}: the API server process was CPU-bound, so requests queued there ([what to "
         "set](docs/benchmarks.md#when-the-api-server-is-the-limit))."
     )
     text = (
         f"Ratios, plugin / unpatched vLLM. Throughput: higher is better. TTFT, TPOT: lower is better. On {numbers} "
-        f"{devices}; {loads}.{waits if full else ''} Loaded machine: other engines started or ran on another GPU, "
+        f"{devices}; {loads}.{waits if full else ''}"
+        f"{f' {_ONE_ROUND}: one round.' if once else ''} Loaded machine: other engines started or ran on another GPU, "
         "which may slow unpatched vLLM more. Every figure and its conditions: [serve.md](benchmarks/results/serve.md)."
     )
     return "\n".join([*table(names, rows), "", paragraph(text)])
@@ -88,7 +90,7 @@ def live(files: Sequence[Found]) -> str:
 def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
     settings = file.results["settings"]
     for patched, stock in STOCK_OF.items():
-        pairs = [pair for pair in _pairs(case, stock, patched) if pair[0]["rounds"] > 1]
+        pairs = _pairs(case, stock, patched)
         pairs.sort(key=lambda pair: (pair[0]["concurrency"] or float("inf"), pair[0]["request_rate"]))
         if pairs:
             ratios = [
@@ -100,7 +102,9 @@ def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
                 ),
             ]
             asked = [
-                f"{load['request_rate']:g}/s" if load["request_rate"] else str(load["concurrency"]) for load, _ in pairs
+                (f"{load['request_rate']:g}/s" if load["request_rate"] else str(load["concurrency"]))
+                + (_ONE_ROUND if load["rounds"] == 1 else "")
+                for load, _ in pairs
             ]
             # The server's single process fills a core, so requests queue there.
             full = [after.get("cpu", {}).get("server", 0) >= 1 for _, after in pairs]
@@ -127,26 +131,26 @@ def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def api_servers(files: Sequence[Found]) -> str:
     """Return the table of loads that several numbers of API servers got."""
-    same: dict[tuple[str, ...], dict[int, Found]] = {}
+    same: dict[tuple[str, ...], list[Found]] = {}
     for file in sorted(_by_client(files), key=lambda file: str(file.results["date"])):
         settings = file.results["settings"]
         key = (file.vllm, _target(settings) + file.asked, settings["method"], _prompts(settings), file.device)
-        same.setdefault(key, {})[_servers(file)] = file
+        same.setdefault(key, []).append(file)
     names = ["vLLM", "target and drafts", "concurrency", "side", "requests to", "tokens/s"]
     names += [f"{name} {percentile}, ms" for name in ("TTFT", "TPOT") for percentile in ("P50", "P99")]
-    lines = [line for by_count in same.values() if len(by_count) > 1 for line in _frontend_lines(by_count)]
+    lines = [line for alike in same.values() for line in _frontend_lines(alike)]
     return "\n".join(table([*names, "server CPU", "measured"], lines)) if lines else "Not measured yet."
 
 
-def _frontend_lines(by_count: Mapping[int, Found]) -> Iterator[list[str]]:
-    """Yield the lines of loads that more than one file has."""
-    measured: dict[tuple[str, str, str], list[tuple[Found, Mapping[str, Any]]]] = {}
-    for count in sorted(by_count, key=lambda count: count or math.inf):  # without HTTP last
-        for name, loads in groups(by_count[count].results):
+def _frontend_lines(files: Sequence[Found]) -> Iterator[list[str]]:
+    """Yield the lines of loads that several numbers of API servers got, each number's newest."""
+    measured: dict[tuple[str, str, str], dict[int, tuple[Found, Mapping[str, Any]]]] = {}
+    for file in sorted(files, key=lambda file: _servers(file) or math.inf):  # without HTTP last
+        for name, loads in groups(file.results):
             for at, side, load in loads:
-                measured.setdefault((name, at, side), []).append((by_count[count], load))
-    for (name, at, side), entries in measured.items():
-        for file, load in entries if len(entries) > 1 else ():
+                measured.setdefault((name, at, side), {})[_servers(file)] = (file, load)
+    for (name, at, side), by_count in measured.items():
+        for file, load in by_count.values() if len(by_count) > 1 else ():
             settings, cpu = file.results["settings"], load.get("cpu", {}).get("server")
             yield [
                 file.vllm,

@@ -104,10 +104,12 @@ def test_loads_of_several_numbers_of_api_servers_stand_together(tree):
     assert len([line for line in lines if line[2] == "64"]) == 4
     # What clients of a server see has the servers in its rows, and nothing that no server answered.
     clients = page.partition("## What do clients see?")[2].partition("## ")[0]
-    assert [line.split(" | ")[2] for line in clients.splitlines() if line.startswith("| 0.33.0")] == [
+    rows = [line.split(" | ")[2:4] for line in clients.splitlines() if line.startswith("| 0.33.0")]
+    assert [target for target, loads in rows if "256" in loads] == [
         "Qwen3-0.6B, eagle3 k=3, 4 API servers",
         "Qwen3-0.6B, eagle3 k=3",
     ]
+    assert not [target for target, _ in rows if "HTTP" in target]
 
 
 def test_a_loss_is_called_a_loss(tree):
