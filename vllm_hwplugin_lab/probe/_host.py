@@ -13,9 +13,9 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm_hwplugin.errors import HwpluginError
 
 from ._cases import BLOCK_SIZES, DTYPES, Case, Plain, Request, Trial
+from ._refusals import refusals
 from ._session import Declared
 from ._step import Step
-from ._trial import refusals
 from ._vllm import configuration, device, layer_of, measured
 from .inputs import make_inputs, poison
 from .reference import Measure

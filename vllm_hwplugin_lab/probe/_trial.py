@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trial on a backend: run its cases, tell refusals from errors, and combine the results."""
+"""A trial on a backend: run its cases and combine the results."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-import torch
-
-from vllm_hwplugin.errors import HwpluginError
-
 from ._cases import Case, Trial, draw
+from ._refusals import Refused
 from ._session import Behaviour, Declared, one_line
 
 if TYPE_CHECKING:
@@ -23,31 +19,6 @@ if TYPE_CHECKING:
 #: Multiplies the allowed factor, by dtype: a backend's exp is often a polynomial exact to some ulps of float32, which
 #: only float32 results show.
 SLACK: Final = {"float32": 2.0}
-#: Exceptions with which vLLM's backends, torch and kernels refuse. A TypeError, KeyError or AttributeError is not a
-#: refusal: a wrong call of this vLLM raises them.
-_REFUSALS = (NotImplementedError, ValueError, AssertionError, RuntimeError)
-
-
-class Refused(HwpluginError):
-    """A backend refuses a batch; has its message on one line."""
-
-
-@contextlib.contextmanager
-def refusals() -> Iterator[None]:
-    """Convert a backend's refusals to `Refused`; wrap only calls of the backend.
-
-    Raises:
-        Refused: The backend refuses.
-    """
-    try:
-        yield
-    except Exception as error:
-        # Triton's errors have other base classes: a shape that does not compile or does not fit the device.
-        refused = isinstance(error, _REFUSALS) or type(error).__module__.partition(".")[0] == "triton"
-        # Out of memory tells nothing about the backend.
-        if not refused or isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise Refused(one_line(error)) from error
 
 
 def try_out(

@@ -29,7 +29,7 @@ from vllm.v1.attention.backends import utils as backend_utils
 from vllm.version import __version__
 
 from ._cases import Case
-from ._trial import Refused, refusals
+from ._refusals import Refused, refusals
 from .inputs import Inputs
 from .reference import Measure, measure
 

@@ -11,7 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from vllm_hwplugin_lab.probe import Plain, trials  # noqa: E402
-from vllm_hwplugin_lab.probe._trial import Refused, refusals, try_out  # noqa: E402
+from vllm_hwplugin_lab.probe._refusals import Refused, refusals  # noqa: E402
+from vllm_hwplugin_lab.probe._trial import try_out  # noqa: E402
 from vllm_hwplugin_lab.probe.reference import Measure  # noqa: E402
 
 TRIALS = {one.key: one for one in trials()}
