@@ -160,6 +160,7 @@ def runner_v2(target: type = TritonAttentionMetadataBuilder, draft: type = Flash
         supports_mm_inputs=False,
         cudagraph_manager=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, use_breakable_cg=False),
         max_num_reqs=8,
+        compilation_config=SimpleNamespace(static_forward_context={}),
     )
 
 
@@ -223,6 +224,12 @@ def test_nothing_stands_against_graphs_of_these(make: Callable[..., Any]) -> Non
         (proposer, "speculative_config.num_speculative_tokens", 2),
         (speculator, "num_speculative_steps", 3),
         (runner_v2, "max_num_reqs", 2),
+        # It loads prompts before the target runs, and saves them after it.
+        (
+            runner_v2,
+            "vllm_config.kv_transfer_config",
+            KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both"),
+        ),
     ],
 )
 def test_nor_at_the_last_value_that_is_served(make: Callable[..., Any], path: str, value: Any) -> None:
@@ -301,7 +308,6 @@ CASES: Final = [
     (runner_v1, "routed_experts_initialized", True, "slots are copied", Part.V1_METADATA),
     (runner_v2, "speculator", None, "does not draft", PARTS[runner_v2]),
     (runner_v2, "rejection_sampler", None, "not verified", TAIL),
-    (runner_v2, "speculative_config.method", "ngram", "method is ngram", MIXED),
     (runner_v2, "speculator.acceptance_estimator", object(), "acceptance", Part.V2_DRAFTING),
     (runner_v2, "adaptive_verification", object(), "verified changes", TAIL | MIXED),
     (runner_v2, "vllm_config.parallel_config.data_parallel_size", 2, "data parallelism", TAIL | MIXED),
@@ -324,7 +330,13 @@ CASES: Final = [
     (runner_v2, "cudagraph_manager.cudagraph_mode", CUDAGraphMode.FULL, "mode is FULL", MIXED),
     (runner_v2, "cudagraph_manager.cudagraph_mode", CUDAGraphMode.PIECEWISE, "mode is PIECEWISE", MIXED),
     (runner_v2, "cudagraph_manager.use_breakable_cg", True, "broken", MIXED),
-    (runner_v2, "vllm_config.kv_transfer_config", object(), "layer by layer", MIXED),
+    (
+        runner_v2,
+        "vllm_config.kv_transfer_config",
+        KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"),
+        "ExampleConnector may load and save prompts layer by layer",
+        MIXED,
+    ),
     (runner_v2, "fast_prefill", object(), "skip layers", MIXED),
     (runner_v2, "max_num_reqs", 1, "one request", MIXED),
 ]
@@ -344,6 +356,41 @@ def test_a_row_that_raises_is_a_reason_for_its_parts_alone(index: int, monkeypat
 @pytest.mark.parametrize(("make", "path", "value", "words", "parts"), CASES)
 def test_each_row_hinders_its_parts(make: Callable[..., Any], path: str, value: Any, words: str, parts: Part) -> None:
     assert refused(change(make(), path, value), make, words) == parts
+
+
+@pytest.mark.parametrize(
+    ("cls", "versions_of_layers", "served"),
+    [
+        (FlashAttentionMetadataBuilder, (2, 2), True),
+        (FlashAttentionMetadataBuilder, (4, 2), True),
+        # vLLM found none for this device.
+        (FlashAttentionMetadataBuilder, (2, None), False),
+        (FlashAttentionMetadataBuilder, (), False),
+        (type("Other", (FlashAttentionMetadataBuilder,), {}), (2, 2), False),
+    ],
+)
+def test_flash_attention_2_and_4_take_prompts_where_the_builder_is_vllms(
+    cls: type, versions_of_layers: tuple[int | None, ...], served: bool
+) -> None:
+    names = [f"layers.{place}" for place in range(len(versions_of_layers))]
+    made = group(cls, *names)
+    flash = made.get_metadata_builder()
+    type(flash).__qualname__, type(flash).__name__ = cls.__qualname__, cls.__name__
+    assert flash.get_cudagraph_support(None, None) == AttentionCGSupport.UNIFORM_BATCH
+    layers = {
+        name: SimpleNamespace(impl=SimpleNamespace(vllm_flash_attn_version=version))
+        for name, version in zip(names, versions_of_layers, strict=True)
+    }
+    runner = change(runner_v2(), "compilation_config.static_forward_context", layers)
+    reason = why_not(change(runner, "attn_groups", [[made]]), MIXED)
+    assert reason == (None if served else f"only some batches can have graphs: {cls.__name__} supports UNIFORM_BATCH")
+
+
+def test_a_drafter_that_graphs_do_not_hold_leaves_the_target_its_graphs() -> None:
+    made = change(runner_v2(), "speculative_config.method", "ngram")
+    made.speculator = type("AnotherSpeculator", (SimpleNamespace,), {})()
+    assert refused(made, runner_v2) == Part.V2_DRAFTING
+    assert refused(change(made, "adaptive_verification", object()), runner_v2, "verified") == TAIL | MIXED
 
 
 def classes_that_say_always(tree: Any) -> Iterator[type]:
@@ -572,7 +619,7 @@ def test_drafters_that_share_the_method_of_another_are_served_where_they_share_i
     assert ("propose" not in vars(cls)) == served
     made = runner_v2()
     made.speculator.__class__ = cls
-    assert refused(made, runner_v2, "drafts in its own way") == (Part(0) if served else Part.V2_DRAFTING | MIXED)
+    assert refused(made, runner_v2, "drafts in its own way") == (Part(0) if served else Part.V2_DRAFTING)
 
 
 def test_a_draft_model_is_served_where_a_graph_can_make_all_of_its_metadata() -> None:
@@ -587,16 +634,14 @@ def test_a_draft_model_is_served_where_a_graph_can_make_all_of_its_metadata() ->
         assert refused(made, runner_v2, "in each step (Fl") == Part(0)
         made = change(made, "speculative_config.method", "draft_model")
         made.speculator.__class__ = cls
-        assert refused(made, runner_v2) == hindered | MIXED
-        assert refused(made, runner_v2, "method is draft_model") == MIXED
-        assert refused(made, runner_v2, "in each step (Fl") == hindered
+        assert refused(made, runner_v2) == refused(made, runner_v2, "in each step (Fl") == hindered
 
 
 def test_n_grams_are_served_without_any_metadata() -> None:
     module = "vllm.v1.worker.gpu.spec_decode.ngram.speculator"
     made = change(runner_v2(), "speculative_config.method", "ngram")
     made.speculator = object.__new__(pytest.importorskip(module, exc_type=ImportError).NgramGPUSpeculator)
-    assert refused(made, runner_v2) == MIXED
+    assert refused(made, runner_v2) == Part(0)
 
 
 #: Rows that a single change of a drafter or runner does not show in each part; tests above have more for it.

@@ -49,7 +49,8 @@ class Builder:
         non_causal: passes and chains whose queries see later queries.
         one_token: the build itself, of a batch with one token per request.
         decode: the build with several tokens per request.
-        prompts: the build with any mix of prompts and decodes, if the class also declares `ALWAYS`.
+        prompts: the build with any mix of prompts and decodes, if the class also declares `ALWAYS` (FLASH_ATTN also on
+            FlashAttention 2 and 4, see `flash_versions`).
         updated: one-token metadata that vLLM's own update refreshes on the device, if the builder declares it
             (`supports_draft_decode_metadata_update`).
         why: why nothing more is allowed.
@@ -72,8 +73,10 @@ _VIEWS: Final = Builder(passes=True, chain=True, non_causal=True, one_token=True
 _UPDATED: Final = Builder(updated=True, why="its build works on the host, and here vLLM cannot update what it made")
 _UNKNOWN: Final = Builder(why="it is not among the builders whose metadata is known to suit a graph")
 
+_FLASH_ATTN: Final = f"{_BACKENDS}.flash_attn.FlashAttentionMetadataBuilder"
+
 BUILDERS: Final[Mapping[str, Builder]] = {
-    f"{_BACKENDS}.flash_attn.FlashAttentionMetadataBuilder": _VIEWS,
+    _FLASH_ATTN: _VIEWS,
     # Only refuses batches that it has no kernel for.
     "vllm_hwplugin.attention.cuda.CudaFlashAttentionMetadataBuilder": _VIEWS,
     # A drafter's batches (`build_for_drafting`) have neither a schedule nor keys outside the cache. `makes_schedules`
@@ -203,6 +206,22 @@ def updated_in_place(speculator: Any) -> bool:
 def serves_prompts(builder: Any) -> bool:
     """Whether a graph can make prompt metadata in place of this builder."""
     return _of(builder, causal=True).prompts
+
+
+def flash_versions(group: Any, compilation_config: Any) -> frozenset[int]:
+    """Return the FlashAttention versions of an `AttentionGroup`'s layers, or nothing.
+
+    Nothing: the builder is not the one of vLLM's FLASH_ATTN. That builder declares `UNIFORM_BATCH` for version 2, and
+    up to 0.32 for version 4. vLLM's comment names the only obstacle: with a longest query of one token, version 2 packs
+    the heads of a group into rows and drops the causal mask. A graph that is captured for more tokens per request reads
+    all lengths on the device, and takes any batch.
+    """
+    builder = type(group.get_metadata_builder(0))
+    if f"{builder.__module__}.{builder.__qualname__}" != _FLASH_ATTN:
+        return frozenset()
+    layers = (compilation_config.static_forward_context.get(name) for name in group.layer_names)
+    versions = (getattr(getattr(layer, "impl", None), "vllm_flash_attn_version", None) for layer in layers)
+    return frozenset(0 if version is None else version for version in versions)
 
 
 def host_work(builder: Any) -> str | None:

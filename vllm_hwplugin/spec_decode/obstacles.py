@@ -26,6 +26,7 @@ from vllm_hwplugin import features, gates
 from vllm_hwplugin.fallback import in_a_line
 from vllm_hwplugin.spec_decode.builders import (
     builders_of,
+    flash_versions,
     host_work,
     known,
     refusing,
@@ -281,12 +282,19 @@ def _some_batches_only(runner: Any) -> str:
     for group in (group for groups in runner.attn_groups for group in groups):
         builder = group.get_metadata_builder(0)
         name, support = type(builder).__name__, builder.get_cudagraph_support(runner.vllm_config, group.kv_cache_spec)
+        if support == AttentionCGSupport.UNIFORM_BATCH and _flash_2_or_4(runner, group):
+            continue
         if support != AttentionCGSupport.ALWAYS:
             refused.append(f"{name} supports {support.name}")
         elif not serves_prompts(builder):
             # ALWAYS may also mean any mix of decodes.
             refused.append(f"{name} is not known to serve prompts in one")
     return ", ".join(dict.fromkeys(refused))
+
+
+def _flash_2_or_4(runner: Any, group: Any) -> bool:
+    versions = flash_versions(group, runner.compilation_config)
+    return bool(versions) and versions <= {2, 4}
 
 
 def _state_before(runner: Any) -> str:
@@ -415,13 +423,17 @@ OBSTACLES: Final = (
         lambda s: why_not_in_graph(s.attn_groups),
     ),
     Obstacle("cudagraph_mode is {}", _MIXED, _no_decode_apart),
-    Obstacle("a KV connector may load a prompt layer by layer", _MIXED, attrgetter("vllm_config.kv_transfer_config")),
+    Obstacle(
+        "{} may load and save prompts layer by layer",
+        _MIXED,
+        lambda r: working_by_layer(r.vllm_config.kv_transfer_config),
+    ),
     Obstacle("prompts skip layers", _MIXED, _has("fast_prefill")),
     Obstacle("graphs are broken at attention", _MIXED, attrgetter("cudagraph_manager.use_breakable_cg")),
     Obstacle("there is one request at a time", _MIXED, lambda r: r.max_num_reqs == 1),
     Obstacle("only some batches can have graphs: {}", _MIXED, _some_batches_only),
-    Obstacle("the speculative method is {}", _PHASE | _MIXED, _other_method),
-    Obstacle("{} drafts in its own way", _DRAFTS | _MIXED, _other_speculator),
+    Obstacle("the speculative method is {}", _PHASE, _other_method),
+    Obstacle("{} drafts in its own way", _DRAFTS, _other_speculator),
     Obstacle(
         "drafts are not verified by rejection",
         _TAIL,

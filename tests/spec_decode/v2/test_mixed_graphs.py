@@ -25,6 +25,7 @@ from ...backports.draft_schedule import DRAFT, Engine
 from ...conftest import versions
 from ..engines import BLOCK, DRAFTS
 from ..engines import MAX_LEN as MAX_LENGTH
+from ..engines import MAX_REQS as MAX_REQS_HERE
 from ..engines import VOCAB as WORDS
 from ..walks import BEST, MORE, PLAIN, UNPATCHED, Sides, host_of_graphs, walk
 from . import plain_triton
@@ -268,6 +269,32 @@ def test_each_step_of_a_live_load_is_a_replay_and_nothing_differs(vllm_here, mod
 def test_nor_does_it_whatever_happens_to_requests(vllm_here) -> None:
     with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY) as sides:
         walk(sides, 3 * (PLAIN + BEST) + MORE, examples=15)
+
+
+@pytest.mark.each_vllm("v2-mixed-graphs")
+def test_over_flash_attention_2_larger_graphs_hold_fewer_requests(vllm_here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It launches blocks for the longest query of each request that the graph holds."""
+    monkeypatch.setattr(mixed_graphs, "flash_versions", lambda group, config: {2})
+    monkeypatch.setattr(mixed_graphs, "_FLASH_2_GRID", 50)
+    with with_them(vllm_here, CUDAGraphMode.FULL_AND_PIECEWISE) as sides:
+        manager = sides.both[1].runner.cudagraph_manager
+        held = {one.num_tokens: one.num_reqs for one in manager.graphs if one.uniform_token_count is None}
+        assert held == {size: min(size, MAX_REQS_HERE, 50 // size) for size in SIZES_HERE}
+        live_load(sides)
+        # Batches with more requests run in PIECEWISE graphs.
+        modes = [manager.dispatch(reqs, 12, None, num_active_loras=0).cg_mode.name for reqs in (3, 4)]
+        assert modes == ["FULL", "PIECEWISE"]
+
+
+@pytest.mark.each_vllm("v2-mixed-graphs")
+def test_a_drafter_without_graphs_of_its_own_reads_batches_that_the_target_replays(
+    vllm_here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixed_graphs, "SHARED_FIRST_PASS", frozenset())
+    with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY) as sides:
+        assert graphs_of(sides.both[1]) == {"target": {*SIZES_HERE}, "first pass": set()}
+        live_load(sides)
+    assert all(graphs for _, graphs in sides.replays)
 
 
 @pytest.mark.each_vllm("v2-mixed-graphs")

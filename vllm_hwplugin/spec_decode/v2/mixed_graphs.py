@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm_hwplugin import journal
 from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import BACKPORT_MIXED_GRAPHS, V2_MIXED_GRAPHS
+from vllm_hwplugin.spec_decode.builders import flash_versions
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.drafters import SHARED_FIRST_PASS
 from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
@@ -27,6 +28,11 @@ _STOCK: Final = "only decode batches have FULL graphs"
 #: Tokens of the graphs. A batch is padded to the next size: by at most 31 tokens up to 1024, above that by at most a
 #: sixteenth of its tokens, and by 2 % on average. Each size is captured for target and drafter and makes starts longer.
 SIZES: Final = (*range(32, 1024, 32), *range(1024, 2048, 64), *range(2048, 4097, 128))
+
+#: Limit of tokens × requests over FlashAttention 2: for each request it launches thread blocks for the longest query
+#: that the graph may get, and most of them only exit. At 32 heads the limit leaves 16,384 blocks per layer, by an
+#: estimate 0.1 ms. Not measured.
+_FLASH_2_GRID: Final = 1 << 15
 
 #: Attribute of a `CompilationConfig`: True if the engine has these graphs, False if their capture failed.
 _ADDED: Final = "_hwplugin_mixed_graphs"
@@ -63,7 +69,9 @@ def add_mixed_graphs(runner: Any) -> None:
     """Have target and drafter also capture FULL graphs for any batch.
 
     vLLM then prefers these graphs to PIECEWISE graphs and to none. Their sizes end at the largest capture size, which
-    the user may have set. An engine without a drafter has these graphs only if it is asked for graphs.
+    the user may have set. A drafter whose first pass runs on the target's batch has its own graphs; any other drafter
+    reads such a batch as with `cudagraph_mode` FULL. An engine without a drafter has these graphs only if it is asked
+    for graphs.
 
     Raises:
         FeatureRequired: an engine with a drafter cannot have these graphs, and the feature's switch is `on`.
@@ -79,18 +87,26 @@ def add_mixed_graphs(runner: Any) -> None:
     if reason is not None or not sizes:
         stays_stock(V2_MIXED_GRAPHS, _STOCK, reason or f"graphs have {most_tokens} tokens at most")
         return
-    most = min(runner.max_num_reqs, MAX_NUM_REQS)
+    most, grid = min(runner.max_num_reqs, MAX_NUM_REQS), _FLASH_2_GRID if _over_flash_2(runner) else None
     graphs = [
-        BatchExecutionDescriptor(cg_mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=min(size, most))
+        BatchExecutionDescriptor(
+            cg_mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=min(size, most, grid // size if grid else most)
+        )
         for size in sizes
     ]
     _offer(runner.cudagraph_manager, graphs)
     if type(runner.speculator).__name__ in SHARED_FIRST_PASS:
         _offer(runner.speculator.prefill_cudagraph_manager, graphs)
     vars(runner.compilation_config)[_ADDED] = True
-    journal.note(V2_MIXED_GRAPHS, f"{len(graphs)} shapes of at most {sizes[-1]} tokens and {most} requests")
+    bound = f", and {grid} tokens × requests over FlashAttention 2" if grid else ""
+    journal.note(V2_MIXED_GRAPHS, f"{len(graphs)} shapes of at most {sizes[-1]} tokens and {most} requests{bound}")
     for feature in (V2_MIXED_GRAPHS, BACKPORT_MIXED_GRAPHS):
         journal.use(feature, True)
+
+
+def _over_flash_2(runner: Any) -> bool:
+    groups = (group for groups in runner.attn_groups for group in groups)
+    return any(2 in flash_versions(group, runner.compilation_config) for group in groups)
 
 
 def _offer(manager: Any, graphs: Sequence[Any]) -> None:
