@@ -70,20 +70,6 @@ def attempt():
 """
 
 # vLLM asks for the platform class first, and loads the general plugin later.
-WARM_UP = """
-from types import SimpleNamespace
-
-from vllm_hwplugin.musa.warm_up import warm_up
-
-def fails(**_):
-    raise OSError("mcc: no such file")
-
-def attempt():
-    group = SimpleNamespace(get_metadata_builder=lambda _: SimpleNamespace(warm_up=fails))
-    warm_up(SimpleNamespace(attn_groups=[[group]], speculative_config=None))
-    return {}, {}
-"""
-
 PLATFORM = """
 from types import ModuleType
 from vllm_hwplugin import plugin
@@ -162,7 +148,6 @@ def attempt():
     "the same, and vLLM has none": [Scenario(LAYER + "REFUSED = ['no fp8']; ANSWER = ''", gate=ATTENTION)],
     "cannot be imported or asked": [Scenario(LAYER + "sys.modules[attention.CUDA.module] = None", gate=ATTENTION)],
     "would be faster": [Scenario(LAYER + "OBSTACLE = 'no nvcc'", gate=ATTENTION)],
-    "cannot be compiled before serving": [Scenario(WARM_UP)],
     "the platform class": [
         Scenario(PLATFORM, variables={**OFF, "VLLM_HWPLUGIN_PLATFORM": "cuda"}),
         # A vLLM whose table of platforms is another one.

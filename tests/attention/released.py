@@ -28,7 +28,7 @@ REAL = {
 # Made anew with each version, because they bind that version's classes.
 OWN = (
     *(f"vllm_hwplugin.attention.{name}" for name in ("flash", "cuda")),
-    *(f"vllm_hwplugin.musa.{name}" for name in ("_mate", "_mate_warmup", "attention", "mla_prefill")),
+    *(f"vllm_hwplugin.musa.{name}" for name in ("_mate", "attention", "mla_prefill")),
 )
 PAGED = "vllm_hwplugin.attention.paged"
 
@@ -104,11 +104,7 @@ class _Hook:
             {
                 "vllm.version": {"__version__": self._version},
                 "vllm.envs": {"VLLM_BATCH_INVARIANT": False, "VLLM_USE_V2_MODEL_RUNNER": False},
-                "vllm.platforms": {
-                    "current_platform": MagicMock(
-                        is_xpu=lambda: False, device_type="cpu", num_compute_units=lambda *_: 56
-                    )
-                },
+                "vllm.platforms": {"current_platform": MagicMock(is_xpu=lambda: False, device_type="cpu")},
                 "vllm.v1.attention.backends.fa_utils": {
                     "get_flash_attn_version": lambda **_: self._flash[-1] if self._flash else None,
                     "is_fa_version_supported": lambda version: version in self._flash,

@@ -32,6 +32,8 @@ GOOD: Mapping[str, str | None] = {
     "mate": "0.2.7",
     "mate-mubin": "0.2.7",
     "mthreads-ml-py": "2.4.3",
+    "apache-tvm-ffi": "0.1.11.post1+musa.1",
+    "numpy": "1.26.4",
 }
 #: The files of those packages, as far as anything looks at them.
 FILES = {
@@ -78,7 +80,7 @@ def doctor(tmp_path: Path, others: Path) -> Doctor:
         site = tmp_path / "site"
         for name, version in {
             **GOOD,
-            **{name.replace("mthreads_", "mthreads-").replace("mate_", "mate-"): v for name, v in changes.items()},
+            **{name.replace("_", "-") if name != "torch_musa" else name: v for name, v in changes.items()},
         }.items():
             if version is not None:
                 folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -108,7 +110,7 @@ def test_a_host_whose_packages_go_together_has_nothing_to_say(doctor: Doctor) ->
     found = doctor()
     assert found["platform_class"]["class"] == "vllm_hwplugin.musa.platform.MusaPlatform"
     rows = {row["package"]: row for row in found["musa"]}
-    assert list(rows) == [*musa_versions.DISTRIBUTIONS, "GPUs"]
+    assert list(rows) == ["Python", *musa_versions.DISTRIBUTIONS, "GPUs"]
     assert {name: rows[name]["found"] for name in musa_versions.DISTRIBUTIONS} == {
         name: GOOD[name] for name in musa_versions.DISTRIBUTIONS
     }
@@ -141,7 +143,10 @@ def test_a_host_whose_packages_go_together_has_nothing_to_say(doctor: Doctor) ->
         ("torch", {"vllm": "0.33.0"}, "no torch_musa is known for it: use a vLLM of 0.27 and later, before 0.33"),
         ("torch", {"vllm": "0.28.0", "torch": "2.9.1", "torch_musa": "2.9.1"}, "install torch and torch_musa 2.11.0"),
         ("torch", {"torch": "2.9.1", "torch_musa": "2.9.1"}, "install torch and torch_musa 2.11.0.post2"),
-        ("mthreads-ml-py", {"mthreads_ml-py": "2.2.11"}, "mthreads-ml-py 2.2.11 has one handle"),
+        ("apache-tvm-ffi", {"apache_tvm_ffi": "0.1.11"}, "apache-tvm-ffi is the public build, and mate needs MUSA's"),
+        ("numpy", {"numpy": "2.2.6"}, "numpy is 2.2.6, and Moore Threads' image has 1.26"),
+        ("Python", {"torch_musa": None, "vllm": "0.32.0"}, "torch_musa's wheels are for 3.10 only: vLLM 0.32.0 needs"),
+        ("mthreads-ml-py", {"mthreads_ml_py": "2.2.11"}, "mthreads-ml-py 2.2.11 has one handle"),
     ],
 )
 def test_what_does_not_go_together_is_a_warning(

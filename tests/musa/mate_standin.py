@@ -28,16 +28,9 @@ def mate(calls: list[dict[str, Any]] | None = None) -> ModuleType:
         sys.modules.update(before)
     module._device.TYPE = "cpu"
     if calls is not None:
-        for name in (
-            "flash_attn_varlen_func", "flash_mla_with_kvcache", "get_mla_metadata", "get_scheduler_metadata",
-        ):  # fmt: skip
+        for name in ("flash_attn_varlen_func", "flash_mla_with_kvcache", "get_mla_metadata"):
             setattr(module, name, _noted(getattr(module, name), calls))
     return module  # type: ignore[no-any-return]
-
-
-def modules(mate: Any) -> set[str]:
-    """The modules of kernels that its calls have needed so far, each of which the real one compiles."""
-    return set(mate.jit.jit_spec_registry.get_all_specs())
 
 
 def _noted(function: Any, calls: list[dict[str, Any]]) -> Any:

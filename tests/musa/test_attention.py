@@ -7,6 +7,7 @@ Not run on MUSA hardware.
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -95,3 +96,19 @@ def test_the_builder_leaves_out_what_only_vllms_kernels_have(version: str, vllm_
         assert builder.use_cascade_attention(common_prefix_len=4096) is False
         support = load("vllm.v1.attention.backend").AttentionCGSupport.UNIFORM_BATCH
         assert backend.get_builder_cls().get_cudagraph_support(None, None) is support
+
+
+@pytest.mark.parametrize(("argument", "required"), [("learnable_sink", False), ("scheduler", True)])
+def test_a_mate_that_lacks_an_argument_or_requires_another_is_not_used(
+    argument: str, required: bool, vllm_tree: Tree
+) -> None:
+    module: Any = mate()
+    function = module.flash_attn_varlen_func
+    signature = inspect.signature(function)
+    parameters = [parameter for name, parameter in signature.parameters.items() if name != argument]
+    if required:
+        parameters = [inspect.Parameter(argument, inspect.Parameter.POSITIONAL_OR_KEYWORD), *parameters]
+    function.__signature__ = signature.replace(parameters=parameters)
+    refused = pytest.raises(ImportError, match=f"mate.flash_attn_varlen_func does not take .*'{argument}'")
+    with released(SUPPORTED[-1], vllm_tree(SUPPORTED[-1]), mate=module) as load, refused:
+        load(OWN)

@@ -21,7 +21,7 @@ from vllm_hwplugin.versions import Versions  # noqa: E402
 
 from ..attention.released import released  # noqa: E402
 from ..conftest import versions  # noqa: E402
-from .mate_standin import mate, modules  # noqa: E402
+from .mate_standin import mate  # noqa: E402
 
 OWN = "vllm_hwplugin.musa"
 #: The first whose prompts a class of another can compute.
@@ -270,31 +270,6 @@ def test_a_layer_that_needs_more_than_mate_has_is_refused(own: Any, monkeypatch:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"FLASHMLA on MUSA does not support .*; use TRITON_MLA"):
             own.MusaFlashMLAImpl(**{**asked, **changes})
-
-
-def test_all_modules_are_compiled_before_the_first_request(own: Any) -> None:
-    builder, config = made_by(own, 4), SimpleNamespace(max_num_batched_tokens=2048)
-    prompts = own.MusaMLAPrefillBackend(4, 0.1, 512, 192, 64, 256, SimpleNamespace())
-    vars(builder).update(
-        device=torch.device("cpu"), model_config=SimpleNamespace(dtype=torch.float16, max_model_len=4096),
-        vllm_config=SimpleNamespace(scheduler_config=config), _prefill_backend=prompts,
-    )  # fmt: skip
-    assert builder.warm_up(drafts=True, causal=True) > 1
-    there = modules(sys.modules["mate"])
-    assert len(there) > 2
-    planned(builder, [5], 1)
-    for length in (1, 33, 100, 256, 257, 2000):
-        keys, starts_of = torch.zeros(length, 4, 256, dtype=torch.float16), starts([length])
-        prompts.prepare_metadata(SimpleNamespace(query_start_loc=starts_of, max_query_len=length))
-        prompts.run_prefill_new_tokens(keys, keys, keys, False)
-        chunk = SimpleNamespace(
-            query_start_loc=starts_of, cu_seq_lens=starts_of, max_query_len=length, max_seq_len=length
-        )
-        prompts.run_prefill_context_chunk(chunk, q=keys, k=keys, v=keys)
-    assert modules(sys.modules["mate"]) == there
-    # Another plugin's prompts are its own affair.
-    builder._prefill_backend = object()
-    assert builder.warm_up() == 1
 
 
 # -- what vLLM is told of the prompts

@@ -234,34 +234,3 @@ def _set_by_init(text: str, name: str) -> set[str]:
         for node in ast.walk(init)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
     }
-
-
-@every_version
-def test_attention_kernels_are_compiled_before_graphs_are_captured(
-    version: str, musa_vllm: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's ``compile_or_warm_up_model``, up to its capture."""
-    worker = _gpu_worker(musa_vllm, version)
-    done: list[str] = []
-
-    class Captured(Exception):
-        pass
-
-    def capture() -> None:
-        done.append("captured")
-        raise Captured
-
-    def warm_up(**_: Any) -> int:
-        done.append("compiled")
-        return 1
-
-    builder = SimpleNamespace(warm_up=warm_up)
-    group = SimpleNamespace(get_metadata_builder=lambda _: builder)
-    runner = MagicMock(attn_groups=[[group]], speculative_config=None, drafter=None, capture_model=capture)
-    worker.model_runner, worker.use_v2_model_runner = runner, False
-    worker.vllm_config = MagicMock()
-    worker.model_config = SimpleNamespace(enforce_eager=False)
-    worker._get_cudagraph_capture_context = contextlib.nullcontext
-    with pytest.raises(Captured):
-        worker.compile_or_warm_up_model()
-    assert done == ["compiled", "captured"]

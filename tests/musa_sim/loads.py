@@ -46,8 +46,6 @@ UNPATCHED = {feature.gate: "off" for feature in load_catalogue().features}
 V2 = {
     **VARIABLES,
     "VLLM_USE_V2_MODEL_RUNNER": "1",
-    # The plugin's attention backend for MUSA keeps mate's schedules up to date for V1 alone.
-    "MUSA_SIM_MATE_SCHEDULES": "0",
 }
 
 

@@ -23,8 +23,8 @@ from .loads import Engine, Load, Process, Request, Run
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
 TOKENS = 12
-#: The model runner that the platform class chooses, for which mate has schedules.
-V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0", "MUSA_SIM_MATE_SCHEDULES": "1"}
+#: The model runner that the platform class chooses.
+V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 #: The newest, the first version for which a torch for MUSA exists, and vllm-musa's.
 VERSIONS = (releases.NEWEST, "0.20.2", pytest.param("0.28.0", marks=pytest.mark.slow))
 

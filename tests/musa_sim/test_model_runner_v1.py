@@ -111,7 +111,6 @@ ELSEWHERE: dict[str, dict[str, Collection[str]]] = {
     "0.20.2": {"inputs": ("eagle3",), "whole": ("dflash, synchronous",), "phase": ("eagle3, filtered, synchronous",)},
     "0.26.0": {"phase": ("dflash, drawn drafts, FULL",)},
 }
-VARIABLES = {"0.20.2": {"MUSA_SIM_MATE_SCHEDULES": "1"}}
 
 Runs = Mapping[str, Mapping[str, Run]]
 
@@ -198,7 +197,7 @@ def test_more_graphs_change_nothing(side: str, name: str, runs: Runs) -> None:
 def test_nor_on_other_versions(
     version: str, released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path: Path
 ) -> None:
-    found = run(ELSEWHERE[version], tmp_path, released(version), **VARIABLES.get(version, {}))
+    found = run(ELSEWHERE[version], tmp_path, released(version))
     for side, names in ELSEWHERE[version].items():
         for name in names:
             assert_graphs_serve(name, side, found)

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_hwplugin.patching import Catalogue, load_catalogue, make_plan
 from vllm_hwplugin.patching._catalogue import TEXTS
-from vllm_hwplugin.patching._model import Relied, Tree, blob_of
+from vllm_hwplugin.patching._model import Relied, blob_of
 from vllm_hwplugin.patching.texts import Source, Status, default_folder, evaluate
 from vllm_hwplugin_workshop.authoring import relied_texts, write_texts
 from vllm_hwplugin_workshop.sources import Index, IndexSource
@@ -74,33 +74,6 @@ def test_a_text_that_was_not_read_is_as_one_that_drifted(version: str, beta: str
         plan = make_plan(Catalogue((RELIES,)), source, {GATE: choice}, try_unlisted=True)
         assert plan.features["one"].state == state
         assert bool(plan.errors) == (choice == "on" and state == "refused")
-
-
-OURS = Tree("fork", "0.32.0", {PATH: (blob_of("ours\n" + ALPHA),), OTHER: ("older", blob_of("ours\n"))})
-
-
-@pytest.mark.parametrize(
-    ("version", "alpha", "beta", "state"),
-    [
-        ("0.32.0", "ours\n" + ALPHA, "ours\n", "live"),
-        ("0.32.0", ALPHA, BETA, "live"),
-        # Its hunk fits each of these as well.
-        ("0.32.0", ALPHA, "ours\n", "refused"),
-        ("0.32.0", "theirs\n" + ALPHA, "ours\n", "refused"),
-        ("0.32.0", "ours\n" + ALPHA, "theirs\n", "refused"),
-        ("0.31.0", "ours\n" + ALPHA, "ours\n", "refused"),
-    ],
-)
-def test_a_fork_that_was_read_is_known_by_all_its_texts(version: str, alpha: str, beta: str, state: str) -> None:
-    catalogue = Catalogue((RELIES._replace(trees=(OURS,)),))
-    plan = make_plan(catalogue, Memory({PATH: alpha, OTHER: beta}, version), {})
-    assert plan.features["one"].state == state
-
-
-def test_a_fork_has_a_text_of_each_file_that_the_feature_changes() -> None:
-    for one in load_catalogue().features:
-        for tree in one.trees:
-            assert {file.path for file in one.files_for(tree.version)} <= tree.texts.keys() <= {*one.paths}, one.id
 
 
 if __name__ == "__main__":

@@ -315,7 +315,6 @@ INDEXER = "vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerMetadataBuil
         # vLLM updates all or none.
         (["indexer"], {"supports_draft_decode_metadata_update": False}, False),
         (["indexer"], {"dcp_world_size": 2}, False),
-        (["indexer"], {"makes_schedules": True}, False),
         # One that builds in the graph, one that plans on the host, and one that nobody has read.
         ([FlashAttentionMetadataBuilder], {}, False),
         (["indexer", FlexAttentionMetadataBuilder], {}, False),

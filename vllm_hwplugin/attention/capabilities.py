@@ -323,8 +323,8 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     _musa(
         "batch_invariance",
         True,
-        "mate splits a request's keys only by a schedule, which it then does not get, and gets num_splits=1 if it "
-        "takes that; every batch is read from the cache; its deterministic is about gradients",
+        "mate splits a request's keys only by a schedule, which it does not get, and gets num_splits=1; every batch is "
+        "read from the cache; its deterministic is about gradients",
         "read in mate's source (0.2.2), and " + _PROBED,
     ),
     _musa("kv_connector", False, "KV transfer that copies blocks is not supported on MUSA"),

@@ -23,7 +23,6 @@ from ..journal import Journal
 from ..musa import host as musa_host
 from ..musa import versions as musa_versions
 from ..ops.compile import built
-from ..ops.compile.plan import MIN_TORCH
 from ..ops.operations import GATE as OPS
 from ..ops.operations import SKIP, unknown_names
 from ..patching import (
@@ -381,7 +380,7 @@ def _musa(
     if kind != "musa" and musa_versions.installed("torch_musa") is None:
         return ()
     host = musa_host.look(None if installed is None else installed.version)
-    findings = musa_versions.check(host, MIN_TORCH)
+    findings = musa_versions.check(host)
     for finding in findings:
         if finding.trouble:
             look.lines(finding.stops and offered == platforms.CLASSES["musa"]).append(finding.trouble)

@@ -20,7 +20,6 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from ._mate import checked, other_type
-from .mla_prefill import MusaMLAPrefillBackend
 
 _attend = checked(
     "FLASHMLA",
@@ -78,21 +77,6 @@ class MusaFlashMLAMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[mis
                 for old, new in zip(plan, fresh, strict=True):
                     old.copy_(new)
         return MusaFlashMLADecodeMetadata(**vars(super()._build_decode(**given)), parts=plan[0], num_splits=plan[1])
-
-    def warm_up(self, *, drafts: bool = False, causal: bool = True) -> int:
-        """Compile these layers' kernels by calling each once; return the calls.
-
-        Decodes need one module, so one call compiles it.
-        """
-        _plan(
-            cache_seqlens=torch.ones(1, dtype=torch.int32, device=self.device),
-            num_q_tokens_per_head_k=self.num_heads,
-            num_heads_k=1,
-        )
-        if not isinstance(self._prefill_backend, MusaMLAPrefillBackend):
-            return 1
-        longest = min(self.model_config.max_model_len, self.vllm_config.scheduler_config.max_num_batched_tokens)
-        return 1 + self._prefill_backend.warm_up(longest, self.model_config.dtype, self.device)
 
 
 class MusaFlashMLAImpl(MLACommonImpl):  # type: ignore[misc]  # as below

@@ -13,7 +13,6 @@ import torch
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from ._mate import checked
-from ._mate_warmup import query_lengths
 
 _attend = checked(
     "MLA",
@@ -122,25 +121,6 @@ class MusaMLAPrefillBackend(MLAPrefillBackend):  # type: ignore[misc]  # vLLM is
         )
         # Up to 0.25 vLLM's merge kernel returns NaN if both parts have no keys.
         return result, lse.clamp_(min=_NO_KEYS)
-
-    def warm_up(self, longest: int, dtype: torch.dtype, device: torch.device) -> int:
-        """Compile the kernels for prompts by calling each once; return the calls.
-
-        Args:
-            longest: Most tokens of a prompt in one step.
-            dtype: Type of queries, keys and values.
-        """
-        # All longer prompts use the same kernel.
-        lengths = query_lengths(min(longest, 288))
-        for length in lengths:
-            keys = torch.zeros(
-                length, self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim, dtype=dtype, device=device
-            )
-            values, starts = keys.new_zeros(length, self.num_heads, self.v_head_dim), torch.tensor([0, length])
-            where = starts.int().to(device)
-            for causal, backend in ((True, "auto"), (False, _OF_CONTEXTS)):
-                self._run((keys, keys, values), (where, where), (length, length), causal, backend)
-        return 2 * len(lengths)
 
     def _run(
         self, qkv: Any, starts: Any, longest: Any, causal: bool, backend: str, out: torch.Tensor | None = None

@@ -12,7 +12,6 @@ import torch
 from vllm.v1.worker.gpu_worker import Worker
 
 from . import _vllm_api, versions
-from .warm_up import warm_up
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -50,6 +49,4 @@ class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the t
     def compile_or_warm_up_model(self) -> Any:
         if not _vllm_api.triton_has_knobs():
             _vllm_api.switch_off_jit_monitor()
-        # Before vLLM's warm-up, which captures graphs: a capture must not compile.
-        warm_up(self.model_runner)
         return super().compile_or_warm_up_model()

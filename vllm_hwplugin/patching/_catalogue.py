@@ -20,7 +20,7 @@ from ..terms import read_term
 from ..versions import SUPPORTED, Versions
 from ._diff import parse_diff
 from ._errors import CatalogueError, DiffError
-from ._model import VLLM, Catalogue, Feature, FileDiff, NotNeeded, Overridden, Relied, Tree, target_name
+from ._model import VLLM, Catalogue, Feature, FileDiff, NotNeeded, Overridden, Relied, target_name
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -35,10 +35,9 @@ _TEXTS = ("id", "title", "gate", "what", "origin", "removal")
 FEATURE_KEYS = frozenset(
     {*_TEXTS, "requires", "versions", "not_needed", "default", "help", "compile_key", "uses_when", "overrides"}
 )
-_OWN_KEYS = FEATURE_KEYS | {"since", "aliases", "relies", "trees"}
+_OWN_KEYS = FEATURE_KEYS | {"since", "aliases", "relies"}
 _NOT_NEEDED_KEYS = frozenset({"versions", "reason"})
 _OVERRIDE_KEYS = frozenset({"path", "class", "methods", "calls", "also", "versions"})
-_TREE_KEYS = frozenset({"name", "version", "texts"})
 #: The file of the project's own catalogue with the texts that its features rely on. `make docs` writes it.
 TEXTS = "texts.json"
 #: Folders of features in the project's own catalogue.
@@ -160,7 +159,6 @@ def load_feature(folder: Path, terms: Terms) -> Feature:
         switch=_switch(raw, texts, terms, file),
         uses_when=tuple(_terms(raw, file)),
         relies=tuple(Relied(path, terms.texts.get(path, {})) for path in relied_on),
-        trees=tuple(_tree(table, file) for table in _tables(raw, "trees", _TREE_KEYS, file)),
         overrides=overrides,
         group=folder.parent.name if not terms.catalogue and folder.parent.name in GROUPS else "",
     )
@@ -270,14 +268,6 @@ def _tables(raw: Mapping[str, Any], key: str, known: frozenset[str], file: Path)
     for table in tables:
         refuse_unknown(table, known, f"[[{key}]]: ", file)
     return tables
-
-
-def _tree(table: Mapping[str, Any], file: Path) -> Tree:
-    texts = table.get("texts")
-    if not isinstance(texts, dict):
-        raise CatalogueError(f"{file}: [[trees]]: texts is {texts!r}, expected a table of files and lists of blob ids")
-    names = {path: tuple(_list_of(texts, path, "blob ids", file)) for path in texts}
-    return Tree(text_of(table, "name", file), text_of(table, "version", file), names)
 
 
 def _override(table: Mapping[str, Any], terms: Terms, file: Path) -> Overridden:

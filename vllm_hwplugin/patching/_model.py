@@ -132,17 +132,6 @@ class Overridden(NamedTuple):
         return tuple(dict.fromkeys((*self.methods, *calls)))
 
 
-class Tree(NamedTuple):
-    """A fork's tree of a version of `SUPPORTED`, on which a feature was reviewed and is right, too.
-
-    `texts`: path -> its texts' names by `blob_of`, for each file that the feature changes, or more.
-    """
-
-    name: str
-    version: str
-    texts: Mapping[str, tuple[str, ...]]
-
-
 def blob_of(text: str) -> str:
     """Return git's short blob id, which forks publish in their patches."""
     data = text.encode("utf-8")
@@ -166,7 +155,6 @@ class Feature(NamedTuple):
         switch: its environment variable, from `patch.toml` or the table in `gates`.
         uses_when: what an engine must be to use it, as `terms`; empty: unknown.
         relies: unchanged files whose text it needs. Hunks that fit do not check these.
-        trees: other texts on which it is right.
         overrides: the classes whose methods it overrides.
         group: the folder between the catalogue's and the feature's; empty without one.
     """
@@ -185,7 +173,6 @@ class Feature(NamedTuple):
     switch: Gate | None = None
     uses_when: tuple[str, ...] = ()
     relies: tuple[Relied, ...] = ()
-    trees: tuple[Tree, ...] = ()
     overrides: tuple[Overridden, ...] = ()
     group: str = ""
 

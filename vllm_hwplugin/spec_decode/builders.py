@@ -79,8 +79,7 @@ BUILDERS: Final[Mapping[str, Builder]] = {
     _FLASH_ATTN: _VIEWS,
     # Only refuses batches that it has no kernel for.
     "vllm_hwplugin.attention.cuda.CudaFlashAttentionMetadataBuilder": _VIEWS,
-    # A drafter's batches (`build_for_drafting`) have neither a schedule nor keys outside the cache. `makes_schedules`
-    # says whether the builder makes schedules for other batches. It declares UNIFORM_BATCH.
+    # Only refuses batches that mate has no kernel for. It declares UNIFORM_BATCH.
     "vllm_hwplugin.musa.attention.MusaFlashAttentionMetadataBuilder": _VIEWS,
     f"{_BACKENDS}.triton_attn.TritonAttentionMetadataBuilder": _VIEWS,
     f"{_BACKENDS}.mla.flashattn_mla.FlashAttnMLAMetadataBuilder": Builder(
@@ -180,8 +179,6 @@ def why_not_in_graph(
             refused[type(builder).__name__] = entry.why
         elif getattr(builder, "dcp_world_size", 1) > 1:
             refused[type(builder).__name__] = "decode context parallelism"
-        elif getattr(builder, "makes_schedules", False):
-            refused[type(builder).__name__] = "its schedules are made for the batches that Model Runner V1 shows it"
     return _joined(refused)
 
 
@@ -198,7 +195,6 @@ def updated_in_place(speculator: Any) -> bool:
         and any(entry.updated for entry in entries)
         and all(entry.updated or entry.one_token for entry in entries)
         and all(getattr(builder, "supports_draft_decode_metadata_update", False) for builder in builders)
-        and not any(getattr(builder, "makes_schedules", False) for builder in builders)
         and all(getattr(builder, "dcp_world_size", 1) == 1 for builder in builders)
     )
 
@@ -226,7 +222,7 @@ def flash_versions(group: Any, compilation_config: Any) -> frozenset[int]:
 
 def host_work(builder: Any) -> str | None:
     """Return why a graph cannot make this builder's decode metadata, or None."""
-    if not _of(builder, causal=True).decode or getattr(builder, "makes_schedules", False):
+    if not _of(builder, causal=True).decode:
         return f"{type(builder).__name__} may make metadata on the host"
     return None
 

@@ -5,30 +5,19 @@ The functions have the names, the order and the defaults of mate 0.2.2's source,
 compute is plain torch. Written anew from what was read there: no code of mate's is here. What the plugin never asks for
 is refused with NotImplementedError, or is not there.
 
-Where it is stricter than the real one: a schedule or a plan has to be that of the batch it is used for, and of the same
-window, heads, tiles, splits and page table; keys that a page table does not hold are an error. The real kernels would
-read what is there. A request without keys is an error where a kernel comes built, so that nobody could read what it
-does.
+Where it is stricter than the real one: a plan has to be that of the batch it is used for; keys that a page table does
+not hold are an error. The real kernels would read what is there. A request without keys is an error where a kernel
+comes built, so that nobody could read what it does.
 
-``mate._device`` says which tensors it takes (``musa``, as the real one), and how many blocks run at a time there. Which
-modules of kernels its calls need, ``mate.jit.jit_spec_registry`` knows, as in the real one.
+``mate._device`` says which tensors it takes (``musa``, as the real one). A call that needs a module of kernels for the
+first time compiles it, which a graph's capture refuses.
 """
 
 from __future__ import annotations
 
-import os
-
 from . import _device, flashmla, jit
 from .flashmla import flash_mla_with_kvcache, get_mla_metadata
-from .mha_interface import flash_attn_varlen_func, get_scheduler_metadata
+from .mha_interface import flash_attn_varlen_func
 
 __version__ = "0.2.2"
-__all__ = [
-    "_device", "flash_attn_varlen_func", "flash_mla_with_kvcache", "flashmla", "get_mla_metadata",
-    "get_scheduler_metadata", "jit",
-]  # fmt: skip
-
-if os.environ.get("MUSA_SIM_MATE_SCHEDULES") == "0":
-    # As before it had them.
-    del get_scheduler_metadata
-    __all__.remove("get_scheduler_metadata")
+__all__ = ["_device", "flash_attn_varlen_func", "flash_mla_with_kvcache", "flashmla", "get_mla_metadata", "jit"]

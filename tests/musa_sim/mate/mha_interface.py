@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from .jit import need
 _TYPES = (torch.float16, torch.bfloat16)
 # Head sizes of queries and keys, and of values, each rounded up to one that there are kernels for.
 _SIZES = (64, 128, 192, 256, 384, 512)
-_TILE_N = 64
 
 
 def flash_attn_varlen_func(
@@ -72,7 +70,7 @@ def flash_attn_varlen_func(
             out,
         )
         return found if return_softmax_lse else found[0]
-    _refuse(return_softmax_lse, backend != "auto")
+    _refuse(return_softmax_lse, backend != "auto", scheduler_metadata is not None, num_splits not in (0, 1))
     assert page_table is not None
     assert seqused_k is not None
     assert max_seqlen_q is not None
@@ -94,9 +92,6 @@ def flash_attn_varlen_func(
     if learnable_sink is not None:
         assert learnable_sink.shape == (heads,)
         assert learnable_sink.dtype == torch.bfloat16, "learnable_sink must be bfloat16"
-        # The real one leaves a schedule out then, and reads all keys of a request in one part.
-        _refuse(scheduler_metadata is not None)
-        num_splits = -1
     assert heads % kv_heads == 0, "num_head must be divisible by num_head_kv"
     room = page_table.shape[1] * page
     is_causal, local, left, right = _mask(max_seqlen_q, room, causal, window_size or (-1, -1))
@@ -121,20 +116,11 @@ def flash_attn_varlen_func(
             "tile_m": tile_m,
             "sizes": sizes,
             "even_size": sizes[1] == size_v,
-            "metadata": scheduler_metadata is not None,
         },
     )
-    if scheduler_metadata is not None:
-        assert len(scheduler_metadata) >= 4 * batch + _kernels.MADE_FOR, "metadata buffer is too small"
-        _refuse(num_splits < 1)
-        if num_splits > 128:
-            raise ValueError("num_split exceeds max supported splits 128")
-        splits = next(most for most in (16, 32, 64, 128) if num_splits <= most)
-        need("fmha_fwd_combine", {"dtype": str(q.dtype), "max_splits": splits})
     _kernels.attend(
-        out, q, k, v, cu_seqlens_q, seqused_k, page_table, learnable_sink, scheduler_metadata,
-        size**-0.5 if softmax_scale is None else softmax_scale, is_causal, left, right, softcap, num_splits, tile_m,
-        _TILE_N, packed, local, _device.COMPUTE_UNITS, max_seqlen_q, room,
+        out, q, k, v, cu_seqlens_q, seqused_k, page_table, learnable_sink,
+        size**-0.5 if softmax_scale is None else softmax_scale, is_causal, left, right, softcap, local, max_seqlen_q,
     )  # fmt: skip
     return out
 
@@ -204,70 +190,11 @@ def _packed(
     return out, lse
 
 
-def get_scheduler_metadata(
-    batch_size: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
-    headdim: int,
-    seqused_q: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    qkv_dtype: torch.dtype = torch.bfloat16,
-    headdim_v: int | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    cu_seqlens_k_new: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None,
-    page_size: int | None = None,
-    max_seqlen_k_new: int = 0,
-    causal: bool = False,
-    window_size: tuple[int, int] | None = (-1, -1),
-    attention_chunk: int = 0,
-    has_softcap: bool = False,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    mp_margin: int = 0,
-) -> torch.Tensor:
-    """A new int32 tensor, by a kernel on the current stream: nothing of it is read on the host."""
-    _refuse(
-        seqused_q is not None, cu_seqlens_k is not None, attention_chunk, cache_leftpad is not None, mp_margin,
-        num_splits < 1,
-    )  # fmt: skip
-    assert cu_seqlens_q is not None
-    assert seqused_k is not None
-    assert cu_seqlens_q.shape == (batch_size + 1,), f"cu_seqlens_q must have shape ({batch_size + 1},)"
-    assert seqused_k.shape == (batch_size,), f"seqused_k must have shape ({batch_size},)"
-    _lengths_are_int32(cu_seqlens_q, seqused_k)
-    _on_device(cu_seqlens_q, seqused_k)
-    assert num_heads_q % num_heads_kv == 0, "num_heads_q must be divisible by num_heads_kv"
-    ratio = num_heads_q // num_heads_kv
-    tile_m, packed, _ = _tiles(max_seqlen_q, ratio, headdim, headdim_v or headdim, pack_gqa)
-    is_causal, local, left, right = _mask(max_seqlen_q, max_seqlen_k, causal, window_size or (-1, -1))
-    need(
-        "fmha_get_metadata",
-        {
-            "causal": is_causal,
-            "local": local,
-            "packed": packed,
-            "head_ratio": ratio,
-            "num_warps": min(math.ceil(batch_size / 31), 32),
-        },
-    )
-    metadata = torch.empty(4 * batch_size + _kernels.MADE_FOR, dtype=torch.int32, device=_device.TYPE)
-    _kernels.plan(
-        metadata, cu_seqlens_q, seqused_k, is_causal, local, left, right, num_splits, tile_m, _TILE_N,
-        ratio if packed else 1, num_heads_kv if packed else num_heads_q, _device.COMPUTE_UNITS, max_seqlen_k,
-    )  # fmt: skip
-    return metadata
-
-
 def _refuse(*asked: Any) -> None:
     """What the plugin never asks for is not imitated."""
     if any(asked):
         raise NotImplementedError(
-            "the stand-in for mate takes packed queries alone, over the whole device, with a number of splits beside a "
-            "schedule, and none of mate's other arguments"
+            "the stand-in for mate takes packed queries without schedules, and none of mate's other arguments"
         )
 
 
