@@ -252,8 +252,8 @@ GATES: Final[tuple[Gate, ...]] = (
         "VLLM_HWPLUGIN_TRTLLM_GRAPHS",
         "bool",
         False,
-        "Graphs of inputs and drafts over FlashInfer's TRTLLM kernels, vLLM's default on Blackwell (Model Runner V2). "
-        "Not run on Blackwell.",
+        "Graphs of inputs and drafts over FlashInfer's TRTLLM kernels (trtllm-gen, XQA, sparse MLA), vLLM's default on "
+        "Blackwell (Model Runner V2). Not run on a GPU.",
         affects=("graphs",),
         since="0.2.0",
     ),

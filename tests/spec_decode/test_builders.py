@@ -99,6 +99,7 @@ def names_of(tree: Any, path: str) -> dict[str, Any]:
         given[name] = Made
     for kind in ("FlashAttnMLA", "FlashMLA", "FlashInferMLA"):
         given |= {f"{kind}DecodeMetadata": Made, f"{kind}Metadata": Made}
+    given["_make_xqa_draft_block_mask"] = lambda tokens, causal, device: torch.zeros(tokens, 1, device=device)
     text = tree.read("vllm/v1/attention/backends/utils.py")
     given["split_decodes_and_prefills"] = take(text, "split_decodes_and_prefills", given={"torch": torch})
     if path.startswith("vllm/v1/attention/backends/mla/"):
@@ -121,6 +122,7 @@ def builder_of(tree: Any, path: str, name: str, cache_dtype: str) -> Any:
         "_get_scheduler_metadata",
         "_store_scheduler_metadata",
         "_compute_decode_query_lens",
+        "_get_decode_mask",
     )
     cls = take(text, name, methods, given=names_of(tree, path))
     builder = cls()
@@ -152,7 +154,7 @@ def builder_of(tree: Any, path: str, name: str, cache_dtype: str) -> Any:
         softmax_segm_output=None, softmax_segm_max=None, softmax_segm_expsum=None,
         flashinfer_trtllm_api_decode_kernel=types.SimpleNamespace(name="TRTLLM_GEN"),
         use_trtllm_decode_attention=True, use_xqa=False, use_dedicated_xqa=False, use_trtllm_gen_varlen_decode=True,
-        use_dcp=False,
+        use_dcp=False, max_num_reqs=REQS, _decode_mask_cache={},
         attention_config=types.SimpleNamespace(use_trtllm_attention=None), num_qo_heads=2, num_kv_heads=1,
         cache_dtype=cache_dtype, q_data_type=torch.bfloat16, q_data_type_prefill=torch.bfloat16,
         q_data_type_decode=torch.bfloat16, has_sinks=True, kv_cache_layout="HND", _num_speculative_tokens=3,
@@ -182,19 +184,28 @@ OWN = [
     for path, builder in BUILDERS.items()
     for query_len, allowed in ((1, builder.one_token), (4, builder.decode))
     if allowed and path.startswith("vllm.")
-] + [(FLASHINFER, query_len) for query_len in (1, 4)]
+] + [(f"{FLASHINFER} {kernel}", query_len) for kernel in ("TRTLLM_GEN", "XQA") for query_len in (1, 4)]
 
 
 @pytest.mark.parametrize(("path", "query_len"), OWN)
 @pytest.mark.parametrize("version", versions(*FILES, among=VERSIONS))
 def test_a_step_is_built_without_the_host(vllm_tree, version: str, path: str, query_len: int) -> None:
     """vLLM's own `build`, of every version, for what is said to be the device's work alone."""
+    path, _, kernel = path.partition(" ")
     module, _, name = path.rpartition(".")
     for cache_dtype in ("auto", "fp8"):
         file = f"{module.replace('.', '/')}.py"
         builder = builder_of(vllm_tree(version), file, name, cache_dtype)
-        if builder is None or (path == FLASHINFER and "trtllm_api_decode_kernel" not in vllm_tree(version).read(file)):
+        if builder is None or (kernel and "trtllm_api_decode_kernel" not in vllm_tree(version).read(file)):
             pytest.skip(f"vLLM {version} has no {name}, or none that asks for it what kernels there are")
+        if kernel == "XQA":
+            if query_len > 1 and "def _get_decode_mask(" not in vllm_tree(version).read(file):
+                pytest.skip(f"to vLLM {version} several tokens of a request are a prompt here")
+            builder.flashinfer_trtllm_api_decode_kernel = Kernel.XQA
+            builder.use_xqa = builder.use_dedicated_xqa = True
+            builder.use_trtllm_gen_varlen_decode = False
+            # The target's metadata has been made before, and the mask with it.
+            builder.build(0, step(query_len))
         with Border():
             one, other = builder.build(0, step(query_len)), builder.build(0, step(query_len))
         # What a graph holds of the host is the same in each step.
@@ -288,7 +299,8 @@ def test_a_drafters_passes_take_a_class_at_its_word(monkeypatch: pytest.MonkeyPa
 
 
 def test_flashinfers_trtllm_kernels_have_graphs_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = groups(type("FlashInferMetadataBuilder", (), {"flashinfer_trtllm_api_decode_kernel": Kernel.TRTLLM_GEN}))
+    attributes = {"flashinfer_trtllm_api_decode_kernel": Kernel.TRTLLM_GEN, "reorder_batch_threshold": 4}
+    made = groups(type("FlashInferMetadataBuilder", (), attributes))
     (((group,),),) = (made,)
     refused = why_not_in_graph(made)
     assert refused is not None
@@ -300,8 +312,13 @@ def test_flashinfers_trtllm_kernels_have_graphs_where_they_are_asked_for(monkeyp
     # They know no queries that see later ones, and a draft model's first pass is no decode to them.
     assert why_not_in_graph(made, causal=False) is not None
     assert why_not_in_graph(made, "chain") is not None
-    group.get_metadata_builder(0).flashinfer_trtllm_api_decode_kernel = Kernel.XQA
-    assert why_not_in_graph(made) is not None
+    # The kernel of other devices takes several tokens of a request only where vLLM takes these for a decode.
+    builder = group.get_metadata_builder(0)
+    builder.flashinfer_trtllm_api_decode_kernel, builder.reorder_batch_threshold = Kernel.XQA, 1
+    assert why_not_in_graph(made) is None
+    assert host_work(builder) is not None
+    builder.reorder_batch_threshold = 4
+    assert host_work(builder) is None
 
 
 INDEXER = "vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerMetadataBuilder"
@@ -334,6 +351,20 @@ def test_metadata_is_updated_where_vllm_can(builders: list[Any], changes: dict[s
     assert not updated_in_place(types.SimpleNamespace(attn_groups=groups))
 
 
+def test_sparse_mla_on_trtllm_kernels_is_updated_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSeek-V3.2 and GLM-5 on Blackwell, with their indexer."""
+    paths = (INDEXER, next(path for path in BUILDERS if path.endswith("SparseTRTLLMMetadataBuilder")))
+    classes = [type(path.rpartition(".")[2], (), {"__module__": path.rpartition(".")[0]}) for path in paths]
+    made = groups(*classes)
+    for (group,) in made:
+        group.get_metadata_builder(0).supports_draft_decode_metadata_update = True
+    speculator = types.SimpleNamespace(attn_groups=made, _generate_fused_drafts=None)
+    assert not updated_in_place(speculator)
+    assert "VLLM_HWPLUGIN_TRTLLM_GRAPHS=1" in str(why_not_in_graph(made))
+    monkeypatch.setenv("VLLM_HWPLUGIN_TRTLLM_GRAPHS", "1")
+    assert updated_in_place(speculator)
+
+
 def test_context_parallelism_is_refused() -> None:
     refused = why_not_in_graph(groups(FlashAttentionMetadataBuilder, dcp=2))
     assert refused == "FlashAttentionMetadataBuilder: decode context parallelism"
@@ -347,7 +378,7 @@ def test_every_class_of_the_table_is_there(vllm_tree) -> None:
         found = ours or [vllm_tree(version).read(file) for version in (VERSIONS[0], "0.26.0", VERSIONS[-1])]
         texts = [text for text in found if text is not None]
         assert texts, path
-        assert all(f"class {name}(" in text for text in texts), path
+        assert f"class {name}(" in texts[-1], path
 
 
 @pytest.mark.parametrize("version", versions(*FILES, among=VERSIONS))

@@ -20,7 +20,7 @@ A captured kernel reads the tensors that its metadata named at capture. A build'
 
 From 0.28 on a builder may declare that vLLM's own update refreshes its one-token metadata on the device. For sparse MLA
 and its indexer a graph of draft steps contains that update and metadata built earlier (`updated_in_place`). They
-declare it in 0.32, where they were read.
+declare it in 0.32 and 0.33, where they were read.
 
 For passes and chains each class was read in vLLM 0.20.2, 0.26.0 and 0.32.0, for the other uses in the last release of
 each minor version from 0.20 to 0.33. A class that is not listed, or that overrides what was read, gets no graph.
@@ -29,7 +29,7 @@ each minor version from 0.20 to 0.33. A class that is not listed, or that overri
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from vllm_hwplugin import gates
@@ -71,6 +71,7 @@ _BACKENDS: Final = "vllm.v1.attention.backends"
 # enough for every graph; `fast_build`, which drafting asks for, leaves the schedule out.
 _VIEWS: Final = Builder(passes=True, chain=True, non_causal=True, one_token=True, decode=True, prompts=True)
 _UPDATED: Final = Builder(updated=True, why="its build works on the host, and here vLLM cannot update what it made")
+_TRTLLM_SPARSE: Final = replace(_UPDATED)
 _UNKNOWN: Final = Builder(why="it is not among the builders whose metadata is known to suit a graph")
 
 _FLASH_ATTN: Final = f"{_BACKENDS}.flash_attn.FlashAttentionMetadataBuilder"
@@ -105,6 +106,8 @@ BUILDERS: Final[Mapping[str, Builder]] = {
     # Their builds work on the host. Their updates write all of a decode step's metadata again, from lengths and block
     # tables on the device, into tensors that the metadata names.
     f"{_BACKENDS}.mla.flashattn_mla_sparse.FlashAttnMLASparseMetadataBuilder": _UPDATED,
+    # Of 0.33, for Blackwell; only with VLLM_HWPLUGIN_TRTLLM_GRAPHS.
+    f"{_BACKENDS}.mla.flashinfer_mla_sparse.FlashInferMLASparseTRTLLMMetadataBuilder": _TRTLLM_SPARSE,
     f"{_BACKENDS}.mla.indexer.DeepseekV32IndexerMetadataBuilder": _UPDATED,
     f"{_BACKENDS}.mla.sparse_swa.DeepseekSparseSWAMetadataBuilder": _UPDATED,
     f"{_BACKENDS}.flashinfer.FlashInferMetadataBuilder": Builder(passes=True, why="each build plans on the host"),
@@ -117,11 +120,13 @@ BUILDERS: Final[Mapping[str, Builder]] = {
 }
 
 
-#: FlashInfer's on TRTLLM kernels, by its switch. A decode batch's metadata names the batch's tensors (from 0.26 on).
-_TRTLLM: Final = {
-    True: Builder(one_token=True, decode=True),
-    False: Builder(why="graphs over its TRTLLM kernels were never run; VLLM_HWPLUGIN_TRTLLM_GRAPHS=1 asks for them"),
-}
+_NEVER_RUN: Final = Builder(
+    why="graphs over its TRTLLM kernels were never run; VLLM_HWPLUGIN_TRTLLM_GRAPHS=1 asks for them"
+)
+#: FlashInfer's decode kernels of TensorRT-LLM, by name. A decode batch's metadata names the batch's tensors (from 0.26
+#: on), and for XQA a mask that depends on the shape alone. XQA takes several tokens a request as a decode from 0.28 on.
+_TRTLLM_KERNELS: Final = ("TRTLLM_GEN", "XQA")
+_TRTLLM: Final = Builder(one_token=True, decode=True)
 
 
 def known(builder_class: type, *, by_its_word: bool = False) -> Builder:
@@ -152,11 +157,17 @@ def refusing(builder_classes: Iterable[type], use: str) -> str | None:
 
 
 def _of(builder: Any, causal: bool) -> Builder:
-    """Return what V2's graphs may use; FlashInfer's TRTLLM kernels need no plan."""
+    """Return what V2's graphs may use; FlashInfer's TRTLLM kernels need no plan, by their switch."""
     kernel = getattr(builder, "flashinfer_trtllm_api_decode_kernel", None)
-    if causal and getattr(kernel, "name", "") == "TRTLLM_GEN":
-        return _TRTLLM[gates.read("VLLM_HWPLUGIN_TRTLLM_GRAPHS").flag]
-    return known(type(builder))
+    if causal and getattr(kernel, "name", "") in _TRTLLM_KERNELS:
+        entry = _TRTLLM
+        if getattr(builder, "reorder_batch_threshold", 1) < 2:
+            entry = replace(entry, decode=False, why="it takes several tokens of a request for a prompt")
+    else:
+        entry = known(type(builder))
+        if entry is not _TRTLLM_SPARSE:
+            return entry
+    return entry if gates.read("VLLM_HWPLUGIN_TRTLLM_GRAPHS").flag else _NEVER_RUN
 
 
 def why_not_in_graph(
@@ -189,7 +200,7 @@ def updated_in_place(speculator: Any) -> bool:
     one token after the other.
     """
     builders = list(builders_of(getattr(speculator, "attn_groups", ())))
-    entries = [known(type(builder)) for builder in builders]
+    entries = [_of(builder, causal=True) for builder in builders]
     return (
         hasattr(speculator, "_generate_fused_drafts")
         and any(entry.updated for entry in entries)
