@@ -143,7 +143,7 @@ def api_servers(files: Sequence[Found]) -> str:
 
 
 def _frontend_lines(files: Sequence[Found]) -> Iterator[list[str]]:
-    """Yield the lines of loads that several numbers of API servers got, each number's newest."""
+    """Yield a line per load that several API server counts got."""
     measured: dict[tuple[str, str, str], dict[int, tuple[Found, Mapping[str, Any]]]] = {}
     for file in sorted(files, key=lambda file: _servers(file) or math.inf):  # without HTTP last
         for name, loads in groups(file.results):

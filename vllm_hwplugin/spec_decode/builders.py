@@ -124,7 +124,7 @@ _NEVER_RUN: Final = Builder(
     why="graphs over its TRTLLM kernels were never run; VLLM_HWPLUGIN_TRTLLM_GRAPHS=1 asks for them"
 )
 #: FlashInfer's decode kernels of TensorRT-LLM, by name. A decode batch's metadata names the batch's tensors (from 0.26
-#: on), and for XQA a mask that depends on the shape alone. XQA takes several tokens a request as a decode from 0.28 on.
+#: on), and for XQA a mask that depends only on the shape. XQA takes several tokens a request as a decode from 0.28 on.
 _TRTLLM_KERNELS: Final = ("TRTLLM_GEN", "XQA")
 _TRTLLM: Final = Builder(one_token=True, decode=True)
 
@@ -157,7 +157,7 @@ def refusing(builder_classes: Iterable[type], use: str) -> str | None:
 
 
 def _of(builder: Any, causal: bool) -> Builder:
-    """Return what V2's graphs may use; FlashInfer's TRTLLM kernels need no plan, by their switch."""
+    """Return what V2 graphs may use; TRTLLM kernels by their switch."""
     kernel = getattr(builder, "flashinfer_trtllm_api_decode_kernel", None)
     if causal and getattr(kernel, "name", "") in _TRTLLM_KERNELS:
         entry = _TRTLLM
