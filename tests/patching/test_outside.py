@@ -95,6 +95,56 @@ def test_features_from_outside_are_live_in_every_process_and_in_the_compile_key(
     assert json.loads(acme.run(STATE))["states"] == {"own": "live"}
 
 
+PLATFORMS = """
+from vllm_hwplugin.cli import _diagnosis
+import vllm.platforms
+
+def outcome():
+    features = install().features
+    rows = _diagnosis.diagnose(catalogue=_catalogue.load_catalogue(Path(PATCHES))).features
+    return [{name: [item["state"], item["reason"]] for name, item in features.items()},
+            {row.id: row.state for row in rows}]
+"""
+
+
+def test_a_feature_of_another_platform_or_without_its_package_is_refused(acme: Project) -> None:
+    acme.write("vllm/platforms/__init__.py", "from acme_npu.platform import NPU\ncurrent_platform = NPU()\n")
+    files = {"acme_npu/__init__.py": "", "acme_npu/platform.py": 'class NPU:\n    device_name = "npu"\n'}
+    acme.distribution("acme-npu", "0.26.1+cn", files, "[vllm.platform_plugins]\nacme = acme_npu.platform:register\n")
+    conditions = {
+        "by-device": 'platform = ["cuda", "NPU"]',
+        "by-plugin": 'platform = ["acme"]\nwith = "acme-npu>=0.26,<0.27"',
+        "elsewhere": 'platform = ["cuda", "musa"]',
+        "newer": 'with = "acme-npu>=0.27"',
+        "without": 'with = "acme-other"',
+    }
+    folder = acme.folder / "acme"
+    for name, more in conditions.items():
+        acme.feature(name, STEP, gate=f"ACME_{name.upper()}".replace("-", "_"), catalogue=folder, more=more)
+    code = f"PATCHES = {str(acme.patches)!r}\n{PLATFORMS}"
+    # The first two change the same line, so each has its turn.
+    variables = folders(acme, "acme")
+    turns = {"device": variables, "plugin": variables | {"ACME_BY_DEVICE": "off"}}
+    answers = acme.outcomes(code, turns)
+    states, doctor = answers["plugin"]
+    assert states["acme/by-plugin"] == ["live", ""]
+    assert states["acme/elsewhere"] == ["refused", "it is for platform cuda or musa, and this is acme or npu"]
+    assert states["acme/newer"] == ["refused", "it needs acme-npu>=0.27, and acme-npu 0.26.1+cn is installed"]
+    assert states["acme/without"] == ["refused", "it needs acme-other, and no acme-other is installed"]
+    # Doctor imports no plugin, so it knows a platform by its entry point.
+    assert doctor == {name: state for name, (state, _) in states.items()}
+    assert answers["device"][0]["acme/by-device"] == ["live", ""]
+
+
+@pytest.mark.parametrize(
+    "more", ["platform = []", 'platform = "npu"', 'with = "a b"', "with = \"a; sys_platform == 'x'\""]
+)
+def test_a_condition_that_cannot_be_read_leaves_the_catalogue_out(acme: Project, more: str) -> None:
+    acme.feature("step", STEP, gate=None, catalogue=acme.folder / "acme", more=more)
+    with pytest.raises(CatalogueError, match=r"patch\.toml: (platform|with) is "):
+        load_outside(acme.folder / "acme")
+
+
 def test_another_text_of_the_catalogue_is_another_fingerprint(acme: Project) -> None:
     """A gate has the same value then; a graph that was compiled from the other text must not be found."""
     show = "print(install().fingerprint)"

@@ -303,7 +303,7 @@ def _decide(
     if cache.trouble is not None and not cache.read_only:
         look.problems.append(cache.trouble)
         return all_of("refused", "no folder for patched copies", look.problems)
-    others, missing = find_targets(catalogue.features)
+    others, missing = find_targets(catalogue.features, lambda: _platform_names(installed, look))
 
     def check(file: PatchedFile) -> None:
         if trouble := trouble_in(file.path, file.text):
@@ -335,6 +335,13 @@ def _decide(
         for planned in plan.features.values()
     ]
     return tuple(rows), plan.fingerprint
+
+
+def _platform_names(installed: Installed, look: _Look) -> list[str]:
+    """Return the possible names of a vLLM process's platform here."""
+    # Whether another plugin offers its platform only a process can tell, because its functions import vLLM.
+    plugins = [point.name.lower() for point in platforms.others(look.settings.environ)]
+    return plugins or ["cpu" if "cpu" in f"{installed.dist} {installed.version}" else _host.find_platform().kind]
 
 
 def _platform_class(installed: Installed | None, platform: _host.Platform, look: _Look) -> dict[str, str | None]:

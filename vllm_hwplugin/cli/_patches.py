@@ -78,6 +78,8 @@ def show(arguments: Sequence[str]) -> int:
     print(f"origin:   {feature.origin}")
     print(f"requires: {', '.join(feature.requires) or 'nothing'}")
     print(f"removal:  {' '.join(feature.removal.split())}")
+    if feature.condition:
+        print(f"only:     {feature.condition}")
     for gap in feature.not_needed:
         print(f"not needed on {feature.target} {gap.versions}: {' '.join(gap.reason.split())}")
     print(f"\non {feature.target} {feature.versions}:")

@@ -36,6 +36,8 @@ FEATURE_KEYS = frozenset(
     {*_TEXTS, "requires", "versions", "not_needed", "default", "help", "compile_key", "uses_when", "overrides"}
 )
 _OWN_KEYS = FEATURE_KEYS | {"since", "aliases", "relies"}
+#: What only the features of external catalogues may state.
+_OUTSIDE_KEYS = FEATURE_KEYS | {"distribution", "platform", "with"}
 _NOT_NEEDED_KEYS = frozenset({"versions", "reason"})
 _OVERRIDE_KEYS = frozenset({"path", "class", "methods", "calls", "also", "versions"})
 #: The file of the project's own catalogue with the texts that its features rely on. `make docs` writes it.
@@ -122,7 +124,7 @@ def load_feature(folder: Path, terms: Terms) -> Feature:
     """Read a feature; see `load_catalogue` for errors."""
     file = folder / PATCH
     raw = read_toml(file, terms.read, "each folder of patches needs one")
-    refuse_unknown(raw, FEATURE_KEYS | {"distribution"} if terms.catalogue else _OWN_KEYS, "", file)
+    refuse_unknown(raw, _OUTSIDE_KEYS if terms.catalogue else _OWN_KEYS, "", file)
     if "id" in raw and raw["id"] != folder.name:
         raise CatalogueError(f"{file}: id is {raw['id']!r}, expected the folder's name {folder.name!r}")
     if terms.catalogue:
@@ -161,7 +163,31 @@ def load_feature(folder: Path, terms: Terms) -> Feature:
         relies=tuple(Relied(path, terms.texts.get(path, {})) for path in relied_on),
         overrides=overrides,
         group=folder.parent.name if not terms.catalogue and folder.parent.name in GROUPS else "",
+        platforms=tuple(_platforms(raw, file)),
+        companion=_companion(raw, file),
     )
+
+
+def _platforms(raw: Mapping[str, Any], file: Path) -> list[str]:
+    names = _list_of(raw, "platform", "names of platforms", file)
+    if "platform" in raw and not all(name.strip() for name in names or [""]):
+        raise CatalogueError(f"{file}: platform is {names!r}, expected names such as ['npu', 'musa']")
+    return [name.strip().lower() for name in names]
+
+
+def _companion(raw: Mapping[str, Any], file: Path) -> str:
+    if "with" not in raw:
+        return ""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    text = text_of(raw, "with", file)
+    try:
+        wanted = Requirement(text)
+    except InvalidRequirement:
+        wanted = None
+    if wanted is None or wanted.url or wanted.marker or wanted.extras:
+        raise CatalogueError(f"{file}: with is {text!r}, expected a package and its versions: 'acme-npu>=0.26,<0.27'")
+    return text
 
 
 def _terms(raw: Mapping[str, Any], file: Path) -> list[str]:

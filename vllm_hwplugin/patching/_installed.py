@@ -10,7 +10,7 @@ import os
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.machinery import PathFinder
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -243,10 +243,38 @@ def find_distribution(name: str, paths: Iterable[str]) -> Installed:
     return Installed(name, version, root, record)
 
 
-def find_targets(features: Iterable[Feature]) -> tuple[dict[str, Installed], dict[str, str]]:
-    """Return other distributions that features change, and why features lack theirs."""
+def platform_names() -> frozenset[str]:
+    """Return the names of this process's platform.
+
+    These are the device's name and the entry points of the platform's plugin. Asking makes vLLM choose, if it has not.
+    Empty: vLLM is not imported, or finds no platform.
+    """
+    try:
+        used = getattr(sys.modules.get("vllm.platforms"), "current_platform", None)
+    except Exception:
+        # vLLM reports this error itself, when it needs the platform.
+        return frozenset()
+    # `device_type` of ROCm is "cuda".
+    device = getattr(used, "device_name", "") or getattr(used, "device_type", "")
+    package = type(used).__module__.partition(".")[0]
+    points = importlib.metadata.entry_points(group="vllm.platform_plugins")
+    names = (point.name for point in points if point.value.partition(":")[0].partition(".")[0] == package)
+    return frozenset(name.lower() for name in (device, *names) if name)
+
+
+def find_targets(
+    features: Iterable[Feature], platform: Callable[[], Collection[str]] = platform_names
+) -> tuple[dict[str, Installed], dict[str, str]]:
+    """Return other distributions that features change, and why features cannot have theirs.
+
+    A feature of another platform, or without its companion distribution, is among the latter.
+
+    Args:
+        platform: returns the names of this process's platform, none if unknown; called only if a feature names one.
+    """
+    features = tuple(features)
     targets: dict[str, Installed] = {}
-    missing: dict[str, str] = {}
+    missing = {feature.id: why for feature in features if (why := _elsewhere(feature, platform))}
     of: dict[str, list[Feature]] = {}
     for feature in features:
         if feature.distribution != VLLM:
@@ -257,3 +285,23 @@ def find_targets(features: Iterable[Feature]) -> tuple[dict[str, Installed], dic
         except NotInstalled as error:
             missing |= {user.id: str(error) for user in users}
     return targets, missing
+
+
+def _elsewhere(feature: Feature, platform: Callable[[], Collection[str]]) -> str:
+    """Return why a feature is not for this process, or ""."""
+    if feature.platforms:
+        here = platform()
+        if not {*here} & {*feature.platforms}:
+            shown = f"this is {' or '.join(sorted(here))}" if here else "vLLM has not chosen its platform"
+            return f"it is for platform {' or '.join(feature.platforms)}, and {shown}"
+    if feature.companion:
+        from packaging.requirements import Requirement
+
+        wanted = Requirement(feature.companion)
+        try:
+            version = importlib.metadata.version(wanted.name)
+        except importlib.metadata.PackageNotFoundError:
+            return f"it needs {feature.companion}, and no {wanted.name} is installed"
+        if not wanted.specifier.contains(version, prereleases=True):
+            return f"it needs {feature.companion}, and {wanted.name} {version} is installed"
+    return ""

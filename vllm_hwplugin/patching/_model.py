@@ -157,6 +157,8 @@ class Feature(NamedTuple):
         relies: unchanged files whose text it needs. Hunks that fit do not check these.
         overrides: the classes whose methods it overrides.
         group: the folder between the catalogue's and the feature's; empty without one.
+        platforms: the platforms of vLLM that it is for; empty: all.
+        companion: another distribution that must be installed, with its versions (`vllm-ascend>=0.26,<0.27`); or empty.
     """
 
     id: str
@@ -175,6 +177,14 @@ class Feature(NamedTuple):
     relies: tuple[Relied, ...] = ()
     overrides: tuple[Overridden, ...] = ()
     group: str = ""
+    platforms: tuple[str, ...] = ()
+    companion: str = ""
+
+    @property
+    def condition(self) -> str:
+        """Where it may run, besides the versions of its distribution; empty: anywhere."""
+        platform = [f"on platform {' or '.join(self.platforms)}"] if self.platforms else []
+        return ", ".join([*platform, *([f"with {self.companion}"] if self.companion else [])])
 
     @property
     def home(self) -> str:

@@ -5,7 +5,7 @@ vLLM asks for the class while vLLM itself is being imported. So this package's i
 the patch engine; the classes do, and vLLM imports the chosen class by name.
 """
 
-from ._offer import CLASSES, GATE, GROUP, KEY, Decision, PlatformError, foresee, must_hold, note_used, offer
+from ._offer import CLASSES, GATE, GROUP, KEY, Decision, PlatformError, foresee, must_hold, note_used, offer, others
 
 __all__ = [
     "CLASSES",
@@ -18,4 +18,5 @@ __all__ = [
     "must_hold",
     "note_used",
     "offer",
+    "others",
 ]

@@ -372,11 +372,12 @@ def as_markdown(catalogue: Catalogue, reports: Iterable[TargetReport]) -> str:
     ]
     for feature in catalogue.features:
         frozen = " Ended before 0.29: fixes only." if feature.is_frozen else ""
+        condition = f" Only {_text(feature.condition)}." if feature.condition else ""
         lines += [
             "",
             f"## {_code(feature.id)}",
             "",
-            f"{_text(feature.title)}. Switch: {_code(feature.gate)}.{frozen}",
+            f"{_text(feature.title)}. Switch: {_code(feature.gate)}.{condition}{frozen}",
             "",
         ]
         lines += _reasons(feature.id, seen)
