@@ -123,11 +123,14 @@ def new_folder(catalogue: Path, name: str) -> Path:
     return folder
 
 
-def create(folder: Path, about: About, made: Written, upstream: Iterable[str] = ()) -> None:
+def create(
+    folder: Path, about: About, made: Written, upstream: Iterable[str] = (), requires: Sequence[str] = ()
+) -> None:
     """Write a new feature, and a new catalogue around it if needed.
 
     Args:
         upstream: The versions that have the change already.
+        requires: Features of the catalogue.
 
     Raises:
         ChangeError: The feature cannot be written; nothing of it remains.
@@ -137,7 +140,8 @@ def create(folder: Path, about: About, made: Written, upstream: Iterable[str] = 
     if about.gate is not None:
         lines.append(f"gate = {_basic(about.gate)}")
     lines.append(f"what = {_long(about.what)}")
-    lines += [f"origin = {_basic(about.origin)}", f"removal = {_basic(about.removal)}", "requires = []"]
+    lines += [f"origin = {_basic(about.origin)}", f"removal = {_basic(about.removal)}"]
+    lines.append(f"requires = [{', '.join(map(_basic, requires))}]")
     lines.append(f"versions = {_basic(made.versions)}")
     if text := ranges(upstream):
         lines += ["", "[[not_needed]]", f"versions = {_basic(text)}", f"reason = {_basic(_HAS_IT)}"]

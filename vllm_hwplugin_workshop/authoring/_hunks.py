@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from packaging.version import Version
 
@@ -17,11 +17,9 @@ from vllm_hwplugin.patching import Feature
 from vllm_hwplugin.patching.texts import Edit, FileDiff, Hunk, Source, apply_edits, edits_of, locate
 from vllm_hwplugin.versions import Versions
 
-from ._carry import Carried, Edited, carry_all
+from ._carry import CONTEXT, Carried, Edited, carry_all
 from ._change import Change, Step
 from ._line import Line
-
-_CONTEXT: Final = 3
 
 
 class Written(NamedTuple):
@@ -37,13 +35,14 @@ class _Held:
     intervals: frozenset[int]
 
 
-def written(carried: Sequence[Carried], feature: Feature | None = None) -> Written:
+def written(carried: Sequence[Carried], feature: Feature | None = None, context: int = CONTEXT) -> Written:
     """Return a feature's hunks for the carried versions.
 
     Args:
         carried: The change on each version, in any order.
         feature: The existing feature; the carried versions, with the unknown versions after each, are replaced in it.
             None: a new feature.
+        context: Lines of context of new hunks; more where a hunk then fits more than one place.
     """
     in_order = sorted(carried, key=lambda result: Version(result.version))
     files = feature.files if feature is not None else ()
@@ -65,7 +64,9 @@ def written(carried: Sequence[Carried], feature: Feature | None = None) -> Writt
     for result in in_order:
         for path, edited in result.files.items():
             if edited.edits:
-                _add(held.setdefault((at.get(path, _name(path)), path), []), path, edited, taken[result.version])
+                _add(
+                    held.setdefault((at.get(path, _name(path)), path), []), path, edited, taken[result.version], context
+                )
     among = had | given
     diffs: dict[str, tuple[FileDiff, ...]] = {}
     for (name, path), hunks in held.items():
@@ -83,7 +84,7 @@ def written(carried: Sequence[Carried], feature: Feature | None = None) -> Writt
     return Written(versions, diffs)
 
 
-def _add(held: list[_Held], path: str, edited: Edited, version: frozenset[int]) -> None:
+def _add(held: list[_Held], path: str, edited: Edited, version: frozenset[int], context: int) -> None:
     """Give a version its hunks, in the order of its text."""
     used: list[tuple[int, _Held]] = []
     left = list(edited.edits)
@@ -93,11 +94,11 @@ def _add(held: list[_Held], path: str, edited: Edited, version: frozenset[int]) 
         if place is not None and made and all(edit in left for edit in made):
             used.append((place, part))
             left = [edit for edit in left if edit not in made]
-    parts = _with_new(used, path, Edited(edited.pristine, tuple(left)))
+    parts = _with_new(used, path, Edited(edited.pristine, tuple(left)), context)
     shared = [part for part in held if any(part is other for _, other in used)]
     in_place = [part for part in parts if part in shared] == shared
     if not in_place or not _makes(FileDiff(path, _hunks_of(parts), path), edited):
-        parts = _with_new([], path, edited)
+        parts = _with_new([], path, edited, context)
     behind = len(held)
     for part in reversed(parts):
         part.intervals |= version
@@ -108,9 +109,9 @@ def _add(held: list[_Held], path: str, edited: Edited, version: frozenset[int]) 
             behind = known
 
 
-def _with_new(used: Sequence[tuple[int, _Held]], path: str, edited: Edited) -> list[_Held]:
+def _with_new(used: Sequence[tuple[int, _Held]], path: str, edited: Edited, context: int) -> list[_Held]:
     """Return used hunks and new hunks in order of their places."""
-    new = make_diff(path, edited).hunks if edited.edits else ()
+    new = make_diff(path, edited, context).hunks if edited.edits else ()
     places = [*used, *((max(hunk.source_start - 1, 0), _Held(hunk, frozenset())) for hunk in new)]
     return [part for _, part in sorted(places, key=lambda placed: placed[0])]
 
@@ -134,10 +135,10 @@ def carry_again(made: Carried, sources: Iterable[Source]) -> list[Carried]:
     return carry_all(Change("", made.label, "", steps), sources)
 
 
-def make_diff(path: str, edited: Edited) -> FileDiff:
+def make_diff(path: str, edited: Edited, context: int = CONTEXT) -> FileDiff:
     """Return a version's diff, whose hunks fit at only one place."""
     lines = edited.pristine.lines
-    around = [_CONTEXT] * len(edited.edits)
+    around = [context] * len(edited.edits)
     while True:
         spans = _together(edited.edits, around, len(lines))
         diff = FileDiff(path, _hunks(edited, spans), path)

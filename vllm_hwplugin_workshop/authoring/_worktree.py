@@ -144,7 +144,7 @@ def read_tree(folder: Path) -> tuple[WorkTree, Carried]:
         if trouble := trouble_in(path, text):
             raise ChangeError(f"{folder}: {trouble}")
         pristine = Text(stock[path])
-        if edits := _edits_between(pristine.lines, Text(text).lines):
+        if edits := edits_between(pristine.lines, Text(text).lines):
             files[path] = Edited(pristine, edits)
     if not files:
         raise ChangeError(f"{folder}: no file was changed; edit the files below vllm/, then save")
@@ -160,7 +160,7 @@ def _read(file: Path) -> str:
     return file.read_bytes().decode("utf-8")
 
 
-def _edits_between(before: list[str], after: list[str]) -> tuple[Edit, ...]:
+def edits_between(before: list[str], after: list[str]) -> tuple[Edit, ...]:
     """Return the edits that turn one text's lines into the other's."""
     lines = (*(("-", line) for line in before), *(("+", line) for line in after))
     # Only between the first and last line that differ: comparing a whole large file takes seconds.

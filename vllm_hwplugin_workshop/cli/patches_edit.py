@@ -26,6 +26,7 @@ from ..authoring import (
     open_tree,
     read_feature,
     read_tree,
+    settled,
     written,
 )
 from ..sources import Index, open_installed, open_target
@@ -84,7 +85,7 @@ def edit(arguments: Sequence[str]) -> int:
     index = Index()
     source = open_installed() if options.vllm is None else open_target(options.vllm, index)
     if options.change is not None:
-        change = change_in(options.change)
+        (change,) = settled([change_in(options.change)], [source])
         if not home.exists():
             check_catalogue(home.parent, gate=options.gate)
             about = about_of(change, new_folder(home.parent, home.name).name, options.gate)

@@ -274,6 +274,10 @@ class IndexSource:
         self._keep(f"files/{path}", text)
         return text
 
+    def named(self, name: str) -> list[str]:
+        """Return the paths of vLLM's files of this name."""
+        return [path for path in self._members if path.startswith("vllm/") and path.endswith(f"/{name}")]
+
     def checksums(self) -> dict[str, int]:
         """Return each Python file's CRC-32 from the wheel's directory.
 

@@ -100,6 +100,10 @@ class TreeSource:
         except OSError as error:
             raise SourceError(f"{file}: cannot be read ({error}); check the tree") from error
 
+    def named(self, name: str) -> list[str]:
+        """Return the paths of vLLM's files of this name."""
+        return sorted(file.relative_to(self._folder).as_posix() for file in (self._folder / "vllm").rglob(name))
+
 
 class WheelSource:
     """A wheel file of vLLM, or of another distribution.
@@ -135,6 +139,10 @@ class WheelSource:
     def read(self, path: str) -> str | None:
         """Return a member's text with its line ends, or None."""
         return None if path not in self._zip.NameToInfo else text_of(self._zip, path, str(self._path))
+
+    def named(self, name: str) -> list[str]:
+        """Return the paths of vLLM's files of this name."""
+        return [path for path in self._zip.namelist() if path.startswith("vllm/") and path.endswith(f"/{name}")]
 
 
 class _File(io.FileIO):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cpu_seconds import slowness
-from vllm_hwplugin_workshop.authoring import Change, ChangeError, Outcome, carry, read_change
+from vllm_hwplugin_workshop.authoring import Change, ChangeError, Outcome, carry, read_change, read_series
 
 from .made import PATH, Memory, Repository, git_diff
 
@@ -95,11 +95,14 @@ def test_a_name_that_git_quotes(tmp_path: Path) -> None:
 
 
 @needs_git
-def test_several_commits_are_to_be_one_diff(repository: Repository) -> None:
+def test_several_commits_are_a_series_of_mails_or_one_diff(repository: Repository) -> None:
     repository.commit("Say it once more", {PATH: b"a = 1\n"})
-    for arguments in (("log", "-p", "HEAD~2..HEAD"), ("format-patch", "--stdout", "HEAD~2")):
-        with pytest.raises(ChangeError, match="several commits; write one diff"):
-            read_change(repository.git(*arguments), "it.patch")
+    with pytest.raises(ChangeError, match="newest first; write them with `git format-patch"):
+        read_series(repository.git("log", "-p", "HEAD~2..HEAD"), "it.patch")
+    mails = repository.git("format-patch", "--stdout", "HEAD~2")
+    assert [change.title for change in read_series(mails, "it.patch")] == ["Größe - mend `alpha`", "Say it once more"]
+    with pytest.raises(ChangeError, match="several changes; import them with `patches import`, or write one diff"):
+        read_change(mails, "it.patch")
     number = repository.git("rev-parse", "HEAD").decode()[:12]
     assert read_change(repository.git("show"), "it.patch").origin == f"commit {number}"
 
@@ -145,9 +148,13 @@ def test_a_mail_that_is_cut_between_two_files_is_refused(repository: Repository)
     ("data", "message"),
     [
         (b"nothing\n", r"no '--- a/\.\.\. \+\+\+ b/\.\.\.' header"),
-        (git_diff("a\n", "b\n", "tests/x.py"), r"nothing to carry in tests/x\.py \(outside vllm/\)"),
+        (git_diff("a\n", "b\n", "csrc/x.cu"), r"nothing to carry in csrc/x\.cu \(outside vllm/\)"),
         (git_diff("a\n", "b\n") + b"+one too many\n", "belongs to no hunk"),
-        (git_diff("a\n", "b\n") + git_diff("b\n", "c\n"), "changes vllm/v1/alpha.py twice"),
+        (git_diff("a\n", "b\n") + git_diff("b\n", "c\n"), "several changes"),
+        (
+            b"From: a@b\nSubject: It\n\n---\n" + git_diff("a\n", "b\n") + git_diff("b\n", "c\n"),
+            "changes vllm/v1/alpha.py twice",
+        ),
         (git_diff("a\n", "b\n").replace(b"@@ -1", b"@@ -" + b"1" * 5000), "belongs to no hunk"),
         (git_diff("a\n", "b\n")[:-1], "the last line has no newline"),
         (git_diff("a\n", "b\n").replace(b"+b", b"+\xff"), "not UTF-8"),

@@ -350,3 +350,130 @@ def test_only_vllms_versions_are_read(trees: list[str], change: Path) -> None:
     Path("mine/catalogue.toml").write_text('name = "mine"\ndistribution = "transformers"\n')
     assert run("import", str(change), "--into", "mine", *trees[:2]).exit_code == 2
     assert [file.name for file in Path("mine").iterdir()] == ["catalogue.toml"]
+
+
+def mail(subject: str, diff: bytes, commit: str = "1" * 40) -> bytes:
+    head = f"From {commit} Mon Sep 17 00:00:00 2001\nFrom: J <j@example.org>\n"
+    head += f"Subject: [PATCH] {subject}\n\nBecause.\n---\n"
+    return head.encode() + diff + b"-- \n2.43.0\n\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [
+        ("v1/add.py", ()),
+        ("add.py", ("--prefix", "vllm/v1")),
+        ("usr/lib/python3.12/dist-packages/vllm/v1/add.py", ()),
+    ],
+    ids=["inside the package", "a named folder", "site-packages"],
+)
+def test_a_diff_that_was_made_elsewhere_than_above_the_package(
+    trees: list[str], path: str, options: tuple[str, ...]
+) -> None:
+    Path("it.diff").write_bytes(git_diff(OLD, NEW, path))
+    result = run("import", "it.diff", "--id", "add", "--into", "mine", *options, *trees[:4])
+    assert result.exit_code == 0, result.output
+    assert ("paths begin inside the package: vllm/ was put in front of them" in result.stdout) == (path == "v1/add.py")
+    assert plan("0.30.0").files[PATH].text == NEW
+
+
+def test_a_path_that_is_not_in_the_package_either(trees: list[str]) -> None:
+    Path("it.diff").write_bytes(git_diff(OLD, NEW, "tests/add.py"))
+    result = run("import", "it.diff", *trees[:4])
+    assert result.exit_code == 2
+    assert "nothing to carry in tests/add.py (outside vllm/" in result.stderr
+    assert "--prefix" in result.stderr
+
+
+def test_a_hunk_that_fits_with_less_context_is_reported_and_taken_on_request(trees: list[str]) -> None:
+    """The line three above the change differs from version to version."""
+    texts = {"0.30.0": OLD, "0.31.0": OLD.replace("def add(a, b):", "def add(a, b=0):")}
+    for version, text in texts.items():
+        Path(version, PATH).write_text(text)
+    Path("it.diff").write_bytes(git_diff(OLD, NEW, PATH))
+    arguments = ("import", "it.diff", "--id", "add", *trees[:4])
+    result = run(*arguments)
+    assert "vllm 0.31.0: does not fit: 1 of 1 hunks do not fit; the change fits with 2 lines" in result.stdout
+    assert "--context 2" in result.stdout
+    assert result.exit_code == 1
+    assert run(*arguments, "--into", "mine", "--context", "1").exit_code == 0
+    for version, text in texts.items():
+        assert plan(version).files[PATH].text == text.replace("    return total\n", "    return int(total)\n")
+    # So it is one hunk for both.
+    (feature,) = outside.load_outside(Path("mine")).features
+    assert [hunk.versions for file in feature.files for hunk in file.hunks] == [None]
+
+
+def test_less_context_never_chooses_between_two_places(trees: list[str]) -> None:
+    twice = OLD.replace("def add", "def sub") + OLD.replace("def add", "def mul")
+    Path("0.30.0", PATH).write_text(twice)
+    Path("it.diff").write_bytes(git_diff(OLD, NEW, PATH))
+    result = run("import", "it.diff", "--id", "add", "--context", "1", "--vllm", tree("0.30.0"))
+    assert result.exit_code == 1
+    assert "context" not in re.findall(r"^vllm 0.30.0: (.*)$", result.stdout, re.MULTILINE)[0]
+
+
+def test_two_diffs_with_prose_of_which_one_adds_a_file_without_saying_so(trees: list[str]) -> None:
+    new = git_diff("", "a = 1\n", "vllm/v1/new.py", named=False)
+    prose = b"Second:\n\n  - indented\n\n"
+    Path("it.diff").write_bytes(b"Why it is.\n\n" + git_diff(OLD, NEW, PATH, named=False) + prose + new)
+    result = run("import", "it.diff", "--one", "--id", "add", "--into", "mine", *trees[:4])
+    assert "left out: vllm/v1/new.py: a new file; " in result.stdout
+    assert "vllm 0.30.0: exact" in result.stdout
+    assert result.exit_code == 1
+    (feature,) = outside.load_outside(Path("mine")).features
+    assert feature.what.startswith("Why it is.")
+
+
+def test_a_file_that_has_moved_is_named(trees: list[str]) -> None:
+    moved = Path("0.31.0/vllm/third_party/add.py")
+    moved.parent.mkdir(parents=True)
+    Path("0.31.0", PATH).rename(moved)
+    Path("it.diff").write_bytes(git_diff(OLD, NEW, PATH))
+    result = run("import", "it.diff", *trees[:4])
+    assert "vllm 0.31.0: does not fit: vLLM has no vllm/v1/add.py (it fits vllm/third_party/add.py: " in result.stdout
+
+
+SECOND = NEW.replace("import os\n", "import os\nimport sys\n")
+OVER = NEW.replace("int(total)", "round(total)")
+
+
+def test_a_series_becomes_features_that_require_the_one_before(trees: list[str]) -> None:
+    """The second mail's text is the first one's result."""
+    series = mail("Add whole numbers", git_diff(OLD, NEW, PATH), "0" * 40) + mail(
+        "Import sys (#78)", git_diff(NEW, SECOND, PATH)
+    )
+    Path("series.mbox").write_bytes(series)
+    result = run("import", "series.mbox", "--into", "mine", *trees[:4])
+    assert result.exit_code == 0, result.output
+    first, second = outside.load_outside(Path("mine")).features
+    assert (first.id, first.requires) == ("mine/add-whole-numbers", ())
+    assert (second.id, second.requires) == ("mine/import-sys", ("mine/add-whole-numbers",))
+    # The first has no commit's name.
+    assert (first.origin, second.origin) == ("series.mbox", "vLLM PR 78")
+    assert plan("0.30.0").files[PATH].text == SECOND
+    assert run("check", "mine", *trees[:4]).exit_code == 0
+
+
+def test_a_series_over_the_same_lines_is_one_feature(trees: list[str]) -> None:
+    series = mail("Add whole numbers", git_diff(OLD, NEW, PATH)) + mail("Round them", git_diff(NEW, OVER, PATH))
+    Path("series.mbox").write_bytes(series)
+    result = run("import", "series.mbox", "--into", "mine", *trees[:4])
+    assert result.exit_code == 1
+    assert "it changes lines of an earlier change of the series: make one feature of all (--one)" in result.stdout
+    shutil.rmtree("mine")
+    assert run("import", "series.mbox", "--into", "mine", "--one", *trees[:4]).exit_code == 0
+    (feature,) = outside.load_outside(Path("mine")).features
+    assert "Round them" in feature.what
+    assert plan("0.31.0").files[PATH].text == "# newer\n" + OVER
+
+
+def test_the_report_is_short(trees: list[str], change: Path) -> None:
+    """The versions first; of the hunks those of the newest one that does not fit."""
+    Path("0.31.0", PATH).write_text(OTHER + "# another\n")
+    short, long = (run("import", str(change), *trees[:6], *more).stdout.splitlines() for more in ((), ("-v",)))
+    versions = [number for number, text in enumerate(short) if text.startswith("vllm 0.")]
+    assert versions == [*range(versions[0], versions[0] + 3)]
+    assert [text for text in short if text.startswith("hunks that do not")] == ["hunks that do not fit 0.32.0:"]
+    assert "-v shows the hunks that do not fit 0.31.0" in short
+    assert "hunks that do not fit 0.31.0:" in long
