@@ -83,8 +83,10 @@ class Case:
             # A length would have each step accept as many drafts as the other, or one more.
             "synthetic_acceptance_rates": [1 - (position + 1) / (self.k + 2) for position in range(self.k)],
         }
-        # Logits of dummy weights are close together, and a batch that is padded may have others in the last bits.
-        sizes = [(1 + self.k) * requests for requests in range(1, _MAX_NUM_SEQS + 1)]
+        # Logits of dummy weights are close together, and a batch that is padded may have others in the last bits. The
+        # small sizes are for vLLM's own draft steps with one token per request: the plugin's graphs pad none of them.
+        batches = range(1, _MAX_NUM_SEQS + 1)
+        sizes = sorted({*batches, *((1 + self.k) * requests for requests in batches)})
         return {
             **SMALL_ENGINE,
             "model": str(target),

@@ -36,6 +36,7 @@ def test_every_number_of_requests_has_a_graph(name: str, tmp_path: Path) -> None
     case = ALL[name]
     options = case.engine(tmp_path / "model")
     sizes = options["compilation_config"]["cudagraph_capture_sizes"]
-    assert sizes == [(1 + case.k) * requests for requests in range(1, options["max_num_seqs"] + 1)]
+    for tokens in (1, 1 + case.k):
+        assert {tokens * requests for requests in range(1, options["max_num_seqs"] + 1)} <= set(sizes)
     assert set(case.v1) <= set(small_shapes.V1_GRAPHS)
     assert set(case.v2) <= set(small_shapes.V2_GRAPHS)

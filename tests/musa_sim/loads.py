@@ -328,10 +328,12 @@ def assert_same(expected: Run, found: Run) -> None:
     """
     names = {name: None for step in (*expected.steps, *found.steps) for name in step["scheduled"]}
     for name in names:
+        batches = [step["scheduled"] for step in expected.steps if name in step["scheduled"]]
         for index, (left, right) in enumerate(zip(expected.of(name), found.of(name), strict=False)):
             for what in ("scheduled", "verified", "sampled", "drafts"):
                 assert left[what] == right[what], (
-                    f"request {name}, its step {index}: {what} {right[what]}, expected {left[what]}"
+                    f"request {name}, its step {index}: {what} {right[what]}, expected {left[what]}; tokens scheduled "
+                    f"in this step: {batches[index]}"
                 )
         assert len(expected.of(name)) == len(found.of(name)), f"request {name} takes another number of steps"
     assert expected.answers == found.answers
