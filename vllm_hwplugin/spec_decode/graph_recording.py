@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from packaging.version import Version
@@ -24,7 +24,7 @@ from vllm.distributed.parallel_state import get_tp_group, graph_capture, model_p
 from vllm.v1.sample.ops import topk_topp_triton
 
 from vllm_hwplugin.errors import HwpluginError
-from vllm_hwplugin.fallback import FeatureRequired, in_a_line, stays_stock
+from vllm_hwplugin.fallback import FeatureRequired, gives_up, in_a_line, stays_stock
 
 try:
     from vllm.compilation.cudagraph_pool import capture_pool
@@ -126,6 +126,85 @@ def attempt(
     reserved_memory()
     stays_stock(feature, effect, f"capturing graphs failed: {reason}", level=logging.WARNING)
     return False
+
+
+_C = TypeVar("_C")
+_G = TypeVar("_G", bound="Graphs[Any]")
+
+
+class Graphs(Generic[_C]):
+    """The graphs of a feature, which are captured, forgotten and given up together.
+
+    Companions are graphs of other features that build on these. They are captured after them, and go with them.
+
+    Args:
+        owner: the runner or the drafter.
+
+    Attributes:
+        feature: the feature's id.
+        effect: what happens without the graphs, as for `stays_stock`.
+        needed: why companions have no graphs without these, with `{reason}`.
+        failed: whether the last capture failed.
+    """
+
+    feature: str
+    effect: str
+    needed = "{reason}"
+    failed = False
+
+    def __init__(self, owner: Any):
+        self._owner = owner
+        self._companions: list[Graphs[Any]] = []
+        self.forget()
+
+    def add(self, make: Callable[[Any, Any], _G]) -> _G:
+        """Make companions for the same owner, and return them."""
+        companion = make(self._owner, self)
+        self._companions.append(companion)
+        return companion
+
+    def forget(self) -> None:
+        """Drop the graphs and everything made for them, also the companions'."""
+        self._captured: _C | None = None
+        for companion in self._companions:
+            companion.forget()
+
+    def capture(self, *arguments: Any, **settings: Any) -> None:
+        """Capture the graphs again.
+
+        Raises:
+            FeatureRequired: nothing can be captured, and the feature's switch is `on`.
+        """
+        raise NotImplementedError
+
+    def attempt(self, record: Callable[[], object], pool: Any = None) -> bool:
+        """Run `record` as the function `attempt` does; without graphs, leave out companions."""
+        self.failed = not attempt(self.feature, self.effect, record, self.forget, pool)
+        if self.failed:
+            self._leave_companions("capturing these failed")
+        return not self.failed
+
+    def stay_stock(self, reason: str) -> None:
+        """Drop the graphs, and record why neither these nor companions exist.
+
+        Raises:
+            FeatureRequired: the switch is `on`.
+        """
+        self.forget()
+        stays_stock(self.feature, self.effect, reason)
+        self._leave_companions(reason)
+
+    def _leave_companions(self, reason: str) -> None:
+        for companion in self._companions:
+            companion.stay_stock(self.needed.format(reason=reason))
+
+    def give_up(self, reason: str) -> None:
+        """Drop the graphs of a running engine, and record why."""
+        if self._captured is not None:
+            for companion in self._companions:
+                companion.give_up(reason)
+            self.forget()
+            gives_up(self.feature, self.effect, reason)
 
 
 def attempt_capture(

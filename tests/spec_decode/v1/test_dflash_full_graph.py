@@ -55,7 +55,7 @@ def compare_all(stock, graphed, batches):
 
 
 def graphs_of(proposer):
-    return proposer.draft_graphs._passes._graphs, proposer.draft_context._graphs
+    return proposer.draft_graphs._captured._graphs, proposer.draft_context._captured
 
 
 @MODES

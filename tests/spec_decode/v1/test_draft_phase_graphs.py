@@ -209,7 +209,7 @@ def test_padding_drafts_nothing_and_writes_nothing(sides: tuple[Any, Target]) ->
         batch = target.runner.batch(DRAFTS, size=size)
         expected = propose(stock, batch)
         found = target.step(batch, padded)
-        assert found.data_ptr() == target.host.draft_phase._buffers.drafts.data_ptr(), "no graph drafted"
+        assert found.data_ptr() == target.host.draft_phase._plan.buffers.drafts.data_ptr(), "no graph drafted"
         assert found.tolist() == expected.tolist()
         drafted.update(found.flatten().tolist())
         # All but the row that takes what has no slot.

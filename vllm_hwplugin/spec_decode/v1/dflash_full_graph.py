@@ -20,9 +20,9 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.features import DFLASH_FULL_GRAPH
-from vllm_hwplugin.spec_decode.graph_recording import attempt
+from vllm_hwplugin.spec_decode.graph_recording import Graphs, attempt
 from vllm_hwplugin.spec_decode.v1.draft_decision import DraftKeys, pad_up
-from vllm_hwplugin.spec_decode.v1.draft_full_graph import Companion, DraftGraphs
+from vllm_hwplugin.spec_decode.v1.draft_full_graph import DraftGraphs
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, full_graphs
 from vllm_hwplugin.spec_decode.weights import FusedWeights
 
@@ -43,39 +43,40 @@ def lengthen_query_buffers(proposer: Any) -> None:
             setattr(proposer, name, rows.new_zeros(largest))
 
 
-class ContextGraphs(Companion):
+class ContextGraphs(Graphs[CUDAGraphWrapper]):
     """The context graphs of one `DFlashProposer`, which holds it as `draft_context`."""
 
     feature, effect = DFLASH_FULL_GRAPH, "the DFlash drafter runs as in unpatched vLLM"
 
     def __init__(self, proposer: Any, draft_graphs: DraftGraphs):
-        self._proposer = proposer
+        super().__init__(proposer)
         self._draft_graphs = draft_graphs
-        self.forget()
 
     def forget(self) -> None:
+        super().forget()
         self._sizes: tuple[int, ...] = ()
-        self._graphs: CUDAGraphWrapper | None = None
         self._fused: FusedWeights | None = None
 
     def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
         """Capture each decode batch's context; padding slots write no KV cache."""
         self.forget()
-        proposer = self._proposer
+        proposer = self._owner
         block = 1 + proposer.speculative_config.num_speculative_tokens
         self._sizes = tuple(count * block for count in keys.requests(block) if count * block <= proposer.max_num_tokens)
-        self._graphs = full_graphs(self.precompute, proposer.vllm_config, passes.graph_pool)
+
+        def record(size: int) -> None:
+            graphs = self._captured or full_graphs(self.precompute, proposer.vllm_config, passes.graph_pool)
+            self._captured = graphs
+            proposer._context_slot_mapping_buffer[:size].fill_(PADDING_SLOT_ID)
+            for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
+                self._launch(graphs, size, mode)
+
         for size in reversed(self._sizes):
-            if not attempt(DFLASH_FULL_GRAPH, _STOCK, partial(self._record, size), self.forget, passes.graph_pool):
+            if not attempt(DFLASH_FULL_GRAPH, _STOCK, partial(record, size), self.forget, passes.graph_pool):
                 self.failed = True
                 return
         self._fused = FusedWeights(proposer.model)
         journal.note(DFLASH_FULL_GRAPH, f"context keys and values in graphs of {list(self._sizes)} tokens")
-
-    def _record(self, size: int) -> None:
-        self._proposer._context_slot_mapping_buffer[:size].fill_(PADDING_SLOT_ID)
-        for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
-            self._launch(size, mode)
 
     def store(self, states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Write a batch's context into the drafter's cache, by graph if possible.
@@ -85,15 +86,16 @@ class ContextGraphs(Companion):
             positions: int64 [tokens], the leading part of the proposer's context positions.
             slots: int64 [tokens], the leading part of the proposer's context slots.
         """
-        proposer, count = self._proposer, states.shape[0]
+        proposer, count = self._owner, states.shape[0]
         padded = pad_up(self._sizes, count) if self._draft_graphs.ready else None
-        if padded is None or not self.keep_fused_in_place():
+        graphs = self._captured
+        if graphs is None or padded is None or not self.keep_fused_in_place():
             proposer.model.precompute_and_store_context_kv(states, positions, slots)
             return
         proposer.hidden_states[:count].copy_(states)
         if padded > count:
             proposer._context_slot_mapping_buffer[count:padded].fill_(PADDING_SLOT_ID)
-        self._launch(padded, CUDAGraphMode.FULL)
+        self._launch(graphs, padded, CUDAGraphMode.FULL)
 
     def keep_fused_in_place(self) -> bool:
         """Whether newly fused weights could be copied to the graphs' tensors.
@@ -107,20 +109,19 @@ class ContextGraphs(Companion):
             self.give_up(reason)
         return reason is None
 
-    def _launch(self, count: int, mode: CUDAGraphMode) -> None:
-        assert self._graphs is not None
+    def _launch(self, graphs: CUDAGraphWrapper, count: int, mode: CUDAGraphMode) -> None:
         with set_forward_context(
             None,
-            self._proposer.vllm_config,
+            self._owner.vllm_config,
             num_tokens=count,
             cudagraph_runtime_mode=mode,
             batch_descriptor=BatchDescriptor(num_tokens=count),
         ):
-            self._graphs(count=count)
+            graphs(count=count)
 
     def precompute(self, count: int) -> torch.Tensor:
         """Store the first `count` tokens' context; return [count, hidden] for `CUDAGraphWrapper`."""
-        proposer = self._proposer
+        proposer = self._owner
         states: torch.Tensor = proposer.hidden_states[:count]
         proposer.model.precompute_and_store_context_kv(
             states, proposer._context_positions_buffer[:count], proposer._context_slot_mapping_buffer[:count]

@@ -13,20 +13,19 @@ code keeps the real batch, and only the captured forward sees padded rows.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 
 from vllm_hwplugin import journal
-from vllm_hwplugin.fallback import gives_up, stays_stock
+from vllm_hwplugin.fallback import gives_up
 from vllm_hwplugin.features import DFLASH_FULL_GRAPH, DRAFT_FULL_GRAPH
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, GraphShape
 from vllm_hwplugin.spec_decode.drafters import MASK_METHODS
-from vllm_hwplugin.spec_decode.graph_recording import attempt
+from vllm_hwplugin.spec_decode.graph_recording import Graphs
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v1.draft_buffers import DraftBuffers, unmanaged_field
 from vllm_hwplugin.spec_decode.v1.draft_decision import (
@@ -42,57 +41,6 @@ from vllm_hwplugin.spec_decode.weights import Parameters, around_graphs
 logger = logging.getLogger("vllm.hwplugin")
 
 
-_STOCK = "the drafter runs as in unpatched vLLM"
-
-
-class Companion:
-    """Further graphs of a drafter, which another feature adds to the graphs of its passes.
-
-    They are captured after the passes, into the same memory pool, and are given up with them.
-
-    Attributes:
-        feature: its id.
-        effect: what happens without the graphs, as for `stays_stock`.
-        failed: whether their capture failed once, so that it is not tried again.
-    """
-
-    feature: ClassVar[str]
-    effect: ClassVar[str]
-    failed: bool = False
-    #: The graphs, in any container.
-    _graphs: Any = None
-
-    def forget(self) -> None:
-        """Drop the graphs, and everything that was made for them."""
-        raise NotImplementedError
-
-    def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
-        """Capture the graphs again.
-
-        Raises:
-            FeatureRequired: nothing can be captured, and the switch is `on`.
-        """
-        raise NotImplementedError
-
-    def stay_stock(self, reason: str) -> None:
-        """Drop the graphs, and record why.
-
-        Raises:
-            FeatureRequired: the switch is `on`.
-        """
-        self.forget()
-        stays_stock(self.feature, self.effect, reason)
-
-    def give_up(self, reason: str) -> None:
-        """Drop the graphs of a running engine, and record why."""
-        if self._graphs:
-            self.forget()
-            gives_up(self.feature, self.effect, reason)
-
-
-_C = TypeVar("_C", bound=Companion)
-
-
 def capture_draft_graphs(drafter: Any, template: Any, *, profiling: bool = False) -> None:
     """Capture the drafter's graphs while the runner captures the target's FULL graphs.
 
@@ -105,7 +53,7 @@ def capture_draft_graphs(drafter: Any, template: Any, *, profiling: bool = False
         graphs.capture(template, profiling=profiling)
 
 
-class DraftGraphs:
+class DraftGraphs(Graphs[PassGraphs]):
     """The FULL graphs of one `SpecDecodeBaseProposer`, which holds it as `draft_graphs` and calls it as its model.
 
     vLLM names the target's mode first, makes the drafter's attention groups after that, and then captures. It does all
@@ -114,31 +62,24 @@ class DraftGraphs:
     vLLM sleeps.
     """
 
+    feature, effect = DRAFT_FULL_GRAPH, "the drafter runs as in unpatched vLLM"
+    needed = f"it needs {DRAFT_FULL_GRAPH}'s graphs, and {{reason}}"
+
     def __init__(self, proposer: Any):
-        self._proposer = proposer
-        self._companions: list[Companion] = []
+        super().__init__(proposer)
         self._decision = ""
-        self._failed = False
         feature = DFLASH_FULL_GRAPH if proposer.method in MASK_METHODS else DRAFT_FULL_GRAPH
         self._step_counts = StepCounts(feature, "first-pass")
-        self._forget()
 
-    def add(self, make: Callable[[Any, DraftGraphs], _C]) -> _C:
-        companion = make(self._proposer, self)
-        self._companions.append(companion)
-        return companion
-
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        super().forget()
         self._target_mode: CUDAGraphMode | None = None
-        self._passes: PassGraphs | None = None
-        # None if no graph may be replayed; `_passes` may still have some then.
+        # None if no graph may be replayed; there may still be some then.
         self._keys: DraftKeys | None = None
         self._first_query_len = 0
-        self._parameters: Parameters | None = None
+        self._parameters = Parameters()
         self._shape: GraphShape | None = None
         self._passed_over: set[str] = set()
-        for companion in self._companions:
-            companion.forget()
 
     # -- a start ------------------------------------------------------------------------------------------------------
 
@@ -148,12 +89,12 @@ class DraftGraphs:
         Raises:
             FeatureRequired: nothing can be captured, and a switch is `on`.
         """
-        self._forget()
-        if self._failed:
+        self.forget()
+        if self.failed:
             return
-        plan = plan_before_capture(self._proposer, target_mode)
+        plan = plan_before_capture(self._owner, target_mode)
         if plan.keys is None:
-            self._stay_stock(plan.reason)
+            self.stay_stock(plan.reason)
             return
         self._target_mode = target_mode
         self._note("no drafter graph before the target's are captured")
@@ -167,52 +108,40 @@ class DraftGraphs:
             FeatureRequired: nothing can be captured, and a switch is `on`.
         """
         target_mode = self._target_mode
-        if target_mode is None or (self._passes is not None and self._passes.num_captured):
+        if target_mode is None or self.num_captured:
             return
-        self._forget()
-        plan = plan_at_capture(self._proposer, target_mode, template)
+        self.forget()
+        plan = plan_at_capture(self._owner, target_mode, template)
         if plan.keys is None:
-            self._stay_stock(plan.reason)
+            self.stay_stock(plan.reason)
             return
         self._target_mode = target_mode
         if not self._capture(plan.keys.largest(MAX_NUM_REQS) if profiling else plan.keys, template) or profiling:
             return
         shapes = _describe(plan.keys)
-        self._note(f"FULL drafter graphs for {type(self._proposer).__name__}: {shapes}")
+        self._note(f"FULL drafter graphs for {type(self._owner).__name__}: {shapes}")
         logger.info("%s: FULL drafter graphs for %s", DRAFT_FULL_GRAPH, shapes)
 
     def _capture(self, keys: DraftKeys, template: Any) -> bool:
-        proposer, first = self._proposer, first_pass_of(self._proposer)
+        proposer, first = self._owner, first_pass_of(self._owner)
         table, slots = template.block_table_tensor, proposer._slot_mapping_buffer
 
-        def prepare() -> None:
-            self._passes = PassGraphs(proposer, first, DraftBuffers(keys, table, slots, proposer.device))
+        def record(shape: GraphShape | None) -> None:
+            passes = self._captured or PassGraphs(proposer, first, DraftBuffers(keys, table, slots, proposer.device))
+            self._captured = passes
+            if shape is not None:
+                passes.capture(shape, template)
 
-        records: list[Callable[[], None]] = [prepare, *(partial(self._record, shape, template) for shape in keys.all())]
-        for record in records:
-            pool = None if self._passes is None else self._passes.graph_pool
-            if not attempt(DRAFT_FULL_GRAPH, _STOCK, record, self._forget, pool):
-                self._failed = True
-                for companion in self._companions:
-                    companion.stay_stock(f"it needs {DRAFT_FULL_GRAPH}'s graphs, and capturing these failed")
+        # The buffers by themselves first: ranks agree after each call, before they talk to each other in the next.
+        for shape in (None, *keys.all()):
+            if not self.attempt(partial(record, shape), self._captured and self._captured.graph_pool):
                 return False
-        assert self._passes is not None
         for companion in self._companions:
             if not companion.failed:
-                companion.capture(self._passes, keys, template)
+                companion.capture(self._captured, keys, template)
         self._keys, self._first_query_len = keys, first.query_len
         self._parameters = Parameters(places=around_graphs(proposer.model))
         return True
-
-    def _record(self, shape: GraphShape, template: Any) -> None:
-        assert self._passes is not None
-        self._passes.capture(shape, template)
-
-    def _stay_stock(self, reason: str) -> None:
-        self._forget()
-        stays_stock(DRAFT_FULL_GRAPH, _STOCK, reason)
-        for companion in self._companions:
-            companion.stay_stock(f"it needs {DRAFT_FULL_GRAPH}'s graphs, and {reason}")
 
     def _note(self, decision: str) -> None:
         self._decision = decision
@@ -228,7 +157,7 @@ class DraftGraphs:
     @property
     def num_captured(self) -> int:
         """How many passes are captured."""
-        return 0 if self._passes is None else self._passes.num_captured
+        return 0 if self._captured is None else self._captured.num_captured
 
     def may_replay(self, metadata: Any) -> bool:
         """Whether this batch is where the captured kernels read it.
@@ -236,13 +165,13 @@ class DraftGraphs:
         A batch that lies elsewhere is passed over. A block table or a weight that moved stays there, so it turns the
         graphs off.
         """
-        if not self.ready:
+        if self._captured is None or self._keys is None:
             return False
-        reason = None if self._parameters is None else self._parameters.moved()
-        if self._buffers.block_table_moved(metadata):
+        reason = self._parameters.moved()
+        if self._captured.buffers.block_table_moved(metadata):
             reason = "the drafter's block table moved after the graphs were captured"
         if reason is not None:
-            self._turn_off(reason)
+            self.give_up(reason)
             return False
         field = unmanaged_field(metadata)
         if field is not None:
@@ -255,11 +184,11 @@ class DraftGraphs:
         width = self._first_query_len
         uniform = metadata.max_query_len == width and metadata.num_actual_tokens == width * metadata.num_reqs
         self._shape = self._find(num_tokens, width if uniform else None, metadata)
-        if self._shape is None:
+        if self._captured is None or self._shape is None:
             self._step_counts.missed(self._why_not(uniform, metadata))
         else:
             self._step_counts.served()
-            self._buffers.of(self._shape).write(metadata, self._shape)
+            self._captured.buffers.of(self._shape).write(metadata, self._shape)
 
     def begin_steps(self, metadata: Any) -> None:
         """Choose the graph of the one-token steps, if any.
@@ -269,15 +198,10 @@ class DraftGraphs:
         reads the buffers of mixed batches.
         """
         self._shape = self._find(metadata.num_reqs, STEP_QUERY_LEN, metadata)
-        if self._shape is not None:
-            buffers = self._buffers.of(self._shape)
+        if self._captured is not None and self._shape is not None:
+            buffers = self._captured.buffers.of(self._shape)
             buffers.write_steps(metadata, self._shape)
             metadata.seq_lens = buffers.seq_lens[: metadata.num_reqs]
-
-    @property
-    def _buffers(self) -> DraftBuffers:
-        assert self._passes is not None
-        return self._passes.buffers
 
     def _find(self, num_tokens: int, query_len: int | None, metadata: Any) -> GraphShape | None:
         if self._keys is None or not self.may_replay(metadata):
@@ -295,12 +219,14 @@ class DraftGraphs:
 
     def padded(self, metadata: Any) -> Any:
         """Return `metadata` as the pass's graph reads it, or unchanged without."""
-        return metadata if self._shape is None else self._buffers.view(metadata, self._shape)
+        if self._captured is None or self._shape is None:
+            return metadata
+        return self._captured.buffers.view(metadata, self._shape)
 
     def determine_batch_execution_and_padding(self, num_tokens: int) -> tuple[CUDAGraphMode, int, torch.Tensor | None]:
         """Return runtime mode, padded tokens and other ranks', else vLLM's answer."""
         if self._shape is None:
-            return self._proposer._determine_batch_execution_and_padding(num_tokens)  # type: ignore[no-any-return]
+            return self._owner._determine_batch_execution_and_padding(num_tokens)  # type: ignore[no-any-return]
         return CUDAGraphMode.FULL, self._shape.num_tokens, None
 
     @property
@@ -310,13 +236,14 @@ class DraftGraphs:
 
     def __call__(self, **inputs: Any) -> Any:
         """Call the draft model, by its graph if the context says FULL."""
-        return self._proposer.model(**inputs) if self._passes is None else self._passes(**inputs)
+        return self._owner.model(**inputs) if self._captured is None else self._captured(**inputs)
 
     # -- graphs that cannot be used -----------------------------------------------------------------------------------
 
-    def _turn_off(self, reason: str) -> None:
-        self._keys, self._decision = None, f"{_STOCK}: {reason}"
-        gives_up(DRAFT_FULL_GRAPH, _STOCK, reason)
+    def give_up(self, reason: str) -> None:
+        # The graphs stay: a pass may have left its output in their memory in this step.
+        self._keys, self._decision = None, f"{self.effect}: {reason}"
+        gives_up(self.feature, self.effect, reason)
         for companion in self._companions:
             companion.give_up(reason)
 

@@ -24,30 +24,29 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID, eagle_step_update_slot_ma
 from vllm_hwplugin import journal
 from vllm_hwplugin.features import DRAFT_LOOP_GRAPH
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, uniform_shape
-from vllm_hwplugin.spec_decode.graph_recording import attempt
+from vllm_hwplugin.spec_decode.graph_recording import Graphs
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v1.draft_buffers import PassBuffers
 from vllm_hwplugin.spec_decode.v1.draft_decision import STEP_QUERY_LEN, DraftKeys, pad_up
-from vllm_hwplugin.spec_decode.v1.draft_full_graph import Companion, DraftGraphs
+from vllm_hwplugin.spec_decode.v1.draft_full_graph import DraftGraphs
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, full_graphs
 
 
-class DraftLoop(Companion):
+class DraftLoop(Graphs[CUDAGraphWrapper]):
     """The chain graphs of one `SpecDecodeBaseProposer`, which holds it as `draft_loop`."""
 
     feature, effect = DRAFT_LOOP_GRAPH, "steps are launched one by one"
 
     def __init__(self, proposer: Any, draft_graphs: DraftGraphs):
-        self._proposer = proposer
+        super().__init__(proposer)
         self._draft_graphs = draft_graphs
         self._num_tokens = 0
         self._step_counts = StepCounts(DRAFT_LOOP_GRAPH, "steps")
-        self.forget()
 
     def forget(self) -> None:
+        super().forget()
         self._passes: PassGraphs | None = None
-        self._graphs: CUDAGraphWrapper | None = None
         self._metadata: dict[int, dict[str, Any]] = {}
         self._ladder: tuple[int, ...] = ()
         self._inert_from: tuple[int, int] | None = None
@@ -55,7 +54,7 @@ class DraftLoop(Companion):
     def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
         """Capture a graph per request count; inert rows write no KV cache."""
         self.forget()
-        proposer = self._proposer
+        proposer = self._owner
         if (reason := why_not(proposer, Part.V1_CHAIN)) is not None:
             self.stay_stock(reason)
             return
@@ -67,31 +66,30 @@ class DraftLoop(Companion):
             self._drafts = torch.zeros((max_reqs, self._num_tokens), dtype=torch.int64, device=device)
             self._sample_hidden = torch.zeros((max_reqs, proposer.hidden_size), dtype=proposer.dtype, device=device)
             self._inert = torch.zeros(max_reqs, dtype=torch.bool, device=device)
-            self._graphs = full_graphs(self._draft, proposer.vllm_config, passes.graph_pool)
+            self._captured = full_graphs(self._draft, proposer.vllm_config, passes.graph_pool)
 
         counts = reversed(self._ladder)
         records: list[Callable[[], None]] = [prepare, *(partial(self._record, count, template) for count in counts)]
         for record in records:
-            if not attempt(self.feature, self.effect, record, self.forget, passes.graph_pool):
-                self.failed = True
+            if not self.attempt(record, passes.graph_pool):
                 return
         steps = self._num_tokens - 1
         journal.note(DRAFT_LOOP_GRAPH, f"{steps} steps in one graph for {list(self._ladder)} requests")
 
     def _record(self, num_reqs: int, template: Any) -> None:
-        self._metadata[num_reqs] = self._captured.dummy_metadata(_shape(num_reqs), template)
+        self._metadata[num_reqs] = self._pass_graphs.dummy_metadata(_shape(num_reqs), template)
         self._mark_inert(0, num_reqs)
         for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
             self._launch(num_reqs, mode)
 
     @property
-    def _captured(self) -> PassGraphs:
+    def _pass_graphs(self) -> PassGraphs:
         assert self._passes is not None
         return self._passes
 
     @property
     def _buffers(self) -> PassBuffers:
-        return self._captured.buffers.of(_shape(1))
+        return self._pass_graphs.buffers.of(_shape(1))
 
     def run(
         self,
@@ -116,7 +114,7 @@ class DraftLoop(Companion):
         Returns:
             int64 [batch, num_speculative_tokens], a new tensor.
         """
-        proposer, batch = self._proposer, metadata.num_reqs
+        proposer, batch = self._owner, metadata.num_reqs
         num_reqs = self._graph_for(metadata, sampling_metadata)
         if isinstance(num_reqs, Reason):
             self._step_counts.missed(num_reqs)
@@ -164,17 +162,17 @@ class DraftLoop(Companion):
         Returns:
             int64 [num_reqs, num_speculative_tokens], which the next chain overwrites.
         """
-        proposer = self._proposer
+        proposer = self._owner
         self._buffers.seq_lens[:num_reqs].copy_(seq_lens)
         self._sample_hidden[:num_reqs].copy_(sample_hidden_states)
         proposer.positions[:num_reqs].copy_(positions)
         proposer.hidden_states[:num_reqs].copy_(hidden_states)
-        with self._captured.forward_context(self._metadata[num_reqs], _shape(num_reqs), CUDAGraphMode.FULL):
+        with self._pass_graphs.forward_context(self._metadata[num_reqs], _shape(num_reqs), CUDAGraphMode.FULL):
             return self._chain(num_reqs, sample)
 
     def _graph_for(self, metadata: Any, sampling_metadata: Any) -> int | Reason:
         """Return the request count of this batch's graph, or the reason against."""
-        proposer = self._proposer
+        proposer = self._owner
         if not self._metadata:
             return Reason.NOT_CAPTURED
         if proposer.num_speculative_tokens != self._num_tokens:
@@ -193,21 +191,21 @@ class DraftLoop(Companion):
             self._inert_from = (batch, num_reqs)
 
     def _launch(self, num_reqs: int, mode: CUDAGraphMode) -> None:
-        assert self._graphs is not None
-        with self._captured.forward_context(self._metadata[num_reqs], _shape(num_reqs), mode):
-            self._graphs(num_reqs=num_reqs)
+        assert self._captured is not None
+        with self._pass_graphs.forward_context(self._metadata[num_reqs], _shape(num_reqs), mode):
+            self._captured(num_reqs=num_reqs)
 
     def _draft(self, num_reqs: int) -> torch.Tensor:
         """Run the chain, captured. `CUDAGraphWrapper` wants a tensor back."""
-        return self._chain(num_reqs, self._proposer._greedy_sample)
+        return self._chain(num_reqs, self._owner._greedy_sample)
 
     def _chain(self, num_reqs: int, sample: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Run the chain in vLLM's order of operations; int64 [num_reqs, num_speculative_tokens]."""
         # It is captured, so every tensor here is persistent or the graph's own.
-        proposer = self._proposer
+        proposer = self._owner
         slots = proposer._slot_mapping_buffer[:num_reqs]
         seq_lens = self._buffers.seq_lens[:num_reqs]
-        block_table, inert = self._captured.buffers.block_table(num_reqs), self._inert[:num_reqs]
+        block_table, inert = self._pass_graphs.buffers.block_table(num_reqs), self._inert[:num_reqs]
         positions, hidden = proposer.positions[:num_reqs], proposer.hidden_states[:num_reqs]
         inputs = {"input_ids": proposer.input_ids[:num_reqs], "positions": positions, "inputs_embeds": None}
         if proposer.pass_hidden_states_to_model:

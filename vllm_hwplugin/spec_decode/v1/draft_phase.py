@@ -16,6 +16,8 @@ hold.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -32,11 +34,10 @@ from vllm_hwplugin.spec_decode.decode_batch import (
     has_prompt,
     uniform_shape,
 )
-from vllm_hwplugin.spec_decode.graph_recording import attempt, reserved_memory, settle_all_reduce
+from vllm_hwplugin.spec_decode.graph_recording import Graphs, reserved_memory, settle_all_reduce
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v1.draft_decision import DraftKeys
-from vllm_hwplugin.spec_decode.v1.draft_full_graph import Companion
 from vllm_hwplugin.spec_decode.v1.draft_phase_graphs import (
     Drafting,
     Filters,
@@ -55,7 +56,32 @@ from vllm_hwplugin.spec_decode.weights import Parameters, around_graphs
 _PLACEHOLDER: Final = -1
 
 
-class DraftPhase(Companion):
+@dataclass(frozen=True)
+class _Plan:
+    """What is captured behind the target's graphs, and read in each step.
+
+    Attributes:
+        shapes: by number of the target's tokens.
+        left: the parts of sampling that no graph does, in words.
+    """
+
+    recorder: PhaseRecorder
+    buffers: PhaseBuffers
+    shapes: Mapping[int, GraphShape]
+    weights: Parameters
+    left: str
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The graphs of a step, and how its tokens are sampled, or why vLLM samples."""
+
+    plan: _Plan
+    graphs: PhaseGraphs
+    kind: Sampling | Reason
+
+
+class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
     """The graphs of one `GPUModelRunner`, which holds this as `draft_phase` and calls it as its own methods.
 
     Each step calls `logits`, `sample` and `propose`, in this order. `logits` and `propose` decide which graphs the step
@@ -65,27 +91,19 @@ class DraftPhase(Companion):
     feature, effect = V1_DRAFT_PHASE, "vLLM's own kernels between the target and the drafter's graphs"
 
     def __init__(self, runner: Any):
-        self._runner = runner
+        super().__init__(runner)
         self._draft_graphs = getattr(getattr(runner, "drafter", None), "draft_graphs", None)
         self._sampling, self._drafting = StepCounts(V1_DRAFT_PHASE, "sampling"), StepCounts(V1_DRAFT_PHASE, "drafting")
-        self.forget()
         if self._draft_graphs is not None:
             self._draft_graphs.add(lambda *_: self)
 
     def forget(self) -> None:
-        self._recorder: PhaseRecorder | None = None
-        self._buffers: PhaseBuffers | None = None
-        # Both by number of the target's tokens.
-        self._shapes: dict[int, GraphShape] = {}
-        self._graphs: dict[int, PhaseGraphs] = {}
-        self._step: PhaseGraphs | Reason = Reason.NOT_CAPTURED
-        self._kind: Sampling | None = None
+        super().forget()
+        self._plan: _Plan | None = None
+        self._step: _Step | Reason = Reason.NOT_CAPTURED
         self._judged: Any = None
         self._judgement: Sampling | None = None
         self._parameters_of: Any = None
-        self._weights: Parameters | None = None
-        # The parts of sampling that no graph does.
-        self._vllms = ""
         self._spent = (0.0, 0)
 
     # -- a start ------------------------------------------------------------------------------------------------------
@@ -93,7 +111,7 @@ class DraftPhase(Companion):
     def capture(self, passes: PassGraphs, keys: DraftKeys, template: Any) -> None:
         """Prepare to capture, between the drafter's graphs and the target's."""
         self.forget()
-        runner = self._runner
+        runner = self._owner
         reason = why_not(runner, Part.V1_DRAFTING)
         if reason is not None:
             self.stay_stock(reason)
@@ -105,34 +123,35 @@ class DraftPhase(Companion):
         if not shapes:
             self.stay_stock("the drafter's passes have no graphs of decode batches that could be joined")
             return
-        self._shapes = {shape.num_tokens: shape for shape in shapes}
+        if self.attempt(lambda: self._prepare(passes, shapes)):
+            journal.use(V1_DRAFT_PHASE, False, "the target has no FULL graph of a decode batch")
 
-        def prepare() -> None:
-            self._buffers = PhaseBuffers(shapes[-1].num_reqs, self.query_len, runner.device)
-
-        if not attempt(self.feature, self.effect, prepare, self.forget):
-            self.failed = True
-            return
-        assert self._buffers is not None
+    def _prepare(self, passes: PassGraphs, shapes: Sequence[GraphShape]) -> None:
+        runner = self._owner
+        buffers = PhaseBuffers(shapes[-1].num_reqs, self.query_len, runner.device)
         drawn = getattr(runner.drafter, "_enable_probabilistic_draft_probs", False)
         sampling: tuple[Sampling, ...] = ()
-        filters = Filters(False, False)
+        filters, left = Filters(False, False), ""
         if why_not(runner, Part.V1_SAMPLING) is not None:
-            self._vllms = "vLLM samples"
+            left = "vLLM samples"
         else:
             # Graphs that filter take as long to capture as the others, and more memory: if requests rarely ask for
             # filters, that would be wasted.
             filters = Filters.by_default(runner.model_config, runner.input_batch.vocab_size)
             if any(filters) and not draws_natively(runner):
-                self._vllms = "vLLM samples within top-k and top-p, because a graph would repeat its random numbers"
+                left = "vLLM samples within top-k and top-p, because a graph would repeat its random numbers"
                 filters = Filters(False, False)
             sampling = tuple(
                 kind for kind in Sampling if (drawn or not kind.of_drawn) and (any(filters) or not kind.filters)
             )
         drafting = tuple(Drafting)[: 2 if drawn else 1]
-        self._recorder = PhaseRecorder(runner, passes, self._buffers, sampling, drafting, filters)
-        self._weights = Parameters(places=around_graphs(runner.model))
-        journal.use(V1_DRAFT_PHASE, False, "the target has no FULL graph of a decode batch")
+        self._plan = _Plan(
+            PhaseRecorder(runner, passes, buffers, sampling, drafting, filters),
+            buffers,
+            {shape.num_tokens: shape for shape in shapes},
+            Parameters(places=around_graphs(runner.model)),
+            left,
+        )
 
     def capture_behind(self, outputs: Any, template: Any, *, profiling: bool) -> None:
         """Capture the graphs that follow the target's FULL graph, just captured.
@@ -145,46 +164,46 @@ class DraftPhase(Companion):
         Raises:
             FeatureRequired: they cannot be captured, and the switch is `on`.
         """
-        if self._recorder is None or template is None:
+        plan = self._plan
+        if plan is None or template is None:
             return
         states = TargetStates.of(outputs)
         num_tokens = states.hidden.shape[0]
         if profiling:
-            num_tokens = max((size for size in self._shapes if size <= num_tokens), default=0)
-        shape = self._shapes.get(num_tokens)
+            num_tokens = max((size for size in plan.shapes if size <= num_tokens), default=0)
+        shape = plan.shapes.get(num_tokens)
         if shape is None:
             return
         cached = torch.accelerator.memory_reserved() if profiling else 0
         started, reserved = time.perf_counter(), reserved_memory()
-        if not attempt(self.feature, self.effect, partial(self._record, shape, states, template), self.forget):
-            self.failed = True
+
+        def record() -> None:
+            self._captured = {**(self._captured or {}), num_tokens: plan.recorder.record(shape, states, template)}
+
+        if not self.attempt(record):
             return
         seconds, used = self._spent
         self._spent = seconds + time.perf_counter() - started, used + reserved_memory() - reserved
         if profiling:
             settle_all_reduce()
-            self._graphs.clear()
+            self._captured = None
             # vLLM takes the drop in the device's free memory at the next size as the memory of each further graph. So
             # the allocator must hold again what vLLM's own runs had left it, or the next size would allocate it again.
-            have_again = partial(torch.empty, cached - reserved, dtype=torch.uint8, device=self._runner.device)
-            self.failed = not attempt(self.feature, self.effect, have_again, self.forget)
+            have_again = partial(torch.empty, cached - reserved, dtype=torch.uint8, device=self._owner.device)
+            self.attempt(have_again)
             return
-        largest = max(graphs.shape.num_reqs for graphs in self._graphs.values())
+        sizes = [graphs.shape.num_reqs for graphs in (self._captured or {}).values()]
         journal.note(
             V1_DRAFT_PHASE,
-            f"{len(self._graphs)} shapes of at most {largest} requests, captured in {self._spent[0]:.1f} s, "
-            f"{self._spent[1] / 2**20:.0f} MiB" + (self._vllms and f"; {self._vllms}"),
+            f"{len(sizes)} shapes of at most {max(sizes)} requests, captured in {self._spent[0]:.1f} s, "
+            f"{self._spent[1] / 2**20:.0f} MiB" + (plan.left and f"; {plan.left}"),
         )
         journal.use(V1_DRAFT_PHASE, True)
-
-    def _record(self, shape: GraphShape, states: TargetStates, template: Any) -> None:
-        assert self._recorder is not None
-        self._graphs[shape.num_tokens] = self._recorder.record(shape, states, template)
 
     @property
     def query_len(self) -> int:
         """Tokens of a request in a decode batch: 1 + num_speculative_tokens."""
-        return 1 + int(self._runner.speculative_config.num_speculative_tokens)
+        return 1 + int(self._owner.speculative_config.num_speculative_tokens)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -192,42 +211,36 @@ class DraftPhase(Companion):
         self, scheduler_output: Any, spec_decode_metadata: Any, *, hidden_states: torch.Tensor, indices: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return hidden states at `indices` and logits; None if a graph samples."""
-        step = self._step_for(scheduler_output, spec_decode_metadata, hidden_states)
-        kind: Sampling | Reason
-        if isinstance(step, Reason):
-            kind = step
-        else:
-            assert self._recorder is not None
-            self._recorder.hold(self._runner.input_batch.num_reqs, step.shape)
-            kind = self._kind_of_batch(step, scheduler_output)
-        self._step, self._kind = step, None if isinstance(kind, Reason) else kind
+        step = self._step = self._step_for(scheduler_output, spec_decode_metadata, hidden_states)
+        kind = step if isinstance(step, Reason) else step.kind
         if not isinstance(kind, Reason):
             self._sampling.served()
             return None, None
         self._sampling.missed(kind)
         sample_hidden_states = hidden_states[indices]
-        return sample_hidden_states, self._runner.model.compute_logits(sample_hidden_states)
+        return sample_hidden_states, self._owner.model.compute_logits(sample_hidden_states)
 
     def sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         """Do `GPUModelRunner._sample`; return vLLM's `SamplerOutput`."""
-        runner, step = self._runner, self._step
-        if self._kind is None:
+        runner, step = self._owner, self._step
+        if isinstance(step, Reason) or isinstance(step.kind, Reason):
             return runner._sample(logits, spec_decode_metadata)
-        assert not isinstance(step, Reason)
-        assert self._buffers is not None
-        assert self._recorder is not None
+        buffers, kind = step.plan.buffers, step.kind
         count = runner.input_batch.num_reqs
         # Other streams still copy the results of the step before to the host.
         _wait_for(runner.async_output_copy_stream)
         _wait_for(runner.valid_sampled_token_count_copy_stream)
         metadata = runner.input_batch.sampling_metadata
-        if self._kind is not Sampling.GREEDY:
-            self._take_parameters(metadata, count)
-        if self._kind.of_drawn:
-            self._take_draft_probs(count)
-        self._recorder.noise_of(self._kind).draw(count, metadata.generators)
-        step.sampling[self._kind].replay()
-        output = SamplerOutput(sampled_token_ids=self._buffers.sampled_token_ids[:count], logprobs_tensors=None)
+        if kind is not Sampling.GREEDY:
+            self._take_parameters(buffers, metadata, count)
+        if kind.of_drawn:
+            # Graphs read the drafts' distribution there, even vLLM's own.
+            given, buffer = runner._draft_probs, buffers.draft_probs(count)
+            if given.data_ptr() != buffer.data_ptr():
+                buffer.copy_(given)
+        step.plan.recorder.noise_of(kind).draw(count, metadata.generators)
+        step.graphs.sampling[kind].replay()
+        output = SamplerOutput(sampled_token_ids=buffers.sampled_token_ids[:count], logprobs_tensors=None)
         nwor.restore_sampled(runner, spec_decode_metadata, output)
         return output
 
@@ -244,10 +257,10 @@ class DraftPhase(Companion):
         slot_mappings: Any,
     ) -> Any:
         """Return the next drafts, int64 [batch, num_speculative_tokens], as `propose_draft_token_ids`."""
-        runner, step = self._runner, self._step
+        runner, step = self._owner, self._step
         states = TargetStates(hidden_states, tuple(aux_hidden_states or ()))
         if not isinstance(step, Reason):
-            step = self._against(step, scheduler_output, states, metadata) or step
+            step = self._against(step.graphs, scheduler_output, states, metadata) or step
         if isinstance(step, Reason):
             self._drafting.missed(step)
             return runner.propose_draft_token_ids(
@@ -262,55 +275,48 @@ class DraftPhase(Companion):
                 slot_mappings,
             )
         self._drafting.served()
-        buffers, count = self._buffers, metadata.num_reqs
-        assert buffers is not None
-        if self._kind is None:
+        buffers, count = step.plan.buffers, metadata.num_reqs
+        if isinstance(step.kind, Reason):
             _wait_for(runner.async_output_copy_stream)
             _wait_for(runner.valid_sampled_token_count_copy_stream)
             buffers.sampled_token_ids[:count].copy_(sampled_token_ids)
-            step.counting.replay()
+            step.graphs.counting.replay()
         runner._copy_valid_sampled_token_count(buffers.next_token_ids[:count], buffers.num_valid[:count])
         _wait_for(runner.draft_token_ids_copy_stream)
         if self._best(sampling_metadata):
-            step.drafting[Drafting.BEST].replay()
+            step.graphs.drafting[Drafting.BEST].replay()
             return buffers.drafts[:count]
-        self._take_parameters(sampling_metadata, count)
+        self._take_parameters(buffers, sampling_metadata, count)
         buffers.draft_noise.draw(count, {})
-        step.drafting[Drafting.DRAWN].replay()
+        step.graphs.drafting[Drafting.DRAWN].replay()
         runner._draft_probs = buffers.draft_probs(count)
         runner._draft_prob_req_ids = runner.input_batch.req_ids.copy()
         return buffers.drafts[:count]
 
     def _best(self, sampling_metadata: Any) -> bool:
         """Whether vLLM drafts the best tokens, and draws none."""
-        draws = getattr(self._runner.drafter, "_enable_probabilistic_draft_probs", False)
+        draws = getattr(self._owner.drafter, "_enable_probabilistic_draft_probs", False)
         return not draws or sampling_metadata.all_greedy
 
-    def _take_parameters(self, sampling_metadata: Any, count: int) -> None:
+    def _take_parameters(self, buffers: PhaseBuffers, sampling_metadata: Any, count: int) -> None:
         if self._parameters_of is not sampling_metadata:
-            assert self._buffers is not None
             for name in ("temperature", "top_k", "top_p"):
                 given = getattr(sampling_metadata, name)
                 if given is not None:
-                    getattr(self._buffers, name)[:count].copy_(given[:count])
+                    getattr(buffers, name)[:count].copy_(given[:count])
             self._parameters_of = sampling_metadata
-
-    def _take_draft_probs(self, count: int) -> None:
-        """Put the drafts' distribution where graphs read it, even vLLM's own."""
-        assert self._buffers is not None
-        given, buffer = self._runner._draft_probs, self._buffers.draft_probs(count)
-        if given.data_ptr() != buffer.data_ptr():
-            buffer.copy_(given)
 
     def _step_for(
         self, scheduler_output: Any, spec_decode_metadata: Any, hidden_states: torch.Tensor
-    ) -> PhaseGraphs | Reason:
-        """Return graphs if all requests decode with all drafts, or why not."""
-        if self._graphs and self._weights is not None and (reason := self._weights.moved()) is not None:
-            self.give_up(reason)
-        if not self._graphs:
+    ) -> _Step | Reason:
+        """Return the step if all requests decode with all drafts, or why not."""
+        plan, captured = self._plan, self._captured
+        if plan is None or captured is None:
             return Reason.NOT_CAPTURED
-        runner, query_len = self._runner, self.query_len
+        if (reason := plan.weights.moved()) is not None:
+            self.give_up(reason)
+            return Reason.NOT_CAPTURED
+        runner, query_len = self._owner, self.query_len
         count = runner.input_batch.num_reqs
         if runner.discard_request_mask.np[:count].any():
             return Reason.PROMPT
@@ -320,20 +326,21 @@ class DraftPhase(Companion):
             or spec_decode_metadata.num_draft_tokens != [query_len - 1] * count
         ):
             return Reason.PROMPT if has_prompt(runner.input_batch, count) else Reason.FEWER_DRAFTS
-        if count * query_len > max(self._graphs):
+        if count * query_len > max(captured):
             return Reason.LARGER_BATCH
-        step = self._graphs.get(hidden_states.shape[0])
-        if step is None or count > step.shape.num_reqs or step.states[0] != hidden_states.data_ptr():
+        graphs = captured.get(hidden_states.shape[0])
+        if graphs is None or count > graphs.shape.num_reqs or graphs.states[0] != hidden_states.data_ptr():
             return Reason.NO_FULL_GRAPH
-        return step
+        plan.recorder.hold(count, graphs.shape)
+        return _Step(plan, graphs, self._kind_of_batch(plan, graphs, scheduler_output))
 
-    def _kind_of_batch(self, step: PhaseGraphs, scheduler_output: Any) -> Sampling | Reason:
+    def _kind_of_batch(self, plan: _Plan, graphs: PhaseGraphs, scheduler_output: Any) -> Sampling | Reason:
         """Return how the batch is sampled, or why no graph does it."""
-        runner = self._runner
+        runner = self._owner
         metadata = runner.input_batch.sampling_metadata
         # vLLM makes it again when requests come, go or move.
         if metadata is not self._judged:
-            self._judged, self._judgement = metadata, self._judge(metadata)
+            self._judged, self._judgement = metadata, self._judge(plan, metadata)
         kind = self._judgement
         if kind is None:
             grammar = scheduler_output.has_structured_output_requests
@@ -343,33 +350,34 @@ class DraftPhase(Companion):
             if runner._draft_prob_req_ids != runner.input_batch.req_ids:
                 return Reason.REQUESTS_CHANGED
             kind = Sampling.FILTERED_OF_DRAWN if kind.filters else Sampling.RANDOM_OF_DRAWN
-        if kind not in step.sampling:
+        if kind not in graphs.sampling:
             return Reason.NOT_CAPTURED
         return kind if _are_drafts(runner, scheduler_output) else Reason.REQUESTS_CHANGED
 
-    def _judge(self, metadata: Any) -> Sampling | None:
+    def _judge(self, plan: _Plan, metadata: Any) -> Sampling | None:
         """Return how the batch is sampled, or None if no graph can."""
-        requests = self._runner.requests
+        requests = self._owner.requests
         if metadata.output_token_ids or not all(
-            asks_for_nothing_else(requests[req_id].sampling_params) for req_id in self._runner.input_batch.req_ids
+            asks_for_nothing_else(requests[req_id].sampling_params) for req_id in self._owner.input_batch.req_ids
         ):
             return None
         filters = Filters.of(metadata)
         if any(filters):
-            assert self._recorder is not None
-            return Sampling.FILTERED if filters == self._recorder.filters else None
+            return Sampling.FILTERED if filters == plan.recorder.filters else None
         return Sampling.GREEDY if metadata.all_greedy else Sampling.RANDOM
 
-    def _against(self, step: PhaseGraphs, scheduler_output: Any, states: TargetStates, metadata: Any) -> Reason | None:
+    def _against(
+        self, graphs: PhaseGraphs, scheduler_output: Any, states: TargetStates, metadata: Any
+    ) -> Reason | None:
         """Return why the drafting graph would differ from vLLM, or None."""
-        proposer = self._runner.drafter
+        proposer = self._owner.drafter
         wanted = getattr(scheduler_output, "num_spec_tokens_to_schedule", None)
         if wanted not in (None, self.query_len - 1):
             return Reason.FEWER_DRAFTS
-        assert self._draft_graphs is not None
         if (
-            step.states != states.addresses()
-            or step.inputs != input_addresses(metadata)
+            graphs.states != states.addresses()
+            or graphs.inputs != input_addresses(metadata)
+            or self._draft_graphs is None
             or not self._draft_graphs.may_replay(metadata)
         ):
             return Reason.MOVED

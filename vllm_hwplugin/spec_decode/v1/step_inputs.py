@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,14 +22,11 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 
 from vllm_hwplugin import journal
-from vllm_hwplugin.fallback import stays_stock
 from vllm_hwplugin.features import V1_STEP_INPUTS
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, has_prompt
-from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
+from vllm_hwplugin.spec_decode.graph_recording import Graphs, record_graph
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
-
-_STOCK: Final = "vLLM prepares every step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,20 +92,21 @@ class _Kept:
     metadata: _Metadata | None = None
 
 
-class StepInputs:
+class StepInputs(Graphs[dict[int, _Recorded]]):
     """The input graphs of one V1 `GPUModelRunner`, which holds them as `step_inputs`.
 
     In each step `execute_model` calls `update_states`, `prepare_inputs`, `get_slot_mappings` and
     `build_attention_metadata`, in this order, in place of the runner's methods with these names.
     """
 
-    def __init__(self, runner: Any):
-        self._runner = runner
-        self._step_counts = StepCounts(V1_STEP_INPUTS, "inputs")
-        self._forget()
+    feature, effect = V1_STEP_INPUTS, "vLLM prepares every step"
 
-    def _forget(self) -> None:
-        self._graphs: dict[int, _Recorded] = {}
+    def __init__(self, runner: Any):
+        super().__init__(runner)
+        self._step_counts = StepCounts(V1_STEP_INPUTS, "inputs")
+
+    def forget(self) -> None:
+        super().forget()
         self._kept: _Kept | None = None
         # The graph that has prepared this step, or None if vLLM has; and the host's bound of the longest sequence then.
         self._step: _Recorded | None = None
@@ -117,7 +115,7 @@ class StepInputs:
     @property
     def _query_len(self) -> int:
         """Tokens of a request in a decode batch: 1 + num_speculative_tokens."""
-        query_len: int = self._runner.uniform_decode_query_len
+        query_len: int = self._owner.uniform_decode_query_len
         return query_len
 
     # -- a start ------------------------------------------------------------------------------------------------------
@@ -128,36 +126,35 @@ class StepInputs:
         Raises:
             FeatureRequired: nothing can be captured, and the feature's switch is `on`.
         """
-        self._forget()
-        if (reason := why_not(self._runner, Part.V1_INPUTS)) is not None:
-            stays_stock(V1_STEP_INPUTS, _STOCK, reason)
+        self.forget()
+        if (reason := why_not(self._owner, Part.V1_INPUTS)) is not None:
+            self.stay_stock(reason)
             return
         started = time.perf_counter()
-        reason = why_not(self._runner, Part.V1_METADATA)
+        reason = why_not(self._owner, Part.V1_METADATA)
 
         def record_all() -> None:
             most, pool = self._make_buffers(), torch.cuda.graph_pool_handle()
-            for num_reqs in range(most, 0, -1):
-                self._graphs[num_reqs] = self._record(num_reqs, reason is None, pool)
+            self._captured = {size: self._record(size, reason is None, pool) for size in range(most, 0, -1)}
 
-        with torch.inference_mode(), graph_capture(device=self._runner.device):
+        with torch.inference_mode(), graph_capture(device=self._owner.device):
             # Requests may be running: when ranks of data parallelism come or go, vLLM captures again.
-            computed = self._runner.num_computed_tokens.clone()
-            recorded = attempt(V1_STEP_INPUTS, _STOCK, record_all, self._forget)
-            self._runner.num_computed_tokens.copy_(computed)
+            computed = self._owner.num_computed_tokens.clone()
+            self.attempt(record_all)
+            self._owner.num_computed_tokens.copy_(computed)
         torch.accelerator.synchronize()
-        if not recorded:
+        if self._captured is None:
             return
         journal.note(
             V1_STEP_INPUTS,
-            f"graphs of 1 to {len(self._graphs)} requests, captured in {time.perf_counter() - started:.1f} s, "
+            f"graphs of 1 to {len(self._captured)} requests, captured in {time.perf_counter() - started:.1f} s, "
             + (f"without attention metadata: {reason}" if reason else "with attention metadata"),
         )
         journal.use(V1_STEP_INPUTS, True)
 
     def _make_buffers(self) -> int:
         """Allocate what graphs read and the drafts; return for how many requests."""
-        runner, query_len, device = self._runner, self._query_len, self._runner.device
+        runner, query_len, device = self._owner, self._query_len, self._owner.device
         most: int = min(MAX_NUM_REQS, runner.max_num_reqs, runner.max_num_tokens // query_len)
         self._offsets = torch.arange(query_len, dtype=torch.int64, device=device)
         self._starts = torch.arange(runner.query_start_loc.np.size, dtype=torch.int32, device=device) * query_len
@@ -173,7 +170,7 @@ class StepInputs:
         return most
 
     def _record(self, num_reqs: int, with_metadata: bool, pool: Any) -> _Recorded:
-        runner, query_len = self._runner, self._query_len
+        runner, query_len = self._owner, self._query_len
         # Fill the buffers as vLLM would for such a batch: capturing also runs the kernels once.
         starts = runner.query_start_loc
         starts.np[:] = np.minimum(np.arange(starts.np.size), num_reqs) * query_len
@@ -191,7 +188,7 @@ class StepInputs:
 
     def _graph_of_target(self, num_reqs: int) -> Any:
         """Return the `BatchDescriptor` of the target's FULL decode graph, or None."""
-        mode, desc = self._runner._determine_batch_execution_and_padding(
+        mode, desc = self._owner._determine_batch_execution_and_padding(
             num_tokens=num_reqs * self._query_len,
             num_reqs=num_reqs,
             num_scheduled_tokens_np=np.full(num_reqs, self._query_len, dtype=np.int32),
@@ -202,7 +199,7 @@ class StepInputs:
 
     def _advance(self, num_reqs: int) -> None:
         """Do the device work of `_prepare_inputs` for an unchanged decode batch."""
-        runner, query_len = self._runner, self._query_len
+        runner, query_len = self._owner, self._query_len
         num_tokens = num_reqs * query_len
         # A drafter may have written its own there, as vllm-musa's does.
         torch.clamp(self._starts, max=num_tokens, out=runner.query_start_loc.gpu)
@@ -229,7 +226,7 @@ class StepInputs:
 
     def _make_metadata(self, num_reqs: int, desc: Any) -> None:
         """Launch vLLM's kernels for a decode batch's attention metadata in graph `desc`."""
-        runner, query_len = self._runner, self._query_len
+        runner, query_len = self._owner, self._query_len
         num_reqs_padded = num_reqs if desc.num_reqs is None else desc.num_reqs
         slot_mappings, _ = runner._get_slot_mappings(
             num_tokens_padded=desc.num_tokens,
@@ -260,34 +257,33 @@ class StepInputs:
         if not scheduled.total_num_scheduled_tokens:
             # All requests leave the batch; when they come back, none has a step before.
             self.forget_step()
-        return self._runner._update_states(scheduled)
+        return self._owner._update_states(scheduled)
 
     def prepare_inputs(self, scheduled: Any, num_scheduled_tokens: np.ndarray) -> tuple[Any, ...]:
         """Do `_prepare_inputs`; `num_scheduled_tokens` is int32 [number of requests]."""
         mixed = self._not_uniform(scheduled, num_scheduled_tokens)
-        graph = mixed or self._graph_for(scheduled)
-        if isinstance(graph, Reason):
-            self._step_counts.missed(graph)
+        step = mixed or self._step_for(scheduled)
+        if isinstance(step, Reason):
+            self._step_counts.missed(step)
             self._step = None
-            made: tuple[Any, ...] = self._runner._prepare_inputs(scheduled, num_scheduled_tokens)
+            made: tuple[Any, ...] = self._owner._prepare_inputs(scheduled, num_scheduled_tokens)
             self._kept = self._keep(made) if mixed is None else None
             return made
         self._step_counts.served()
-        self._step = graph
-        assert self._kept is not None
-        self._runner.query_start_loc.np[:] = self._kept.starts
+        self._step, kept = step
+        self._owner.query_start_loc.np[:] = kept.starts
         if any(blocks is not None for blocks in scheduled.scheduled_cached_reqs.new_block_ids):
-            self._runner.input_batch.block_table.commit_block_table(len(num_scheduled_tokens))
+            self._owner.input_batch.block_table.commit_block_table(len(num_scheduled_tokens))
         self._hand_over(len(num_scheduled_tokens))
         self._step.graph.replay()
-        return self._kept.inputs
+        return kept.inputs
 
     def get_slot_mappings(self, **asked: Any) -> Any:
         """Do `_get_slot_mappings`; the tensors are right once inputs are prepared."""
         batch = self._kept
         if self._step is not None and batch is not None and batch.slots is not None and batch.slots[0] == asked:
             return batch.slots[1]
-        made = self._runner._get_slot_mappings(**asked)
+        made = self._owner._get_slot_mappings(**asked)
         if batch is not None and not asked.get("ubatch_slices"):
             batch.slots = asked, made
         return made
@@ -301,8 +297,8 @@ class StepInputs:
         metadata = None if batch is None or self._step is None else batch.metadata
         if metadata is not None and _alike(metadata.asked, asked):
             return metadata.of_length(self._max_seq_len)
-        made = self._runner._build_attention_metadata(**asked)
-        if batch is not None and self._graphs[asked["num_reqs"]].metadata:
+        made = self._owner._build_attention_metadata(**asked)
+        if self._captured is not None and batch is not None and self._captured[asked["num_reqs"]].metadata:
             layers, common = made
             in_one_graph = asked["num_tokens_padded"] is not None and asked["ubatch_slices"] is None
             batch.metadata = _Metadata.of(asked, layers, common) if in_one_graph and common is not None else None
@@ -312,7 +308,7 @@ class StepInputs:
 
     def _not_uniform(self, scheduled: Any, num_scheduled_tokens: np.ndarray) -> Reason | None:
         """Return why no graph fits (draft count, too many requests), or None."""
-        if not self._graphs:
+        if self._captured is None:
             return Reason.NOT_CAPTURED
         count, query_len = len(num_scheduled_tokens), self._query_len
         drafts = scheduled.scheduled_spec_decode_tokens
@@ -322,12 +318,12 @@ class StepInputs:
             or any(len(tokens) != query_len - 1 for tokens in drafts.values())
             or (num_scheduled_tokens != query_len).any()
         ):
-            return Reason.PROMPT if has_prompt(self._runner.input_batch, count) else Reason.FEWER_DRAFTS
-        return None if count in self._graphs else Reason.LARGER_BATCH
+            return Reason.PROMPT if has_prompt(self._owner.input_batch, count) else Reason.FEWER_DRAFTS
+        return None if count in self._captured else Reason.LARGER_BATCH
 
     def _keep(self, made: tuple[Any, ...]) -> _Kept | None:
         """Return the uniform batch to keep, or None if it lacks data."""
-        runner = self._runner
+        runner = self._owner
         num_reqs = runner.input_batch.num_reqs
         logits_indices, metadata, *others = made
         if (
@@ -341,10 +337,10 @@ class StepInputs:
         starts = runner.query_start_loc.np.copy()
         return _Kept(list(runner.input_batch.req_ids), starts, (logits_indices, spec_decode, *others))
 
-    def _graph_for(self, scheduled: Any) -> _Recorded | Reason:
-        """Return this batch's graph, or why it cannot continue the last step."""
-        runner, batch = self._runner, self._runner.input_batch
-        if self._kept is None:
+    def _step_for(self, scheduled: Any) -> tuple[_Recorded, _Kept] | Reason:
+        """Return this batch's graph and the last step, or why it cannot continue it."""
+        runner, batch = self._owner, self._owner.input_batch
+        if self._captured is None or self._kept is None:
             return Reason.STEP_BEFORE
         if (
             batch.req_ids != self._kept.req_ids
@@ -362,11 +358,11 @@ class StepInputs:
         if (lengths < known).any():
             # vLLM throws away what is sampled for such a request.
             return Reason.PROMPT
-        return self._graphs[num_reqs]
+        return self._captured[num_reqs], self._kept
 
     def _has_drafted(self, num_reqs: int) -> bool:
         """Whether the last step left, row by row, what the graph needs."""
-        runner, batch = self._runner, self._runner.input_batch
+        runner, batch = self._owner, self._owner.input_batch
         counts, sampled = runner.valid_sampled_token_count_gpu, batch.prev_sampled_token_ids
         drafts = runner._draft_token_ids
         return (
@@ -383,7 +379,7 @@ class StepInputs:
 
     def _hand_over(self, num_reqs: int) -> None:
         """Copy the last step's results to where the graph reads them."""
-        runner, batch = self._runner, self._runner.input_batch
+        runner, batch = self._owner, self._owner.input_batch
         if runner.use_async_spec_decode:
             self._counts[:num_reqs].copy_(runner.valid_sampled_token_count_gpu)
             self._sampled[:num_reqs].copy_(batch.prev_sampled_token_ids[:, 0])
