@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin_lab.bench import DRAFT_MODEL, SHAPES
 from vllm_hwplugin_lab.bench.plan import TINY
 from vllm_hwplugin_lab.bench.table import NOISE, SIDE_NAMES, between, idle, profiled, step, worth
 
@@ -113,37 +112,6 @@ def page(files: Sequence[Found], soaks: Sequence[Found], started: Sequence[Found
 def _linked(text: str) -> str:
     """Return a text of README.md with the links of docs/benchmarks.md."""
     return text.replace("(docs/benchmarks.md#", "(#").replace("(benchmarks/", "(../benchmarks/")
-
-
-def first_screen(files: Sequence[Found]) -> str:
-    """Return README.md's table: a row for each target of a real size.
-
-    It joins versions, drafters and batch sizes, but separates drafters that are whole models: their gain is another.
-    """
-    cases = [case for case in gains(files) if case.shape != TINY]
-    lines = []
-    for name in dict.fromkeys(map(_in_readme, cases)):
-        cells = []
-        for stock, patched in _RUNNERS.values():
-            ratios = [
-                ratio for case in cases if _in_readme(case) == name for ratio in case.ratios(patched, stock).values()
-            ]
-            cells.append(_worth(ratios) if ratios else "not measured")
-        lines.append([name, *cells])
-    devices, versions = (sorted({getattr(case.file, of) for case in cases}) for of in ("device", "vllm"))
-    drafters = sorted({case.drafter for case in cases})
-    batches = sorted({int(row.batch) for case in cases for row in case.rows})
-    text = (
-        f"One {' or '.join(devices)}; {' and '.join(drafters)}; vLLM {', '.join(versions)}; decode-only "
-        f"batches of {batches[0]} to {batches[-1]} requests, no prefill; dummy weights; equal acceptance with and "
-        "without the plugin."
-    )
-    return "\n".join([*table(["target", *(f"{runner}, speedup" for runner in _RUNNERS)], lines), "", paragraph(text)])
-
-
-def _in_readme(case: Gain) -> str:
-    drafts = f", drafts by {SHAPES[DRAFT_MODEL].title} (`draft_model`)" if case.method == "draft_model" else ""
-    return f"{case.target}{drafts}{case.file.conditions}"
 
 
 def _gain_table(cases: Sequence[Gain]) -> list[str]:

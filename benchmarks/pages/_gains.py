@@ -14,6 +14,7 @@ from vllm_hwplugin_lab.bench.table import Row, comparisons, rows, sides_of
 
 from ._read import Found
 
+DRAFTER_NAMES = {"eagle3": "Eagle3", "dflash": "DFlash", "mtp": "MTP"}
 _ORDER = (*SHAPES, TINY)
 
 
@@ -43,8 +44,7 @@ class Gain:
 
     @property
     def drafter(self) -> str:
-        names = {"eagle3": "Eagle3", "dflash": "DFlash", "mtp": "MTP"}
-        return f"{names.get(self.method, self.method)} k={self.rows[0].case['k']}"
+        return f"{DRAFTER_NAMES.get(self.method, self.method)} k={self.rows[0].case['k']}"
 
     @property
     def target(self) -> str:

@@ -49,15 +49,14 @@ def pages(root: Path = ROOT) -> dict[str, str]:
     engines, soaks = read_all(results, "engines-"), read_all(results, "soak-")
     kernels = [*read_all(results, "kernels-attention-"), *read_all(results, "kernels-ops-")]
     phases, served = read_all(results, "phases-"), read_all(results, "serve-")
+    headline, clients = _serve_tables.first_screen(served)
     return {
-        "README.md": _drafters.with_row(
-            _within(
-                root,
-                "README.md",
-                live=_serve_tables.live(recent(served)),
-                gains=_engines.first_screen(recent(engines)),
-                costs=_readme_tables.starts_in_short(read_all(results, "starts-")),
-            )
+        "README.md": _within(
+            root,
+            "README.md",
+            headline=headline,
+            clients=clients,
+            costs=_readme_tables.starts_in_short(read_all(results, "starts-")),
         ),
         "docs/your-own-patches.md": _within(root, "docs/your-own-patches.md", terms=_terms()),
         "docs/features.md": _within(root, "docs/features.md", drafters=_drafters.by_runner()),

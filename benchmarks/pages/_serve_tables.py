@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from packaging.version import Version
 
 from vllm_hwplugin_lab.bench import SHAPES
 from vllm_hwplugin_lab.bench.plan import STOCK_OF, TINY
 from vllm_hwplugin_lab.bench.serve import LATENCIES, frontend, groups, tables
-from vllm_hwplugin_lab.bench.table import NOT_MEASURED, SIDE_NAMES
+from vllm_hwplugin_lab.bench.table import NOT_MEASURED, SIDE_NAMES, between
 
+from ._gains import DRAFTER_NAMES
 from ._read import Found
 from ._text import item, paragraph, table
 
@@ -34,6 +37,9 @@ _BY_ENGINE = (
 )
 _FULL = "*"
 _ONE_ROUND = "†"
+#: Concurrencies and targets of README.md.
+_SHOWN = (1, 16, 64, 128, 256)
+_MOST_TARGETS = 6
 _COUNTED = {1: "one", 2: "two", 4: "four", 8: "eight"}
 
 
@@ -85,6 +91,101 @@ def live(files: Sequence[Found]) -> str:
         "which may slow unpatched vLLM more. Every figure and its conditions: [serve.md](benchmarks/results/serve.md)."
     )
     return "\n".join([*table(names, rows), "", paragraph(text)])
+
+
+def first_screen(files: Sequence[Found]) -> tuple[str, str]:
+    """Return README.md's sentence with one figure, and its table.
+
+    The table has the newest vLLM on a machine with no other load: a row for each target, at most six.
+    """
+    quiet = [
+        file
+        for file in over_http(files)
+        if not file.conditions and not file.results["settings"]["patched_environment"] and _servers(file) == 1
+    ]
+    newest = max((Version(file.vllm) for file in quiet), default=None)
+    rows: dict[tuple[str, str], dict[int, _Load]] = {}
+    quiet = sorted((file for file in quiet if Version(file.vllm) == newest), key=lambda file: str(file.results["date"]))
+    for file in quiet:
+        for case in file.results["cases"]:
+            for patched, stock in STOCK_OF.items():
+                for before, after in _pairs(case, stock, patched):
+                    if (at := before["concurrency"]) in _SHOWN:
+                        name = f"{_target(file.results['settings'])}{file.asked}, {_drafter(file, case)}"
+                        row = rows.setdefault((name, "V2" if stock == "mrv2" else "V1"), {})
+                        if at not in row or before["rounds"] >= row[at].before["rounds"]:
+                            row[at] = _Load(file, before, after)
+    if not rows:
+        return ("What clients of a server see was not measured.",) * 2
+    # Of more targets, those that were measured at most concurrencies.
+    shown = dict(sorted(rows.items(), key=lambda row: -len(row[1]))[:_MOST_TARGETS])
+    lines = [
+        [
+            f"{name} ({runner})",
+            *(loads[at].cell if at in loads else NOT_MEASURED for at in _SHOWN),
+            _busy([load.before.get("gpu_busy") for load in loads.values()]),
+        ]
+        for (name, runner), loads in shown.items()
+    ]
+    entries = [(*row, at, load) for row, loads in shown.items() for at, load in loads.items()]
+    # A figure to lead with is of several rounds, in which requests did not queue in the API server.
+    sure = [entry for entry in entries if entry[3].before["rounds"] > 1 and not entry[3].is_full] or entries
+    name, _, requests, best = max(sure, key=lambda entry: entry[3].speedup)
+    gpus = _COUNTED[_gpus(best.file.results["settings"])]
+    headline = (
+        f"**{best.speedup:.2f}×** the tokens/s of unpatched vLLM {best.file.vllm}: {name}, {requests} concurrent "
+        f"requests, {gpus} {best.file.device}, TTFT {best.ratio('ttft_ms'):.2f}×, TPOT {best.ratio('tpot_ms'):.2f}×."
+    )
+    devices = " or ".join(sorted({load.file.device for *_, load in entries}))
+    prompts = "; ".join(dict.fromkeys(_prompts(load.file.results["settings"]) for *_, load in entries))
+    text = (
+        f"Tokens/s (TTFT P50), plugin / unpatched vLLM {newest}: more tokens/s and less TTFT are better. {devices}, no "
+        f"other load on the machine; dummy weights, equal acceptance; {prompts}."
+    )
+    if any(load.is_full for *_, load in entries):
+        text += (
+            f" {_FULL}: the API server process was CPU-bound, so requests queued there ([what to "
+            "set](docs/benchmarks.md#when-the-api-server-is-the-limit))."
+        )
+    if any(load.before["rounds"] == 1 for *_, load in entries):
+        text += f" {_ONE_ROUND}: one round."
+    names = ["concurrent requests", *map(str, _SHOWN), "GPU busy, unpatched"]
+    return paragraph(headline), "\n".join([*table(names, lines), "", paragraph(text)])
+
+
+class _Load(NamedTuple):
+    """A load with and without the plugin."""
+
+    file: Found
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
+
+    @property
+    def speedup(self) -> float:
+        return float(self.after["tokens_per_second"]["best"] / self.before["tokens_per_second"]["best"])
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the server's only process filled a core, so that requests queued there."""
+        return bool(self.after.get("cpu", {}).get("server", 0) >= 1)
+
+    @property
+    def cell(self) -> str:
+        ttft = self.ratio("ttft_ms")
+        marks = f"{_FULL if ttft > 1 and self.is_full else ''}{_ONE_ROUND if self.before['rounds'] == 1 else ''}"
+        return f"{self.speedup:.2f}× ({ttft:.2f}×){marks}"
+
+    def ratio(self, latency: str) -> float:
+        return float(self.after[latency]["p50"] / self.before[latency]["p50"])
+
+
+def _drafter(file: Found, case: Mapping[str, Any]) -> str:
+    return f"{DRAFTER_NAMES.get(method := file.results['settings']['method'], method)} k={case['k']}"
+
+
+def _busy(shares: Sequence[float | None]) -> str:
+    known = [share for share in shares if share is not None]
+    return between(known, ".0%", "–") if known else NOT_MEASURED
 
 
 def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -59,18 +59,63 @@ def test_the_drawing_of_a_runners_page_is_of_that_runner():
     assert "v1-" not in drawn
 
 
-def versions_in(text):
-    return {cell for line in text.splitlines() for cell in re.findall(r"\b0\.\d+\.\d+\b", line) if line[:1] == "|"}
-
-
-def test_old_results_are_on_the_benchmarks_page_with_their_day_and_not_in_the_readme(tree):
-    made = pages(tree)
-    clients, decodes = made["README.md"].partition("<!-- gains: made")[::2]
-    assert versions_in(clients) == {"0.32.0", "0.33.0"}
-    assert "; vLLM 0.32.0; " in " ".join(decodes.split())
-    page = made["docs/benchmarks.md"].splitlines()
+def test_old_results_are_on_the_benchmarks_page_with_their_day(tree):
+    page = pages(tree)["docs/benchmarks.md"].splitlines()
     (line,) = [line for line in page if line.startswith("| 0.20.2 | V1 | Qwen3-0.6B, eagle3")]
     assert line.endswith("| 2026-11-26 |")
+
+
+def readme_rows(tree):
+    """README's targets -> their cells."""
+    page = pages(tree)["README.md"]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
+    assert rows[0] == ["concurrent requests", "1", "16", "64", "128", "256", "GPU busy, unpatched"]
+    return {name: cells for name, *cells in rows[2:]}
+
+
+def test_readme_has_the_newest_vllm_on_a_machine_with_one_load(tree):
+    """A row joins a target's files; a loss where the API server is the limit is marked."""
+    row = "Qwen3-0.6B, Eagle3 k=3 (V2)"
+    before = readme_rows(tree)
+    assert all("×" in cell for cell in before[row][:5])
+    assert before[row][4].endswith("(5.96×)*")
+    assert not [name for name in before if "gpt-oss" in name], "measured next to another load"
+    # Of another target, and not of the newest vLLM.
+    for name, vllm in (("other", "0.33.0"), ("older", "0.32.0")):
+        copy = tree / SERVED.replace("0.6b", name)
+        copy.write_text((tree / SERVED).read_text())
+
+        def measured(results, name=name, vllm=vllm):
+            results["host"]["vllm"] = vllm
+            results["settings"] |= {"shape": None, "target": name}
+
+        change(copy, measured)
+    after = readme_rows(tree)
+    assert after.keys() - before.keys() == {"other, Eagle3 k=3 (V2)"}
+    assert after["other, Eagle3 k=3 (V2)"][:3] == ["-", "-", before[row][2]]
+    change(tree / SERVED.replace("0.6b", "other"), lambda results: results.update(conditions="busy host"))
+    assert readme_rows(tree) == before
+
+
+def test_readme_has_at_most_six_targets_and_leads_with_a_figure_that_holds(tree):
+    for number in range(8):
+        copy = tree / SERVED.replace("0.6b", f"other-{number}")
+        copy.write_text((tree / SERVED).read_text())
+        change(copy, lambda results, number=number: results["settings"].update(shape=None, target=f"T{number}"))
+    assert len(readme_rows(tree)) == 6
+    # The largest speedups are of one round, or where requests queued in the API server.
+    assert re.search(r"^\*\*1\.41×\*\* .* 64 concurrent", pages(tree)["README.md"], re.MULTILINE)
+
+
+def test_readme_is_one_screen():
+    page = (ROOT / "README.md").read_text()
+    assert len(page.splitlines()) <= 80
+    first = page.split("\n\n")[1]
+    assert "CUDA graphs" in first.partition(". ")[0]
+    assert (page.count("!["), page.count("\n- ")) == (1, 5)
+    assert page.index("×") < page.index("pip install") < page.index("\n- ") < page.index("| ---") < page.index("![")
+    for heading in ("**Who does not gain**", "## What does it cost?", "## The way back"):
+        assert heading in page
 
 
 def test_loads_of_several_numbers_of_api_servers_stand_together(tree):
