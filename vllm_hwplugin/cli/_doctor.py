@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import io
+import platform as host
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..journal import Journal
 from ..journals import is_running
@@ -15,6 +20,7 @@ from ..ops.operations import RECORD
 from ..platforms import KEY as PLATFORM
 from ..spec_decode.step_counts import SERVED, Reason
 from ._diagnosis import Diagnosis, diagnose
+from ._paste import as_issue, redacted
 from ._summary import summary, verdict
 from .output import STANDARD_OUTPUT, add_optional_json, write_json
 from .parser import Parser
@@ -56,17 +62,34 @@ def doctor(arguments: Sequence[str]) -> int:
     )
     results = parser.add_argument_group("results")
     results.add_argument("-v", "--verbose", action="store_true", help="Show all tables.")
+    results.add_argument(
+        "--paste",
+        action="store_true",
+        help="Print a report for an issue: all tables, without home folders, host names, addresses and tokens.",
+    )
     # docs/commands.md describes the fields.
     add_optional_json(results)
     options = parser.read(arguments)
     if options.gpu is not None and options.command is None:
         parser.error("--gpu needs --for")
+    if options.paste and options.json is not None:
+        parser.error("--paste and --json exclude each other")
     diagnosis = diagnose(engine=options.engine, command=options.command, gpu=options.gpu)
     if options.json is not None:
         write_json(diagnosis.as_json(), options.json)
-    if options.json != STANDARD_OUTPUT:
+    if options.paste:
+        print(_for_an_issue(diagnosis))
+    elif options.json != STANDARD_OUTPUT:
         show(diagnosis, all_tables=options.verbose)
     return diagnosis.exit_code
+
+
+def _for_an_issue(diagnosis: Diagnosis) -> str:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        show(diagnosis, all_tables=True)
+    public = functools.partial(redacted, home=Path.home(), host=host.node())
+    return as_issue(public(text.getvalue()), public(verdict(diagnosis)))
 
 
 def _capability(text: str) -> str:

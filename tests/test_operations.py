@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dashboard and the alerts of docs/operations.md ask for metrics, labels and outcomes that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vllm_hwplugin.patching.texts import Source
+from vllm_hwplugin.spec_decode.step_counts import SERVED, Reason
+from vllm_hwplugin.spec_decode.step_metrics import StepCounters
+from vllm_hwplugin.versions import SUPPORTED
+
+DOCS = Path(__file__).parents[1] / "docs"
+DASHBOARD, RULES = DOCS / "grafana-dashboard.json", DOCS / "prometheus-rules.yaml"
+VLLM_METRICS = ("vllm/v1/metrics/loggers.py", "vllm/v1/spec_decode/metrics.py")
+#: Which Prometheus adds, and histograms have.
+SCRAPED = {"job", "instance", "le"}
+
+
+class Counter:
+    """As prometheus_client's, whose samples end with `_total`."""
+
+    made: Counter
+
+    def __init__(self, name: str, documentation: str, labelnames: list[str]) -> None:
+        self.name, self.labelnames = name, labelnames
+        Counter.made = self
+
+
+def counter(labels: list[str]) -> Counter:
+    StepCounters(Counter, labels, {})
+    return Counter.made
+
+
+def expressions() -> Iterator[str]:
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        yield from (target["expr"] for target in panel["targets"])
+    for group in yaml.safe_load(RULES.read_text())["groups"]:
+        yield from (rule["expr"] for rule in group["rules"])
+
+
+@pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])
+def test_each_metric_and_each_label_is_there(version: str, vllm_tree: Callable[[str], Source]) -> None:
+    source = vllm_tree(version)
+    text = "\n".join(source.read(path) or "" for path in VLLM_METRICS)
+    (labels,) = re.findall(r"labelnames = \[(.*?)\]", text)
+    plugin = counter(re.findall(r'"(\w+)"', labels))
+    known = {*re.findall(r'"(vllm:\w+)"', text), plugin.name}
+    asked: set[str] = set()
+    for expression in expressions():
+        assert expression.count("(") == expression.count(")")
+        metrics = set(re.findall(r"vllm:\w+", expression))
+        assert metrics
+        assert {re.sub("_(total|bucket)$", "", metric) for metric in metrics} <= known
+        grouped = [
+            name.strip() for names in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression) for name in names.split(",")
+        ]
+        matched = re.findall(r"(\w+)(?:=~|!~|!=|=)\"", expression)
+        assert {*grouped, *matched} <= SCRAPED | {*plugin.labelnames}
+        asked |= metrics
+    assert "vllm:hwplugin_steps_total" in asked
+
+
+def test_each_outcome_is_one() -> None:
+    outcomes = {SERVED, *(reason.label for reason in Reason)}
+    for expression in expressions():
+        for names in re.findall(r'outcome(?:=~|!~|!=|=)"([^"]*)"', expression):
+            assert {*names.split("|")} <= outcomes
+
+
+def test_the_alerts_wait_ten_minutes_and_say_where() -> None:
+    (group,) = yaml.safe_load(RULES.read_text())["groups"]
+    assert [rule["alert"] for rule in group["rules"]] == ["VllmHwpluginServesFewSteps", "VllmHwpluginCountersAbsent"]
+    for rule in group["rules"]:
+        assert rule["for"] == "10m"
+        assert "$labels.instance" in rule["annotations"]["summary"]
+
+
+def test_the_snippets_of_the_page_are_yaml() -> None:
+    page = (DOCS / "operations.md").read_text()
+    snippets = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    compose, values = map(yaml.safe_load, snippets)
+    assert compose["services"]["vllm"]["environment"]["VLLM_HWPLUGIN"] == "1"
+    assert [variable["name"] for variable in values["extraEnv"]] == ["VLLM_HWPLUGIN", "VLLM_HWPLUGIN_CACHE_DIR"]
+
+
+@pytest.mark.parametrize(
+    "form", sorted((DOCS.parent / ".github/ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.name
+)
+def test_an_issue_form_asks_for_the_report(form: Path) -> None:
+    content = yaml.safe_load(form.read_text())
+    if form.name == "config.yml":
+        assert content["blank_issues_enabled"] is False
+        return
+    fields = {field["id"]: field for field in content["body"] if "id" in field}
+    assert "vllm-hwplugin doctor --paste" in fields["doctor"]["attributes"]["description"]
+    assert fields["doctor"]["validations"]["required"]
