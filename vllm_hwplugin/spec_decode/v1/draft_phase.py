@@ -309,7 +309,7 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
     def _step_for(
         self, scheduler_output: Any, spec_decode_metadata: Any, hidden_states: torch.Tensor
     ) -> _Step | Reason:
-        """Return the step if all requests decode with all drafts, or why not."""
+        """Return graphs if all requests decode with all drafts, or why not."""
         plan, captured = self._plan, self._captured
         if plan is None or captured is None:
             return Reason.NOT_CAPTURED

@@ -270,13 +270,13 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
             self._kept = self._keep(made) if mixed is None else None
             return made
         self._step_counts.served()
-        self._step, kept = step
-        self._owner.query_start_loc.np[:] = kept.starts
+        self._step, batch = step
+        self._owner.query_start_loc.np[:] = batch.starts
         if any(blocks is not None for blocks in scheduled.scheduled_cached_reqs.new_block_ids):
             self._owner.input_batch.block_table.commit_block_table(len(num_scheduled_tokens))
         self._hand_over(len(num_scheduled_tokens))
         self._step.graph.replay()
-        return kept.inputs
+        return batch.inputs
 
     def get_slot_mappings(self, **asked: Any) -> Any:
         """Do `_get_slot_mappings`; the tensors are right once inputs are prepared."""
@@ -338,7 +338,7 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         return _Kept(list(runner.input_batch.req_ids), starts, (logits_indices, spec_decode, *others))
 
     def _step_for(self, scheduled: Any) -> tuple[_Recorded, _Kept] | Reason:
-        """Return this batch's graph and the last step, or why it cannot continue it."""
+        """Return this batch's graph and the step before, or a reason."""
         runner, batch = self._owner, self._owner.input_batch
         if self._captured is None or self._kept is None:
             return Reason.STEP_BEFORE
