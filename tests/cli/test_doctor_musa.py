@@ -120,7 +120,7 @@ def test_a_host_whose_packages_go_together_has_nothing_to_say(doctor: Doctor) ->
 @pytest.mark.parametrize(
     ("package", "changes", "words"),
     [
-        ("triton", {"triton": "3.2.0"}, "Triton 3.2.0 cannot compile vLLM's kernels (speculation, TRITON_ATTN"),
+        ("triton", {"triton": "3.2.0"}, "Triton 3.2.0 cannot compile vLLM's kernels (TRITON_ATTN"),
         ("triton", {"triton": "3.3.0"}, "Triton 3.3.0 cannot compile vLLM's kernels (TRITON_ATTN"),
         ("triton", {"triton": None}, "Triton is not installed"),
         (

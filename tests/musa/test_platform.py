@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import importlib
 import logging
@@ -16,6 +17,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from vllm_hwplugin import journal
 from vllm_hwplugin.musa import _vllm_api
 
 from ..conftest import versions
@@ -153,6 +155,7 @@ def config(**passes: bool) -> Any:
         model_config=SimpleNamespace(is_mm_prefix_lm=False),
         scheduler_config=SimpleNamespace(is_multimodal_model=True, disable_chunked_mm_input=False),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(**passes), cudagraph_capture_sizes=[]),
+        speculative_config=None,
     )
 
 
@@ -228,6 +231,37 @@ def test_an_old_triton_is_told_once(
     (line,) = caplog.messages
     assert line.startswith("Triton 3.2.0 cannot compile")
     assert "expected MUSA's build of 3.6 or later" in line
+
+
+@pytest.mark.usefixtures("mccl")
+@pytest.mark.parametrize(
+    ("triton", "spec", "live", "v2", "refused"),
+    [
+        ("3.2.0", {"method": "eagle3"}, (), "0", "VLLM_HWPLUGIN_NEXT_TOKEN_KERNEL=auto"),
+        ("3.2.0+musa5.2", {"method": "eagle3"}, ("next-token-kernel",), "0", ""),
+        ("3.2.0", {"method": "eagle3"}, ("next-token-kernel",), "1", "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("3.2.0", {"method": "eagle3", "disable_padded_drafter_batch": True}, (), "0", ""),
+        ("3.2.0", {"method": "ngram"}, (), "0", ""),
+        ("3.6.0", {"method": "mtp"}, (), "1", ""),
+    ],
+)
+def test_a_drafter_that_cannot_run_is_refused_at_the_start(
+    triton: str,
+    spec: dict[str, Any],
+    live: tuple[str, ...],
+    v2: str,
+    refused: str,
+    platform: Any,
+    dflash: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules["vllm_hwplugin.musa.versions"], "installed", {"triton": triton}.get)
+    monkeypatch.setattr(journal, "current", lambda: SimpleNamespace(live=live))
+    made = config()
+    made.speculative_config = SimpleNamespace(**spec)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", v2)
+    with pytest.raises(ValueError, match=refused) if refused else contextlib.nullcontext():
+        platform.check_and_update_config(made)
 
 
 @pytest.mark.usefixtures("mccl")

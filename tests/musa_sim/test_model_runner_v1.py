@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 PHASE, INPUTS = "v1-draft-phase", "v1-step-inputs"
 #: What the first is built on.
 NEEDED = ("draft-full-graph", "draft-loop-graph", "dflash-full-graph")
-STOCK = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+STOCK = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "0", "MUSA_SIM_INDUCTOR": "refuse"}
 #: By side of a comparison, the features that it has.
 FEATURES = {"stock": (), "phase": (PHASE,), "inputs": (INPUTS,), "whole": (PHASE, INPUTS)}
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.cpu_seconds import slowness
 from vllm_hwplugin.patching import Catalogue, Feature, PatchingError, make_plan
+from vllm_hwplugin.patching.outside import find_unneeded
 from vllm_hwplugin.patching.texts import NotNeeded, Plan, Source, UnreadableFile, render_diff
 from vllm_hwplugin.versions import Versions
 
@@ -209,3 +210,13 @@ def test_large_files_are_quick() -> None:
 
     # The quickest of a few, as a busy machine is not what is measured; 150 ms is all that a cold start may cost.
     assert min(seconds() for _ in range(7)) < 0.15 * max(1, slowness())
+
+
+def test_an_own_feature_for_other_hosts_is_not_needed_also_where_it_is_demanded() -> None:
+    here, elsewhere = ONE._replace(companion="pytest>=1"), TWO._replace(companion="pytest<1")
+    unneeded = find_unneeded((here, elsewhere))
+    plan = make_plan(Catalogue((here, elsewhere)), BOTH, {GATE_2: "on"}, strict=True, unneeded=unneeded)
+    assert (states(plan), plan.errors) == ({"one": "live", "two": "not-needed"}, ())
+    assert plan.features["two"].reason.startswith("it needs pytest<1, and pytest ")
+    # Another tool than a process asks whether the hunks fit, on any host.
+    assert states(plan_of(here, elsewhere)) == {"one": "live", "two": "live"}

@@ -35,7 +35,8 @@ ALL = TERMS_OF.keys()
 SCHEDULED = {"backport-draft-lookahead", "backport-padded-request"}
 PASSES = {"draft-full-graph", "draft-loop-graph", "v1-draft-phase"}
 #: Eagle3 on either runner, as the scheduler and the worker have it.
-ON_V1 = PASSES | SCHEDULED | {"nwor", "v1-step-inputs", "backport-recovered-token"}
+ON_V1 = PASSES | SCHEDULED | {"nwor", "v1-step-inputs", "backport-recovered-token", "next-token-kernel"}
+NEED_KEYS = {"backport-draft-lookahead", "next-token-kernel"}
 TAIL = {"v2-step-inputs", "v2-tail-graph", "v2-fused-drafts", "v2-capture-metadata"}
 SAMPLES = {"backport-nan-logits", "backport-top-k-top-p"}
 ON_V2 = TAIL | SCHEDULED | SAMPLES | {"nwor", "v2-mixed-graphs", "v2-draft-metadata"}
@@ -174,7 +175,7 @@ MTP_V1 = ON_V1 | {"backport-mtp-embeddings"}
         (True, {"speculative_config": None, "drafter": None, "model_config__runner_type": "pooling"}, set()),
         # Another stage drafts; that the pipeline has stages follows from the sizes.
         (False, {"drafter": None, PP: 2}, SCHEDULED | {"nwor", "backport-pipeline-drafts"}),
-        (False, {METHOD: "ngram", "drafter": object()}, ON_V1 - PASSES - {"backport-draft-lookahead"}),
+        (False, {METHOD: "ngram", "drafter": object()}, ON_V1 - PASSES - NEED_KEYS),
         (False, {MODE: CUDAGraphMode.NONE}, ON_V1 - PASSES - {"v1-step-inputs"}),
         (False, {MODE: CUDAGraphMode.FULL}, ON_V1),
         (True, {MODE: CUDAGraphMode.PIECEWISE}, ON_V2 - TAIL),

@@ -39,7 +39,7 @@ from ..patching import (
     load_catalogue,
     make_plan,
 )
-from ..patching.outside import FOLDERS, Found, find_outside, find_targets
+from ..patching.outside import FOLDERS, Found, find_outside, find_targets, find_unneeded
 from ..patching.texts import NotPython, trouble_in
 from ..versions import is_supported
 from . import _host
@@ -318,6 +318,7 @@ def _decide(
         try_unlisted=settings.values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag,
         strict=settings.strict,
         refused=missing | catalogue.mistaken(settings),
+        unneeded=find_unneeded(catalogue.features),
         others=others,
         check=check,
     )

@@ -23,7 +23,10 @@ import torchada
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from .. import journal
+from ..features import NEXT_TOKEN_KERNEL, gate_of
 from ..ops.definitions import define_missing
+from ..spec_decode.drafters import CACHED_METHODS
 from . import _mtml, _selector, _vllm_api, versions
 
 if TYPE_CHECKING:
@@ -39,10 +42,11 @@ if not torchada.is_musa_platform():
         "for this torch, and unset TORCHADA_PLATFORM; or set VLLM_HWPLUGIN_PLATFORM=off, and vLLM chooses the platform"
     )
 
+_V2 = "VLLM_USE_V2_MODEL_RUNNER"
 # Environment of this platform's processes and vLLM's children. A value that the user has set stays.
 _ENVIRONMENT = {
     # Model Runner V2 maps host tensors with a kernel of vllm._C; later versions of vLLM choose V2 by default.
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    _V2: "0",
     # A forked child cannot use a device that its parent has initialized; vLLM spawns on XPU for the same reason.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     # vLLM 0.20 captures graphs to measure their memory, and torch_musa 2.7.1 does not free a graph's memory. Later
@@ -71,6 +75,9 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
         "RAY_EXPERIMENTAL_NOSET_MUSA_VISIBLE_DEVICES",
     ]
+    # vLLM compiles some small functions by themselves at their first call, which may come after graphs were captured:
+    # vllm-musa reports that Inductor then ends with the driver's "unknown error".
+    simple_compile_backend = "eager"
     dist_backend = "mccl"
     device_control_env_var = "MUSA_VISIBLE_DEVICES"
 
@@ -110,6 +117,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         if fusions:
             logger.info("fusions are off on MUSA, their kernels are for other devices: %s", ", ".join(fusions))
         _warn_of_triton()
+        _check_speculation(vllm_config.speculative_config)
         if not _vllm_api.triton_has_knobs() and _vllm_api.switch_off_jit_warmup(vllm_config):
             logger.warning("kernels are compiled at first use, not during warm-up: this Triton has no triton.knobs")
         from .. import dflash
@@ -289,6 +297,27 @@ def _warn_of_triton() -> None:
     """Warn once per process: an engine's configuration is made several times."""
     if trouble := versions.triton_trouble(versions.installed("triton")):
         logger.warning("%s", trouble)
+
+
+def _check_speculation(spec: Any) -> None:
+    """Refuse a drafter with a kernel that does not compile."""
+    # vLLM launches these kernels at the first request, not while the engine starts.
+    triton, record = versions.installed("triton"), journal.current()
+    if spec is None or not versions.needs_next_token_kernel(triton):
+        return
+    enough = f"install MUSA's Triton {versions.MIN_TRITON_TO_SPECULATE} or later"
+    if os.environ.get(_V2, "0") != "0":
+        raise ValueError(
+            f"Triton {triton} does not compile Model Runner V2's kernel that verifies drafts; set {_V2}=0, or {enough}"
+        )
+    if getattr(spec, "disable_padded_drafter_batch", False) or spec.method not in CACHED_METHODS:
+        return
+    if record is None or NEXT_TOKEN_KERNEL not in record.live:
+        raise ValueError(
+            f"Triton {triton} does not compile a kernel of the drafter ({spec.method}), and the feature "
+            f"{NEXT_TOKEN_KERNEL}, which makes it compile, is not patched in (`vllm-hwplugin doctor -v` says why). Set "
+            f"{gate_of(NEXT_TOKEN_KERNEL)}=auto, or {enough}"
+        )
 
 
 @functools.cache

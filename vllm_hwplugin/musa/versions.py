@@ -20,7 +20,8 @@ from ..versions import Versions
 
 #: The first Triton whose MUSA build is expected to compile vLLM's kernels; vllm-musa changes them for 3.2.
 MIN_TRITON: Final = Version("3.6")
-#: The first Triton that compiles the kernel that vLLM's drafters run after each verification.
+#: The first Triton that compiles the kernel that V1's drafters run after each verification as vLLM has it; the feature
+#: next-token-kernel is for earlier ones.
 MIN_TRITON_TO_SPECULATE: Final = Version("3.3")
 #: The first mate that takes a page table and an output tensor.
 MIN_MATE: Final = Version("0.2")
@@ -142,10 +143,15 @@ def triton_trouble(version: str | None) -> str:
     number = _number(version)
     if number is None or number.release >= MIN_TRITON.release:
         return ""
-    kernels = ["TRITON_ATTN", "TRITON_MLA", "LoRA", "top-k and top-p"]
-    if number.release < MIN_TRITON_TO_SPECULATE.release:
-        kernels.insert(0, "speculation")
-    return f"Triton {version} cannot compile vLLM's kernels ({', '.join(kernels)}); {expected}"
+    return (
+        f"Triton {version} cannot compile vLLM's kernels (TRITON_ATTN, TRITON_MLA, LoRA, top-k and top-p); {expected}"
+    )
+
+
+def needs_next_token_kernel(version: str | None) -> bool:
+    """Whether this Triton compiles V1's drafters only with the feature next-token-kernel."""
+    number = _number(version)
+    return number is not None and number.release < MIN_TRITON_TO_SPECULATE.release
 
 
 class Row(NamedTuple):

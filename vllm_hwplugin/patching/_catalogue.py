@@ -35,8 +35,9 @@ _TEXTS = ("id", "title", "gate", "what", "origin", "removal")
 FEATURE_KEYS = frozenset(
     {*_TEXTS, "requires", "versions", "not_needed", "default", "help", "compile_key", "uses_when", "overrides"}
 )
-_OWN_KEYS = FEATURE_KEYS | {"since", "aliases", "relies"}
-#: What only the features of external catalogues may state.
+#: What the project's own features may state.
+_OWN_KEYS = FEATURE_KEYS | {"since", "aliases", "relies", "with"}
+#: What the features of external catalogues may state.
 _OUTSIDE_KEYS = FEATURE_KEYS | {"distribution", "platform", "with"}
 _NOT_NEEDED_KEYS = frozenset({"versions", "reason"})
 _OVERRIDE_KEYS = frozenset({"path", "class", "methods", "calls", "also", "versions"})

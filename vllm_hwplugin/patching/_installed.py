@@ -267,14 +267,14 @@ def find_targets(
 ) -> tuple[dict[str, Installed], dict[str, str]]:
     """Return other distributions that features change, and why features cannot have theirs.
 
-    A feature of another platform, or without its companion distribution, is among the latter.
+    An external catalogue's feature of another platform, or without its companion distribution, is among the latter.
 
     Args:
         platform: returns the names of this process's platform, none if unknown; called only if a feature names one.
     """
     features = tuple(features)
     targets: dict[str, Installed] = {}
-    missing = {feature.id: why for feature in features if (why := _elsewhere(feature, platform))}
+    missing = {feature.id: why for feature in features if feature.is_outside and (why := _elsewhere(feature, platform))}
     of: dict[str, list[Feature]] = {}
     for feature in features:
         if feature.distribution != VLLM:
@@ -285,6 +285,15 @@ def find_targets(
         except NotInstalled as error:
             missing |= {user.id: str(error) for user in users}
     return targets, missing
+
+
+def find_unneeded(features: Iterable[Feature]) -> dict[str, str]:
+    """Return which own features this host does not need, and why."""
+    return {
+        feature.id: why
+        for feature in features
+        if not feature.is_outside and (why := _elsewhere(feature, platform_names))
+    }
 
 
 def _elsewhere(feature: Feature, platform: Callable[[], Collection[str]]) -> str:

@@ -38,6 +38,7 @@ def make_plan(
     try_unlisted: bool = False,
     strict: bool = False,
     refused: Mapping[str, str] = MappingProxyType({}),
+    unneeded: Mapping[str, str] = MappingProxyType({}),
     others: Mapping[str, Source] = MappingProxyType({}),
     check: Callable[[PatchedFile], object] = lambda file: None,
 ) -> Plan:
@@ -52,6 +53,7 @@ def make_plan(
         try_unlisted: also accept an unlisted version if every hunk for the nearest listed version fits its text.
         strict: a refused feature is an error also at "auto".
         refused: feature id -> why the process cannot have it, though its text may fit.
+        unneeded: feature id -> why this host does not need it.
         others: the other distributions that features change.
         check: raises a PatchingError if the process cannot have a patched file. Then the file's features are refused:
             the features that override methods in it, or else all. After a NotPython only the features whose change does
@@ -60,7 +62,7 @@ def make_plan(
     refused = dict(refused)
     sources = {VLLM: source, **others}
     while True:
-        plan = _plan(catalogue, sources, choices, try_unlisted, strict, refused)
+        plan = _plan(catalogue, sources, choices, try_unlisted, strict, refused, unneeded)
         wrong: dict[str, str] = {}
         for file in plan.files.values():
             try:
@@ -92,13 +94,16 @@ def _plan(
     try_unlisted: bool,
     strict: bool,
     refused: Mapping[str, str],
+    unneeded: Mapping[str, str],
 ) -> Plan:
     texts = {name: Texts(source) for name, source in sources.items()}
     states: dict[str, FeatureState] = {}
     live: list[Fit] = []
     for feature in catalogue.features:
         choice = choices.get(feature.gate, "auto")
-        if choice != "off" and feature.id in refused:
+        if choice != "off" and feature.id in unneeded:
+            states[feature.id] = FeatureState(feature, "not-needed", unneeded[feature.id])
+        elif choice != "off" and feature.id in refused:
             states[feature.id] = FeatureState(feature, "refused", refused[feature.id])
         else:
             states[feature.id] = _settle(feature, texts.get(feature.distribution), choice, try_unlisted, states, live)

@@ -352,6 +352,7 @@ def _settle(wanted: _Wanted, refused: Mapping[str, str]) -> _Settled:
         try_unlisted=wanted.try_unlisted,
         strict=wanted.strict,
         refused={**wanted.missing, **refused},
+        unneeded=outside.find_unneeded(wanted.catalogue.features),
         others=wanted.installed,
         check=check,
     )

@@ -31,7 +31,7 @@ from ._catalogue import (
     text_of,
 )
 from ._errors import CatalogueError
-from ._installed import find_distribution, find_targets, importable
+from ._installed import find_distribution, find_targets, find_unneeded, importable
 from ._model import VLLM, Catalogue, Feature
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "find_distribution",
     "find_outside",
     "find_targets",
+    "find_unneeded",
     "gate_name",
     "load_outside",
     "read_manifest",

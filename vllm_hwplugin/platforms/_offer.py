@@ -87,6 +87,11 @@ def decision() -> Decision:
         level = logging.DEBUG if journal.repeats_another() else choice.level
         logger.log(level, "platform: %s", choice, exc_info=failure)
         journal.note(KEY, str(choice))
+    if choice.kind == "musa":
+        from ..musa import triton_names
+
+        # Before vLLM imports Triton, as it does once it has its platform.
+        triton_names.install()
     return choice
 
 

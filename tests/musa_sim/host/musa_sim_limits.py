@@ -7,6 +7,8 @@
   imports it before it captures graphs, whatever the model is, to warm up kernels of two multimodal models, which here
   does nothing.
 - Inductor generates code for MUSA only with torch_musa's own backend; here ``torch.compile`` traces, and runs eagerly.
+  With ``MUSA_SIM_INDUCTOR=refuse`` a function that is compiled by itself raises when it is called. vLLM's compilation
+  of a model does not name Inductor to ``torch.compile``.
 """
 
 import functools
@@ -45,12 +47,22 @@ class _ForThisProcessor(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _compile_eagerly():
-    original = torch.compile
+    original, refuses = torch.compile, os.environ.get("MUSA_SIM_INDUCTOR") == "refuse"
+
+    def refuse(model):
+        if model is None:
+            return refuse
+
+        @functools.wraps(model)
+        def call(*_, **__):
+            raise RuntimeError(f"Inductor compiles {model.__module__}.{model.__qualname__} after graphs exist")
+
+        return call
 
     @functools.wraps(original)
     def compile(model=None, *, backend="inductor", mode=None, options=None, **kwargs):
         if backend == "inductor":
-            return original(model, backend="eager", **kwargs)
+            return refuse(model) if refuses else original(model, backend="eager", **kwargs)
         return original(model, backend=backend, mode=mode, options=options, **kwargs)
 
     torch.compile = compile

@@ -7,12 +7,15 @@ The interpreter's way with other devices is to copy each argument's whole storag
 import dataclasses
 import functools
 import inspect
+import json
 import math
+import os
 
 import numpy
 import torch
 from torch_musa._MUSAC import device as _sim
 from triton import language as tl
+from triton._utils import type_canonicalisation_dict
 from triton.language import core
 from triton.language.core import tensor
 from triton.language.extra import libdevice
@@ -124,6 +127,36 @@ def _save_time():
 
 
 _ADDRESS = numpy.dtype(numpy.uint64)
+_SEEN = set()
+
+
+def _kind(parameter, value):
+    """How a compiler takes an argument: a type, or a constant's value."""
+    if isinstance(value, torch.Tensor):
+        return {"type": "*" + type_canonicalisation_dict[str(value.dtype).removeprefix("torch.")].replace("u1", "i1")}
+    if isinstance(value, interpreter.InterpretedFunction):
+        return {"function": f"{value.fn.__module__}:{value.fn.__name__}"}
+    if isinstance(value, core.dtype):
+        return {"dtype": value.name}
+    if value is None or "constexpr" in str(parameter.annotation) or isinstance(value, str):
+        return {"constant": value if isinstance(value, (bool, int, float, str, type(None))) else str(value)}
+    if isinstance(value, bool):
+        return {"type": "i1"}
+    if isinstance(value, int):
+        # Triton makes a constant of it.
+        return {"constant": 1} if value == 1 else {"type": "i32" if -(1 << 31) <= value < 1 << 31 else "i64"}
+    return {"type": "fp32"} if isinstance(value, float) else {"other": type(value).__name__}
+
+
+def _note_launch(file, function, args, kwargs):
+    """Append a kernel with its arguments' types, once per process."""
+    parameters = inspect.signature(function).parameters
+    taken = {name: _kind(parameters[name], value) for name, value in _bound(function, args, kwargs).items()}
+    line = json.dumps({"kernel": f"{function.__module__}:{function.__name__}", "arguments": taken})
+    if line not in _SEEN:
+        _SEEN.add(line)
+        with open(file, "a") as output:
+            output.write(line + "\n")
 
 
 class _Nothing:
@@ -140,9 +173,12 @@ def install():
     _save_time()
     libdevice.log1p = _log1p
     original = GridExecutor.__call__
+    launches = os.environ.get("MUSA_SIM_LAUNCHES")
 
     def launch(self, *args, **kwargs):
         given = list(_tensors((args, tuple(kwargs.values()))))
+        if launches:
+            _note_launch(launches, self.fn, args, kwargs)
         for position, argument in enumerate(given):
             if argument.device.type != "musa" and not argument.is_pinned():
                 raise ValueError(f"Pointer argument (at {position}) cannot be accessed from Triton (cpu tensor?)")

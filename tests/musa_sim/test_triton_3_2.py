@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's kernels in the front end of the public Triton 3.2.0: of MUSA's build of that version, what can be had here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import filelock
+import platformdirs
+import pytest
+
+from ..conftest import cannot_run
+from ..releases import package_of
+from . import loads
+from .loads import Load, Process
+from .test_model_runner_v1 import DFLASH, EAGLE3, STOCK
+
+pytestmark = [pytest.mark.engine, pytest.mark.network]
+
+VERSION = "3.2.0"
+
+
+@pytest.fixture(scope="module")
+def triton_3_2() -> Path:
+    """Its folder, from the package index or the user's cache of it."""
+    folder = platformdirs.user_cache_path("vllm-hwplugin-tests") / f"triton-{VERSION}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(folder.with_suffix(".lock")):
+        if not (folder / "done").exists():
+            command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
+            if subprocess.run([*command, f"triton=={VERSION}"]).returncode:
+                cannot_run(f"Triton {VERSION} cannot be had")
+            (folder / "done").touch()
+    return folder
+
+
+#: What it says of kernels that it does not compile to what they mean: a sum of a mask has the mask's type.
+NOT_COMPILED = {"next tokens of drafters": "uint32", "top-k and top-p": "parity"}
+TOP_K = "vllm.v1.sample.ops.topk_topp_triton:_topk_topp_kernel"
+NEXT_TOKENS = "vllm.v1.spec_decode.utils:eagle_prepare_next_token_padded_kernel"
+V2_VERIFIES = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils:_rejection_kernel"
+
+
+def said_of(module: str, version: str, triton: Path, folder: Path, *arguments: str, **variables: str) -> dict[str, str]:
+    """Run a child with vLLM's Python and Triton 3.2; return what the front end says of each kernel."""
+    places = (str(triton), str(package_of(version).parent), str(Path(__file__).parents[2]))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(places),
+        "VLLM_HWPLUGIN_PLATFORM": "off",
+        "VLLM_HWPLUGIN_CACHE_DIR": str(folder / "cache"),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        **variables,
+    }
+    file = folder / f"{module}.json"
+    command = [sys.executable, "-m", f"tests.musa_sim.{module}", str(file), *arguments]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, str] = json.loads(file.read_text())
+    assert found.pop("triton") == VERSION
+    return found
+
+
+@pytest.mark.parametrize("version", ["0.20.2", "0.26.0"])
+def test_kernels_that_triton_3_2_compiles(version: str, triton_3_2: Path, tmp_path: Path) -> None:
+    found = said_of("ttir_child", version, triton_3_2, tmp_path, VLLM_HWPLUGIN="0")
+    assert {name for name, said in found.items() if said != "compiles"} == set(NOT_COMPILED)
+    assert all(words in found[name] for name, words in NOT_COMPILED.items())
+
+
+@pytest.mark.musa_sim
+@pytest.mark.parametrize(
+    ("version", "runner"), [("0.20.2", "V1"), ("0.26.0", "V1"), ("0.32.0", "V1"), ("0.32.0", "V2")]
+)
+def test_every_kernel_that_a_drafting_engine_launches(
+    version: str, runner: str, triton_3_2: Path, musa_host: None, tmp_path: Path
+) -> None:
+    """The launches of the simulated device with Eagle3 and DFlash, in the plugin's graphs, with their arguments."""
+    launches = tmp_path / "launches"
+    host = tmp_path / "host"
+    own = loads.musa(host, (version, package_of(version)), MUSA_SIM_LAUNCHES=str(launches), MUSA_SIM_INDUCTOR="refuse")
+    drafting = {"eagle3": EAGLE3, "dflash": DFLASH}
+    if runner == "V1":
+        own["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        # To the plugin this is a host with Triton 3.2, though another one's interpreter runs the kernels.
+        (host / f"triton-{VERSION}.dist-info").mkdir()
+        (host / f"triton-{VERSION}.dist-info" / "METADATA").write_text(f"Name: triton\nVersion: {VERSION}\n")
+    else:
+        del drafting["dflash"]
+    asked = {name: Load(engine.on_musa(), loads.mixed()) for name, engine in drafting.items()}
+    runs = Process(asked, own).run(tmp_path / "run")
+    assert {run.runner for run in runs.values()} == {runner}
+
+    def refused(**gates: str) -> dict[str, str]:
+        found = said_of("launches_child", version, triton_3_2, tmp_path, str(launches), **gates)
+        assert (NEXT_TOKENS if runner == "V1" else V2_VERIFIES) in found
+        return {name: said for name, said in found.items() if said != "compiles"}
+
+    if runner == "V2":
+        # So `MusaPlatform` refuses it. Below 3.6 the worker samples by torch's sort.
+        assert refused().keys() == {V2_VERIFIES, TOP_K}
+        return
+    assert all("next-token-kernel" in run.used for run in runs.values())
+    assert not refused()
+    assert refused(VLLM_HWPLUGIN_NEXT_TOKEN_KERNEL="off").keys() == {NEXT_TOKENS}
+    stock = loads.musa(tmp_path / "host, stock", (version, package_of(version)), **STOCK)
+    for name, expected in Process(asked, stock).run(tmp_path / "stock").items():
+        loads.assert_same(expected, runs[name])
