@@ -33,7 +33,7 @@ demo: $(STAMP)
 	$(BIN)/vllm-hwplugin demo
 
 # The pages, and the files that they link to.
-PAGES := '*.md' 'docs/*.svg' 'docs/*.json' 'docs/*.yaml' LICENSE 'vllm_hwplugin/nwor/layout.py' ':!tests'
+PAGES := '*.md' 'docs/*.svg' 'docs/*.css' 'docs/*.json' 'docs/*.yaml' LICENSE 'vllm_hwplugin/nwor/layout.py' ':!tests'
 
 # What is not marked `slow` (pyproject.toml); else an option, a path or an expression of pytest's.
 TESTS ?= -m 'not slow'

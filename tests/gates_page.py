@@ -10,6 +10,21 @@ from typing import Final
 from vllm_hwplugin.gates import CATALOGUE_PREFIX, GATES, REPLACED, Alias, Gate, show
 from vllm_hwplugin.patching import load_catalogue
 
+#: The variables that most people need: name, value, when.
+FEW: Final = (
+    ("VLLM_HWPLUGIN", "`0`", "you want unpatched vLLM: to roll back, or to compare"),
+    (
+        "VLLM_HWPLUGIN_CACHE_DIR",
+        "a folder that only root and the serving user can change",
+        "the log or `doctor` says that no folder is usable, as in [hardened pods](containers.md#a-hardened-pod)",
+    ),
+    (
+        "VLLM_HWPLUGIN_CAPTURE_SIZES",
+        "`decode`",
+        "a start takes too long, or graphs take too much memory: batches with prompts then have no larger graphs",
+    ),
+    ("VLLM_HWPLUGIN_STRICT", "`1`", "a server must not run without the patches: each refused feature stops its start"),
+)
 PAGE: Final = Path(__file__).parents[1] / "docs" / "gates.md"
 
 
@@ -19,6 +34,10 @@ def markdown() -> str:
     lines = [
         "# Environment variables",
         "",
+        "## The four that you may need",
+        "",
+        *_few(every),
+        "",
         "`vllm-hwplugin doctor -v` shows each value and where it came from. A variable that is set but empty counts as",
         "not set. A *switch* takes one of three values; [failures.md](failures.md) says what each failure does:",
         "",
@@ -26,7 +45,7 @@ def markdown() -> str:
         "- `on` or 1: the process stops with an error if the feature cannot be patched in.",
         "- `off` or 0: the feature is not patched in.",
         "",
-        "## Variables",
+        "## All variables",
         "",
         *_table(every),
         "",
@@ -56,6 +75,15 @@ def markdown() -> str:
         "This page is made from `vllm_hwplugin/gates.py` and each feature's `patch.toml` by `make docs`.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _few(gates: Iterable[Gate]) -> list[str]:
+    rows = ["| variable | set it to | when |", "|---|---|---|"]
+    known = {gate.name for gate in gates}
+    for name, value, when in FEW:
+        assert name in known, f"{name}: no such variable"
+        rows.append(f"| `{name}` | {value} | {when} |")
+    return rows
 
 
 def _table(gates: Iterable[Gate]) -> list[str]:

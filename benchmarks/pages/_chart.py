@@ -75,7 +75,7 @@ def idle_and_gain(cases: Sequence[Gain]) -> str:
     line = [1 / (1 - share) for share in shares]
     panel.plot(shares, line, color="#888888", linewidth=0.8, label="if the GPU never waited")
     panel.xaxis.set_major_formatter("{x:.0%}")
-    panel.set_xlabel("share of unpatched vLLM's step in which the GPU waits for the host")
+    panel.set_xlabel(f"share of unpatched vLLM's step in which the GPU waits for the host\n{_conditions(cases)}")
     panel.set_ylabel("speedup, tokens/s over unpatched vLLM")
     panel.legend(frameon=False)
     return svg(figure, "What the plugin gains, by the idle time of unpatched vLLM's GPU")
@@ -96,6 +96,7 @@ def compatibility(page: str) -> str:
     panel.set_xticks(range(len(versions)), versions, rotation=45)
     panel.set_yticks(range(len(features)), [name.partition("`")[2].partition("`")[0] for name, *_ in features])
     panel.set_ylim(len(features) - 0.4, -0.6)
+    panel.set_xlabel("vLLM; the patches of both model runners against the released text, no device")
     figure.legend(loc="outside upper center", ncols=len(_VERDICTS) + 1, frameon=False)
     return svg(figure, "Which feature applies to which version of vLLM")
 
@@ -158,6 +159,14 @@ def served(file: Found, side: str) -> str:
 _FLOOR = "GPU busy"
 
 
+def _conditions(cases: Sequence[Gain]) -> str:
+    """Return the devices, versions, drafters and days of cases."""
+    devices, days = sorted({case.file.device for case in cases}), sorted({case.file.day for case in cases})
+    versions, drafters = sorted({case.vllm for case in cases}), sorted({case.drafter for case in cases})
+    day = " to ".join(dict.fromkeys((days[0], days[-1])))
+    return f"{' or '.join(devices)}, vLLM {', '.join(versions)}, {', '.join(drafters)}, {day}"
+
+
 def _measured(file: Found) -> str:
     """Return what a drawing shows: device, vLLM, file and date."""
     return f"{file.device}, vLLM {file.vllm}, {file.name.removesuffix('.json')}, {file.results['date'][:10]}"
@@ -184,7 +193,7 @@ def _draw(panel: Any, case: Gain) -> dict[str, Any]:
         if (busy := case.gpu_busy_ms(row)) is not None:
             line = panel.hlines(busy, at - _GROUP / 2, at + _GROUP / 2, color="black", linewidth=1.2)
             handles[_FLOOR] = line
-    panel.set_title(f"{case.target}, {case.drafter}, vLLM {case.vllm}", fontsize=8)
+    panel.set_title(f"{case.target}, {case.drafter}, vLLM {case.vllm}\n{case.file.device}, {case.file.day}", fontsize=8)
     panel.set_xticks(range(len(case.rows)), [f"batch {row.batch}" for row in case.rows])
     panel.set_ylabel("ms a step")
     panel.margins(y=0.12)

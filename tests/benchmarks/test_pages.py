@@ -52,6 +52,16 @@ def test_what_was_measured_of_kernels_is_measured_again_in_that_order(file, plan
     assert [cell for cell in plan if cell in measured] == measured
 
 
+def test_each_drawing_names_what_it_shows():
+    pytest.importorskip("matplotlib")
+    drawn = drawings()
+    for name in ("benchmarks", "gain", "served", "step"):
+        text = " ".join(re.findall(r">([^<>]+)<", drawn[f"docs/{name}.svg"]))
+        for shown in (r"NVIDIA H\d", r"vLLM 0\.\d+\.\d", r"0\.6[bB]", r"\bV2\b|MRV2", r"20\d\d-\d\d-\d\d"):
+            assert re.search(shown, text), (name, shown)
+    assert "no device" in drawn["docs/compatibility.svg"]
+
+
 def test_the_drawing_of_a_runners_page_is_of_that_runner():
     pytest.importorskip("matplotlib")
     drawn = drawings()["docs/served.svg"]

@@ -366,8 +366,6 @@ def as_markdown(catalogue: Catalogue, reports: Iterable[TargetReport]) -> str:
     lines = [
         f"# Which patches fit which {target} versions",
         "",
-        # Only the project's own features have ids without the name of a catalogue.
-        *(() if any("/" in feature.id for feature in catalogue.features) else (_MADE_BY, "")),
         *_table(catalogue, seen, target),
     ]
     for feature in catalogue.features:
@@ -393,6 +391,9 @@ def as_markdown(catalogue: Catalogue, reports: Iterable[TargetReport]) -> str:
     failures = [f"- {_text(report.target)}: {_text(report.error)}" for report in seen if report.error is not None]
     if failures:
         lines += ["", "## Could not be checked", "", *failures]
+    # Only the project's own features have ids without the name of a catalogue.
+    if not any("/" in feature.id for feature in catalogue.features):
+        lines += ["", _MADE_BY]
     return "\n".join(lines).rstrip() + "\n"
 
 
