@@ -340,8 +340,13 @@ def attempt():
             made_up,
         )
     ],
-    "a module with whole features": [Scenario(INSTALL + DFLASH_MODULE, _state())],
-    "parts of features": [Scenario(INSTALL + DFLASH_MODULE, _state("vllm/v1/pack/__init__.py"))],
+    "was imported past the plugin": [Scenario(INSTALL + DFLASH_MODULE, _state())],
+    "a part of the feature": [
+        Scenario(
+            INSTALL + DFLASH_MODULE.replace("entry = install()", "entry = install(); import vllm.v1.pack"),
+            _state("vllm/v1/pack/__init__.py"),
+        )
+    ],
     "do not fit together": [Scenario(INSTALL + DFLASH_CONFIG, made_up)],
     "some version of vLLM serves": [
         Scenario(

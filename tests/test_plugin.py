@@ -150,8 +150,10 @@ REAL = """
     from vllm_hwplugin.plugin import register
     if EARLY:
         import vllm.v1.worker.cpu_worker, vllm.v1.worker.gpu_model_runner, vllm.model_executor.models.laguna_dflash
+        import vllm.v1.metrics.loggers
     else:
-        import vllm.engine.arg_utils, vllm.v1.worker.worker_base
+        # As `LLM()` does before it loads plugins.
+        import vllm.engine.arg_utils, vllm.v1.worker.worker_base, vllm.v1.engine.llm_engine
     before = set(sys.modules)
     register()
     from vllm_hwplugin import __version__, journal
@@ -162,6 +164,7 @@ REAL = """
     # New bodies of functions neither add a parameter nor replace a class.
     more = {"backport-top-k-top-p", "v2-tail-graph", "v2-step-inputs"}
     assert refused == (more if EARLY else set()), entry.features
+    assert entry.features["step-metrics"]["state"] == "off", entry.features
     if not EARLY:
         assert set(entry.modules.values()) == {"pending"}, entry.modules
 

@@ -20,8 +20,6 @@ logger = logging.getLogger("vllm.hwplugin")
 
 _CHECK = "dflash-config"
 _GATE = gate_of(DFLASH_FULL_GRAPH)
-# DFlash's proposer is a subclass of the proposer that the drafter features patch, and shares the runner's code.
-_FAMILIES = ("dflash-", "draft-")
 
 
 def check_and_update_config(vllm_config: Any) -> None:
@@ -38,7 +36,7 @@ def check_and_update_config(vllm_config: Any) -> None:
     spec = vllm_config.speculative_config
     if spec is None or not spec.use_dflash():
         return
-    entry = patching.install()
+    patching.install()
     try:
         dflash_config.check(vllm_config)
     except DFlashConfigError:
@@ -53,7 +51,7 @@ def check_and_update_config(vllm_config: Any) -> None:
         logger.exception("DFlash: %s is left to vLLM, because the plugin failed", _CHECK)
         journal.note(_CHECK, f"left to vLLM: {type(error).__name__}: {error}")
     # Usually this changes nothing: vLLM loads the plugin before it imports what the patches touch.
-    patching.force([name for name in entry.live if name.startswith(_FAMILIES)])
+    patching.force()
 
 
 def _must_hold() -> bool:

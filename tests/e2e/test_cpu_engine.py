@@ -80,8 +80,8 @@ def test_features_are_live_in_the_patched_processes_alone_which_say_what_they_us
             assert {"dflash-context-norm", "draft-full-graph"} <= live(process) if row["patched"] else not live(process)
     for name, mine in (("Eagle3 patched", []), ("DFlash patched", ["dflash-context-norm"])):
         (process,) = demo["rows"][name]["processes"]
-        # The feature that makes the report is not in it.
-        assert live(process) - process["uses"].keys() == {"engine-report"}
+        # The features that make the report are not in it.
+        assert live(process) - process["uses"].keys() <= {"engine-report", "step-metrics"}
         assert [feature for feature, use in process["uses"].items() if use["used"]] == mine
 
 

@@ -65,7 +65,7 @@ def test_what_an_engine_uses(method: str, k: int, v2_runner: bool, used: set[str
     # The process that looks at a model class for the first time has a journal, too, but no engine.
     (process,) = [entry for entry in outcome.records if entry["uses"]]
     live = {name for name, feature in process["features"].items() if feature["state"] == "live"}
-    assert process["uses"].keys() == live - {"engine-report"}
+    assert process["uses"].keys() == live - {"engine-report", "step-metrics"}
     assert {name for name, use in process["uses"].items() if use["used"]} == used
     # The graphs themselves, not only what is said of them.
     assert ("FULL drafter graphs" in process["decisions"].get("draft-full-graph", "")) == ("draft-full-graph" in used)

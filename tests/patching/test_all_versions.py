@@ -58,8 +58,8 @@ def test_the_plan_is_whole_and_compiles(vllm_tree: Callable[[str], Source], cata
         compile(file.text, path, "exec", dont_inherit=True)
 
 
-# Imported before the plugin wherever vLLM starts, and with `LLM()`.
-EARLY = {"vllm.v1.structured_output", "vllm.v1.metrics.loggers"}
+# Imported before the plugin wherever vLLM starts.
+EARLY = {"vllm.v1.structured_output"}
 
 
 @every_version
@@ -73,7 +73,7 @@ def test_what_is_imported_early_and_what_dflash_forces_needs_new_bodies_alone(
         for file in plan.files.values()
         if file.module in EARLY or any(name.startswith(("dflash-", "draft-")) for name in file.features)
     ]
-    assert {file.module for file in asked} > {"vllm.v1.spec_decode.dflash", "vllm.v1.metrics.loggers"}
+    assert {file.module for file in asked} > {"vllm.v1.spec_decode.dflash"}
     for file in asked:
         assert changed_bodies(ast.parse(source.read(file.path) or ""), ast.parse(file.text)), file.path
 

@@ -131,6 +131,28 @@ def test_an_imported_module_is_patched_in_place(patched: Project, imported: str)
     assert patched.run(code, CHECK).strip() == PATCHED
 
 
+@pytest.mark.parametrize("choice", ["auto", "on"])
+def test_a_feature_that_is_not_reapplied_is_off_where_its_module_was_imported(project: Project, choice: str) -> None:
+    project.feature("late", {"vllm/v1/alpha.py": EDITS["vllm/v1/alpha.py"][1:2]}, more="reapply = false")
+    project.feature("other", {"vllm/v1/alpha.py": EDITS["vllm/v1/alpha.py"][2:3]}, gate=GATES[1])
+    code = """
+        record = install()
+        import vllm.v1.alpha as alpha
+        print(record.features["late"]["state"], record.modules, alpha.Runner().step(1))
+        print(record.fingerprint)
+        """
+    before = project.run(code).splitlines()
+    assert before[0] == "live {'vllm.v1.alpha': 'served'} 11"
+    done = project.start("import vllm.v1.alpha", code, **{GATES[0]: choice})
+    if choice == "on":
+        assert "not in this process: vllm.v1.alpha was imported before the plugin" in done.stderr
+        assert done.returncode != 0
+        return
+    # An engine's processes, of which only some have the feature, run one set of patches.
+    assert done.stdout.splitlines() == ["off {'vllm.v1.alpha': 're-applied'} 11", before[1]]
+    assert done.stderr == ""
+
+
 VENDOR = """
     def vendor():
         # What vllm-musa's plugin does to vLLM: it imports much of it, rebinds names, and adds attributes.
@@ -186,19 +208,48 @@ def test_what_another_finder_served_is_found_and_patched_in_place(patched: Proje
     code = """
         def states():
             return [check.state for check in _runtime.verify()]
-        _runtime.force(["another"])
         print(states())
-        _runtime.force(["made-up"])
+        _runtime.force()
         print(states(), alpha.double(2), record.modules["vllm.v1.alpha"])
         import vllm.v1.pack
         print(states(), vllm.v1.pack.name())
-        _runtime.force(["made-up"])
+        _runtime.force()
         """
     assert patched.run(PAST, code).splitlines() == [
         "['stock', 'pending']",
         "['re-applied', 'pending'] 6 re-applied",
         "['re-applied', 'served'] patched pack",
     ]
+
+
+def test_a_module_that_is_not_imported_yet_gets_the_text_without_the_lost_feature(project: Project) -> None:
+    """It has two features; the other one goes on."""
+    project.feature("lost", STATE | {"vllm/v1/beta.py": [("return double", "return 1 * double")]})
+    project.feature("other", {"vllm/v1/beta.py": [("import double", "import double as double")]}, gate=GATES[1])
+    code = """
+        _runtime.force()
+        import vllm.v1.beta as beta
+        print(state("lost"), state("other"), "1 *" in Path(beta.__file__).read_text(), record.modules)
+        assert record.fingerprint == _runtime.current_plan().fingerprint
+        """
+    assert project.run(PAST, code) == ("refused live False {'vllm.v1.alpha': 'stock', 'vllm.v1.beta': 'served'}\n")
+
+
+def test_what_was_refused_at_the_start_stays_refused_at_the_second_look(project: Project) -> None:
+    project.feature("early", {"vllm/v1/alpha.py": EDITS["vllm/v1/alpha.py"][2:3]})
+    project.feature("other", OTHER_EDITS, gate=GATES[1])
+    code = """
+        from importlib.machinery import PathFinder
+        import vllm.v1.alpha as alpha
+        step, alpha.Runner.step = alpha.Runner.step, None
+        record = install()
+        alpha.Runner.step = step
+        sys.meta_path.insert(0, PathFinder)
+        import vllm.v1.beta as beta
+        _runtime.force()
+        print(record.live, record.modules, alpha.Runner().step(1))
+        """
+    assert project.run(code) == "('other',) {'vllm.v1.beta': 're-applied'} 2\n"
 
 
 STATE = {"vllm/v1/alpha.py": [("LIMIT = 3", "LIMIT = 4")]}
@@ -213,10 +264,10 @@ def test_a_whole_feature_that_cannot_be_patched_in_place_is_given_up_alone(proje
     code = """
         import vllm.v1.beta as beta, vllm.v1.pack as pack
         for _ in range(2):
-            _runtime.force(["state", "other", "needs"])
+            _runtime.force()
         print(state("state"), state("other"), state("needs"), alpha.LIMIT, beta.quadruple(1), pack.name())
         print(list(record.modules.values()), record.features["state"]["reason"][:26])
-        _runtime._check_live()
+        _runtime.force(in_place=False)
         """
     done = project.start(PAST, code)
     assert done.stdout.splitlines() == [
@@ -237,10 +288,10 @@ def test_one_whose_new_import_cannot_be_had_is_given_up_alone(project: Project) 
         import vllm.v1.beta as beta, vllm.v1.pack as pack
         beta.mul = object()
         for _ in range(2):
-            _runtime.force(["other", "imports"])
+            _runtime.force()
         print(state("imports"), state("other"), alpha.Runner().step(1), beta.quadruple(1), pack.name())
         print(list(record.modules.values()), "it is to import mul" in record.features["imports"]["reason"])
-        _runtime._check_live()
+        _runtime.force(in_place=False)
         """
     assert project.start(PAST, code).stdout.splitlines() == [
         "refused live 2 4 patched pack",

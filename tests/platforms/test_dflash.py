@@ -34,7 +34,7 @@ def entry(monkeypatch: pytest.MonkeyPatch) -> journal.Journal:
     made.features = {"dflash-full-graph": {"state": "live", "reason": ""}}
     journal.begin(made, None)
     monkeypatch.setattr(patching, "install", lambda: made)
-    monkeypatch.setattr(patching, "force", lambda features: None)
+    monkeypatch.setattr(patching, "force", lambda: None)
     return made
 
 
@@ -47,14 +47,10 @@ def test_configurations_without_dflash_are_left_alone(monkeypatch: pytest.Monkey
     assert not calls
 
 
-def test_the_drafters_features_that_are_live_are_forced(
-    entry: journal.Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    states = {"draft-full-graph": "live", "dflash-full-graph": "live", "dflash-context-norm": "off", "nwor": "live"}
-    entry.features = {name: {"state": state, "reason": ""} for name, state in states.items()}
+def test_the_patches_are_forced_for_dflash_only(entry: journal.Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     forced: list[str] = []
-    monkeypatch.setattr(patching, "force", forced.extend)
+    monkeypatch.setattr(patching, "force", lambda: forced.append("forced"))
     made_by_vllm(uses_dflash=False)
     assert not forced
     made_by_vllm()
-    assert sorted(forced) == ["dflash-full-graph", "draft-full-graph"]
+    assert forced == ["forced"]

@@ -133,7 +133,11 @@ def test_a_worker_answers_each_term() -> None:
             values = {"runner:": ("v1",), "drafter:": ("masks",)}.get(name, ("x",)) if name.endswith(":") else ()
             assert use_of([engine.reason(Term(name, values, None))])["used"] in (True, False)
     # Of the project's own features only these are not asked of a worker.
-    assert {feature.id for feature in load_catalogue().features} - ALL == {"engine-report", "window-blocks"}
+    assert {feature.id for feature in load_catalogue().features} - ALL == {
+        "engine-report",
+        "step-metrics",
+        "window-blocks",
+    }
 
 
 def test_a_catalogue_from_outside_declares_who_uses_it(entry: journal.Journal) -> None:

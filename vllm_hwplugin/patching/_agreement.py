@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks after the start: a feature's modules in one process, and the patches of one engine's processes."""
+"""Comparison of the patches of one engine's processes."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import os
-import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from .. import gates
 from ..journal import Journal, starts_engines
 from ._errors import InstallError
-from ._model import Plan
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -23,60 +21,6 @@ _PREFIXES: Final = (gates.PREFIX, "VLLM_MUSA_", "VLLM_NWOR_")
 _NO_CHOICE: Final = frozenset(
     {name for gate in gates.GATES if "patches" not in gate.affects for name in gate.variables} | {gates.FINGERPRINT}
 )
-
-
-def features_in(plan: Plan, modules: Collection[str]) -> set[str]:
-    """Return the features that change any of the modules."""
-    return {name for file in plan.files.values() if file.module in modules for name in file.features}
-
-
-def lost_with(plan: Plan, unpatched: Collection[str]) -> set[str]:
-    """Return features of unpatched modules, and features that require them."""
-    lost = features_in(plan, unpatched)
-    # Requirements come first.
-    for name, state in plan.features.items():
-        if not lost.isdisjoint(state.feature.requires):
-            lost.add(name)
-    return lost
-
-
-def give_up(
-    entry: Journal,
-    plan: Plan,
-    unpatched: Mapping[str, str],
-    patched: Collection[str],
-    choices: Mapping[str, str],
-    *,
-    strict: bool,
-) -> None:
-    """Refuse the features of modules that were imported past the plugin.
-
-    Args:
-        unpatched: module -> why.
-        patched: modules that run from their copies, or will.
-
-    Raises:
-        InstallError: a part of such a feature runs patched, or strict mode or its switch demands the feature.
-    """
-    lost = lost_with(plan, unpatched)
-    named = [name for name in entry.live if name in lost]
-    if not named:
-        return
-    half = features_in(plan, patched)
-    reason = "; ".join(unpatched.values())
-    for name in named:
-        gate = plan.features[name].feature.gate
-        if name in half or strict or choices[gate] == "on":
-            why = "only a part of it runs patched" if name in half else f"{gate}=on or {gates.STRICT}=1 demands it"
-            gates_off = " ".join(dict.fromkeys(f"{plan.features[lost_one].feature.gate}=off" for lost_one in named))
-            raise InstallError(
-                f"{name}: {why}: {reason}; put the import hook that did it (sys.meta_path begins with "
-                f"{sys.meta_path[:1]}) in place before vLLM loads its plugins, or set {gates_off}"
-            )
-    # The run record does not count them as patched in from here on, so a process logs this once.
-    entry.modules |= dict.fromkeys(unpatched, "stock")
-    entry.features |= {name: {"state": "refused", "reason": reason} for name in named}
-    logger.warning("%s: not patched in, vLLM runs unpatched there: %s", ", ".join(named), reason)
 
 
 def compare_with_first(entry: Journal, environ: Mapping[str, str], *, stop: bool) -> bool:

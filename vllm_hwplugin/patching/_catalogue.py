@@ -36,7 +36,7 @@ FEATURE_KEYS = frozenset(
     {*_TEXTS, "requires", "versions", "not_needed", "default", "help", "compile_key", "uses_when", "overrides"}
 )
 #: What the project's own features may state.
-_OWN_KEYS = FEATURE_KEYS | {"since", "aliases", "relies", "with"}
+_OWN_KEYS = FEATURE_KEYS | {"since", "aliases", "relies", "with", "reapply"}
 #: What the features of external catalogues may state.
 _OUTSIDE_KEYS = FEATURE_KEYS | {"distribution", "platform", "with"}
 _NOT_NEEDED_KEYS = frozenset({"versions", "reason"})
@@ -163,6 +163,7 @@ def load_feature(folder: Path, terms: Terms) -> Feature:
         uses_when=tuple(_terms(raw, file)),
         relies=tuple(Relied(path, terms.texts.get(path, {})) for path in relied_on),
         overrides=overrides,
+        reapply=_bool(raw, "reapply", file),
         group=folder.parent.name if not terms.catalogue and folder.parent.name in GROUPS else "",
         platforms=tuple(_platforms(raw, file)),
         companion=_companion(raw, file),
@@ -205,9 +206,7 @@ def _switch(raw: Mapping[str, Any], texts: Mapping[str, str], terms: Terms, file
     name = texts["gate"]
     if not terms.catalogue and name in BY_NAME and BY_NAME[name].switches:
         return BY_NAME[name]
-    compile_key, aliases = raw.get("compile_key", True), _list_of(raw, "aliases", "variables", file)
-    if not isinstance(compile_key, bool):
-        raise CatalogueError(f"{file}: compile_key is {compile_key!r}, expected true or false")
+    compile_key, aliases = _bool(raw, "compile_key", file), _list_of(raw, "aliases", "variables", file)
     try:
         return feature_gate(
             name,
@@ -220,6 +219,13 @@ def _switch(raw: Mapping[str, Any], texts: Mapping[str, str], terms: Terms, file
         )
     except GateError as error:
         raise CatalogueError(f"{file}: {error}") from error
+
+
+def _bool(raw: Mapping[str, Any], key: str, file: Path) -> bool:
+    value = raw.get(key, True)
+    if not isinstance(value, bool):
+        raise CatalogueError(f"{file}: {key} is {value!r}, expected true or false")
+    return value
 
 
 def gate_name(catalogue: str, feature: str) -> str:

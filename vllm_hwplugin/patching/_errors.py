@@ -31,5 +31,13 @@ class DiffError(PatchingError):
     """A diff is malformed, or has what this engine does not support."""
 
 
+class AlreadyImported(PatchingError):
+    """A module is imported already, and a feature there is only for processes that import it later."""
+
+
+class ReapplyRefused(PatchingError):
+    """A module is imported already and cannot be patched in place."""
+
+
 class InstallError(PatchingError):
     """A feature cannot be patched in, and the process must not run without it."""

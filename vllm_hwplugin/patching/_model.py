@@ -156,6 +156,7 @@ class Feature(NamedTuple):
         uses_when: what an engine must be to use it, as `terms`; empty: unknown.
         relies: unchanged files whose text it needs. Hunks that fit do not check these.
         overrides: the classes whose methods it overrides.
+        reapply: whether modules that are imported already are patched in place; else the feature is off there.
         group: the folder between the catalogue's and the feature's; empty without one.
         platforms: the platforms of vLLM that it is for; empty: all.
         companion: another distribution that must be installed, with its versions (`vllm-ascend>=0.26,<0.27`); or empty.
@@ -176,6 +177,7 @@ class Feature(NamedTuple):
     uses_when: tuple[str, ...] = ()
     relies: tuple[Relied, ...] = ()
     overrides: tuple[Overridden, ...] = ()
+    reapply: bool = True
     group: str = ""
     platforms: tuple[str, ...] = ()
     companion: str = ""
@@ -380,7 +382,8 @@ class Plan(NamedTuple):
     Attributes:
         features: by id, in the catalogue's order.
         files: by path.
-        fingerprint: names the applied patch set in vLLM's compile key; "none" if nothing is patched in.
+        fingerprint: names the applied patch set in vLLM's compile key; "none" if nothing is patched in. It leaves out
+            features that only some processes of an engine can have.
         errors: a line for each feature that is demanded (by its switch at `on`, or strict mode) and refused.
     """
 

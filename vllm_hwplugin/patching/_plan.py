@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 
 from ..gates import STRICT
 from ._apply import apply_edits, split_lines
-from ._errors import NotPython, PatchingError
+from ._errors import AlreadyImported, NotPython, PatchingError
 from ._evaluate import Fit, Texts, conflicts_between, evaluate, fit
 from ._model import (
     VLLM,
@@ -57,12 +57,13 @@ def make_plan(
         others: the other distributions that features change.
         check: raises a PatchingError if the process cannot have a patched file. Then the file's features are refused:
             the features that override methods in it, or else all. After a NotPython only the features whose change does
-            not compile by itself are refused, or else the file's last feature.
+            not compile by itself are refused, or else the file's last feature. After an AlreadyImported the features
+            that are not to be re-applied are off, or refused if their switch is "on".
     """
-    refused = dict(refused)
+    refused, absent = dict(refused), set[str]()
     sources = {VLLM: source, **others}
     while True:
-        plan = _plan(catalogue, sources, choices, try_unlisted, strict, refused, unneeded)
+        plan = _plan(catalogue, sources, choices, try_unlisted, strict, refused, unneeded, absent)
         wrong: dict[str, str] = {}
         for file in plan.files.values():
             try:
@@ -73,6 +74,10 @@ def make_plan(
                     verdict.feature: verdict.reason for verdict in verdicts if verdict.status is Status.NO_PYTHON
                 }
                 wrong |= by_itself or {file.features[-1]: str(error)}
+            except AlreadyImported as error:
+                names = {name for name in file.features if not plan.features[name].feature.reapply}
+                absent |= names
+                wrong |= dict.fromkeys(names, str(error))
             except PatchingError as error:
                 # A module that was imported before the plugin takes new bodies, and an override makes another class.
                 users = {name: plan.features[name].feature.overrides for name in file.features}
@@ -95,6 +100,7 @@ def _plan(
     strict: bool,
     refused: Mapping[str, str],
     unneeded: Mapping[str, str],
+    absent: Collection[str],
 ) -> Plan:
     texts = {name: Texts(source) for name, source in sources.items()}
     states: dict[str, FeatureState] = {}
@@ -104,12 +110,16 @@ def _plan(
         if choice != "off" and feature.id in unneeded:
             states[feature.id] = FeatureState(feature, "not-needed", unneeded[feature.id])
         elif choice != "off" and feature.id in refused:
-            states[feature.id] = FeatureState(feature, "refused", refused[feature.id])
+            state: State = "off" if feature.id in absent and choice != "on" else "refused"
+            states[feature.id] = FeatureState(feature, state, refused[feature.id])
         else:
             states[feature.id] = _settle(feature, texts.get(feature.distribution), choice, try_unlisted, states, live)
     files = _patched(texts, live)
     errors = tuple(_errors(states, choices, texts, strict))
-    return Plan(sources[VLLM].version, states, files, _fingerprint(files), errors)
+    everywhere = [patched for patched in live if states[patched.verdict.feature].feature.reapply]
+    varying = {path for patched in live if patched not in everywhere for path in patched.edits}
+    common = {path: file for path, file in files.items() if path not in varying} | _patched(texts, everywhere, varying)
+    return Plan(sources[VLLM].version, states, files, _fingerprint(common), errors)
 
 
 def _errors(
@@ -172,9 +182,13 @@ def _refusal(feature: Feature, verdict: FeatureVerdict, tried: bool) -> str:
     return f"{verdict.status.value}: {verdict.reason}{hint}"
 
 
-def _patched(texts: Mapping[str, Texts], live: list[Fit]) -> dict[str, PatchedFile]:
+def _patched(
+    texts: Mapping[str, Texts], live: list[Fit], only: Collection[str] | None = None
+) -> dict[str, PatchedFile]:
     files: dict[str, PatchedFile] = {}
     for path, distribution in sorted({(path, patched.distribution) for patched in live for path in patched.edits}):
+        if only is not None and path not in only:
+            continue
         pristine = texts[distribution].get(path)
         assert pristine is not None
         users = [patched for patched in live if path in patched.edits]
@@ -198,7 +212,7 @@ def _fingerprint(files: Mapping[str, PatchedFile]) -> str:
     if not files:
         return "none"
     digest = hashlib.sha256()
-    for path, file in files.items():
+    for path, file in sorted(files.items()):
         digest.update(f"{path}\0{file.digest}\0".encode())
     return digest.hexdigest()[:16]
 

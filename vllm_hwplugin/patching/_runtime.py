@@ -3,29 +3,27 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from .. import __version__, gates, journal
 from ..journal import Journal
 from ..versions import SUPPORTED, is_supported
 from . import outside
-from ._agreement import compare_with_first, features_in, give_up, lost_with
+from ._agreement import compare_with_first
 from ._catalogue import load_catalogue
-from ._errors import InstallError, PatchingError
+from ._errors import AlreadyImported, InstallError, PatchingError, ReapplyRefused
 from ._finder import CopyFinder, serves
 from ._installed import Installed, find_installed
 from ._model import VLLM, Catalogue, ModuleCheck, PatchedFile, Plan
 from ._overlay import Copy, Overlay
 from ._plan import make_plan
-
-if TYPE_CHECKING:
-    from ._swap import Swap
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -57,19 +55,25 @@ class _State:
         self.wanted: _Wanted | None = None
         self.plan: Plan | None = None
         self.finder: CopyFinder | None = None
-        self.undo: list[Callable[[], None]] = []
+        # Module that is patched in place -> what takes that back.
+        self.undo: dict[str, Callable[[], None]] = {}
         self._tried: list[CopyFinder] = []
 
     def put_first(self, finder: CopyFinder) -> None:
         # In this order, so that `withdraw` finds what to undo after an interrupt at any line.
-        self.finder = finder
+        earlier, self.finder = self.finder, finder
         self._tried.append(finder)
         finder.put_first()
+        if earlier is not None:
+            earlier.remove()
 
     def withdraw(self) -> None:
         """Remove the finder and undo re-applied code."""
         while self.undo:
-            self.undo.pop()()
+            self.undo.popitem()[1]()
+        self.remove_finder()
+
+    def remove_finder(self) -> None:
         if self.finder is not None:
             self.finder.remove()
             self.finder = None
@@ -82,14 +86,6 @@ class _State:
             for name, copy in finder.copies.items()
             if copies.get(name) != copy and _served(name, copy)
         )
-
-
-class _Settled(NamedTuple):
-    """A plan that fits the modules that are imported already."""
-
-    plan: Plan
-    copies: Mapping[str, Copy]
-    swaps: tuple[Swap, ...]
 
 
 _lock = threading.RLock()
@@ -132,46 +128,33 @@ def verify() -> tuple[ModuleCheck, ...]:
     with _lock:
         if _state is None or _state.finder is None:
             return ()
-        return tuple(_check(name, copy, _state.journal) for name, copy in _state.finder.copies.items())
+        return tuple(_check(name, copy, _state) for name, copy in _state.finder.copies.items())
 
 
-def force(features: Collection[str]) -> None:
-    """Patch modules that another finder loaded unpatched, or refuse features.
+def force(*, in_place: bool = True) -> None:
+    """Patch modules that another finder loaded unpatched, or refuse their features.
 
-    For callers that know which features an engine uses before it is built, such as a platform that reads that the
-    speculative method is DFlash. A module that cannot be patched in place stays unpatched if all its features are
-    refused.
+    For callers that know that an engine needs the patches, before it is built (`in_place`) or when it is complete.
 
     Raises:
         InstallError: only a part of a feature would run patched, or a demanded feature is lost.
     """
     with _lock:
-        if _state is None or _state.finder is None or _state.wanted is None or _state.plan is None:
+        state = _state
+        if state is None or state.finder is None or state.plan is None or state.wanted is None:
             return
-        _state.finder.put_first()
-        files = {file.module: file for file in _state.plan.files.values() if not {*features}.isdisjoint(file.features)}
-        swaps: dict[str, Swap] = {}
-        stock: dict[str, str] = {}
-        for name in [check.module for check in verify() if check.state == "stock" and check.module in files]:
-            try:
-                swaps[name] = _plan_swap(_state.wanted.installed, files[name], _state.finder.copies[name])
-            except PatchingError as error:
-                stock[name] = str(error)
-        while True:
-            lost = lost_with(_state.plan, stock)
-            left = {name for name in swaps if features_in(_state.plan, {name}) <= lost}
-            failed = _apply({name: swap for name, swap in swaps.items() if name not in left}, _state.undo)
-            if failed is None:
-                break
-            name, reason = failed
-            del swaps[name]
-            stock[name] = reason
-        patched = {*_state.finder.copies} - {*stock} - left
-        give_up(_state.journal, _state.plan, stock, patched, _state.wanted.choices, strict=_state.wanted.strict)
-        for name in swaps:
-            _state.journal.modules[name] = "stock" if name in left else "re-applied"
-        if swaps or stock:
-            journal.save()
+        state.finder.put_first()
+        if not any(_is_stock(name, copy) for name, copy in state.finder.copies.items()):
+            return
+        before = state.journal.live
+        # What was refused stays refused: a part of it may have run unpatched.
+        refused = {name: said.reason for name, said in state.plan.features.items() if said.state == "refused"}
+        _patch_in(state, state.wanted, refused, in_place=in_place)
+        lost = [name for name in before if name not in state.journal.live]
+        if lost:
+            reasons = dict.fromkeys(state.journal.features[name]["reason"] for name in lost)
+            logger.warning("%s: not patched in, vLLM runs unpatched there: %s", ", ".join(lost), "; ".join(reasons))
+        journal.save()
 
 
 def _install(settings: gates.Settings, catalogue: Catalogue | None) -> _State:
@@ -256,23 +239,8 @@ def _activate(state: _State, settings: gates.Settings, catalogue: Catalogue | No
     targets = {VLLM: installed, **others}
     refused, choices = missing | catalogue.mistaken(settings), settings.choices
     wanted = state.wanted = _Wanted(targets, refused, catalogue, choices, try_unlisted, strict, overlay)
-    settled = _put_in_force(state, wanted)
-    plan = state.plan = settled.plan
-    if plan.errors:
-        raise InstallError("; ".join(plan.errors))
-    entry.notes, entry.overlay, entry.fingerprint = (
-        [*installed.troubles, *overlay.notes],
-        str(overlay.base),
-        plan.fingerprint,
-    )
-    for name, (feature, state_of, reason, _) in plan.features.items():
-        entry.features[name] = {"state": state_of, "reason": reason}
-        if state_of == "live" and feature.uses_when:
-            entry.features[name]["uses_when"] = "\n".join(feature.uses_when)
-    swapped = {swap.module.__name__ for swap in settled.swaps}
-    entry.modules = {name: "re-applied" if name in swapped else "pending" for name in settled.copies} | {
-        name: "served" for name in entry.modules if entry.modules[name] == "served"
-    }
+    plan = _patch_in(state, wanted, {})
+    entry.notes, entry.overlay = [*installed.troubles, *overlay.notes], str(overlay.base)
     if not compare_with_first(entry, settings.environ, stop=settings.demanded):
         _report(entry, plan, installed, overlay, try_unlisted)
     journal.begin(entry, overlay.writable_base())
@@ -309,41 +277,58 @@ def _report(entry: Journal, plan: Plan, installed: Installed, overlay: Overlay, 
     )
 
 
-def _put_in_force(state: _State, wanted: _Wanted) -> _Settled:
-    refused: dict[str, str] = {}
+def _patch_in(state: _State, wanted: _Wanted, refused: Mapping[str, str], *, in_place: bool = True) -> Plan:
+    """Make the plan, serve its copies, and patch in place what is imported already.
+
+    The finder comes first: what another thread imports from then on is patched. Features that cannot be patched in
+    place are refused, and the plan is made again.
+
+    Args:
+        in_place: False: refuse the features of imported modules.
+
+    Raises:
+        InstallError: a module runs patches that are not in the plan any more, or a demanded feature is refused.
+    """
+    refused = {**wanted.missing, **refused}
     while True:
-        settled = _settle(wanted, refused)
-        _refuse_mixture(state, settled.copies, "; ".join(refused.values()))
-        if not settled.copies:
-            return settled
-        roots = {file.module: wanted.installed[file.distribution].root for file in settled.plan.files.values()}
-        state.put_first(CopyFinder(wanted.installed[VLLM].root, settled.copies, _on_load(state), roots))
-        swapped = {swap.module.__name__ for swap in settled.swaps}
-        # Another thread may have imported a target meanwhile; from here on the finder loads them.
-        if any(_is_stock(name, copy) for name, copy in settled.copies.items() if name not in swapped):
-            state.withdraw()
-            continue
-        try:
-            for swap in settled.swaps:
-                state.undo.append(swap.apply())
-        except PatchingError as error:
-            state.withdraw()
-            # The new text's imports may have loaded patched modules, which the next round then refuses.
-            refused |= {name: str(error) for name, feature in settled.plan.features.items() if feature.state == "live"}
-            continue
-        return settled
+        plan, copies = _plan(wanted, refused, in_place=in_place)
+        if plan.errors:
+            raise InstallError("; ".join(plan.errors))
+        reasons = dict.fromkeys(said.reason for said in plan.features.values() if said.state == "refused")
+        _refuse_mixture(state, copies, "; ".join(reasons))
+        if not copies:
+            state.remove_finder()
+            break
+        roots = {file.module: wanted.installed[file.distribution].root for file in plan.files.values()}
+        state.put_first(CopyFinder(wanted.installed[VLLM].root, copies, _on_load(state), roots))
+        undo: dict[str, Callable[[], None]] = {}
+        for file in plan.files.values():
+            try:
+                if _is_stock(file.module, copies[file.module]):
+                    undo[file.module] = _reapply(wanted, file, copies[file.module], in_place=in_place)
+            except PatchingError as error:
+                while undo:
+                    undo.popitem()[1]()
+                # The new text's imports may have loaded patched modules, which the next round then refuses.
+                state.remove_finder()
+                refused |= dict.fromkeys(file.features, str(error))
+                break
+        else:
+            state.undo |= undo
+            break
+    _record(state, plan, copies)
+    return plan
 
 
-def _settle(wanted: _Wanted, refused: Mapping[str, str]) -> _Settled:
-    """Plan what can be placed, compiled and swapped into imported modules."""
+def _plan(wanted: _Wanted, refused: Mapping[str, str], *, in_place: bool) -> tuple[Plan, dict[str, Copy]]:
+    """Plan what can be placed, compiled and patched in place."""
     placed: dict[str, Copy] = {}
-    swaps: dict[Copy, Swap] = {}
 
     def check(file: PatchedFile) -> None:
         copy = placed[file.path] = wanted.overlay.place(file)
         copy.check()
-        if _is_stock(file.module, copy) and copy not in swaps:
-            swaps[copy] = _plan_swap(wanted.installed, file, copy)
+        if _is_stock(file.module, copy):
+            _reapply(wanted, file, copy, in_place=in_place, only_check=True)
 
     plan = make_plan(
         wanted.catalogue,
@@ -351,51 +336,45 @@ def _settle(wanted: _Wanted, refused: Mapping[str, str]) -> _Settled:
         wanted.choices,
         try_unlisted=wanted.try_unlisted,
         strict=wanted.strict,
-        refused={**wanted.missing, **refused},
+        refused=refused,
         unneeded=outside.find_unneeded(wanted.catalogue.features),
         others=wanted.installed,
         check=check,
     )
-    copies = {file.module: placed[path] for path, file in plan.files.items()}
-    return _Settled(plan, copies, tuple(swaps[copy] for copy in copies.values() if copy in swaps))
+    return plan, {file.module: placed[path] for path, file in plan.files.items()}
 
 
-def _plan_swap(targets: Mapping[str, Installed], file: PatchedFile, copy: Copy) -> Swap:
+def _reapply(
+    wanted: _Wanted, file: PatchedFile, copy: Copy, *, in_place: bool, only_check: bool = False
+) -> Callable[[], None]:
+    module = sys.modules[file.module]
+    features = (wanted.catalogue.feature(name) for name in file.features)
+    if any(feature is not None and not feature.reapply for feature in features):
+        raise AlreadyImported(f"not in this process: {file.module} was imported before the plugin")
+    if not in_place:
+        raise ReapplyRefused(
+            f"{file.module} was imported from {getattr(module, '__file__', None)}, past the plugin; put the import "
+            f"hook that did it (sys.meta_path: {sys.meta_path[:2]}) in place before vLLM loads its plugins"
+        )
     # Rarely needed, and a tenth of what the plugin adds to a process's start.
-    from ._swap import plan_swap
+    from ._swap import patch_in_place
 
-    installed = targets[file.distribution]
+    installed = wanted.installed[file.distribution]
     text = installed.read(file.path)
     # The plan was made from this text, so the file exists.
     assert text is not None
-    return plan_swap(sys.modules[copy.module], copy, str(installed.root / file.path), text)
+    return patch_in_place(module, copy, str(installed.root / file.path), text, only_check=only_check)
 
 
-def _apply(swaps: Mapping[str, Swap], undo: list[Callable[[], None]]) -> tuple[str, str] | None:
-    """Apply all and extend `undo`, or none and return module and reason."""
-    done: list[Callable[[], None]] = []
-    for name, swap in swaps.items():
-        try:
-            done.append(swap.apply())
-        except PatchingError as error:
-            while done:
-                done.pop()()
-            return name, str(error)
-    undo += done
-    return None
-
-
-def _check_live() -> None:
-    with _lock:
-        checks = verify()
-        stock = {check.module: check.detail for check in checks if check.state == "stock"}
-        if _state is not None and stock:
-            assert _state.plan is not None
-            assert _state.wanted is not None
-            # The engine is complete: it does not use modules that are not imported yet.
-            patched = {check.module for check in checks if check.state in ("served", "re-applied")}
-            give_up(_state.journal, _state.plan, stock, patched, _state.wanted.choices, strict=_state.wanted.strict)
-            journal.save()
+def _record(state: _State, plan: Plan, copies: Mapping[str, Copy]) -> None:
+    entry, state.plan = state.journal, plan
+    entry.fingerprint = plan.fingerprint
+    for name, (feature, state_of, reason, _) in plan.features.items():
+        entry.features[name] = {"state": state_of, "reason": reason}
+        if state_of == "live" and feature.uses_when:
+            entry.features[name]["uses_when"] = "\n".join(feature.uses_when)
+    unpatched = {name: "stock" for name in entry.modules if name in sys.modules}
+    entry.modules = unpatched | {name: _check(name, copy, state).state for name, copy in copies.items()}
 
 
 def _on_load(state: _State) -> Callable[[str], None]:
@@ -441,13 +420,13 @@ def _served(name: str, copy: Copy) -> bool:
     return isinstance(module, ModuleType) and serves(module, copy)
 
 
-def _check(name: str, copy: Copy, entry: Journal) -> ModuleCheck:
+def _check(name: str, copy: Copy, state: _State) -> ModuleCheck:
     if name not in sys.modules:
         return ModuleCheck(name, "pending")
     if _is_stock(name, copy):
         origin = getattr(sys.modules[name], "__file__", None)
         return ModuleCheck(name, "stock", f"{name} was imported from {origin}, past the plugin")
-    return ModuleCheck(name, "re-applied" if entry.modules.get(name) == "re-applied" else "served")
+    return ModuleCheck(name, "re-applied" if name in state.undo else "served")
 
 
 def _renew_locks() -> None:
@@ -457,4 +436,4 @@ def _renew_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_locks)
-journal.check_with(_check_live)
+journal.check_with(functools.partial(force, in_place=False))

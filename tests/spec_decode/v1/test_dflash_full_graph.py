@@ -326,7 +326,7 @@ def test_the_constructor_checks_first_and_then_makes_room(vllm_tree, version, mo
     entry = journal.new("0")
     entry.features = {"dflash-full-graph": {"state": "live", "reason": ""}}
     monkeypatch.setattr(patching, "install", lambda: entry)
-    monkeypatch.setattr(patching, "force", calls.extend)
+    monkeypatch.setattr(patching, "force", lambda: calls.append("forced"))
     monkeypatch.setattr(dflash_config, "check", lambda config: calls.append("checked"))
 
     class Base:
@@ -359,7 +359,7 @@ def test_the_constructor_checks_first_and_then_makes_room(vllm_tree, version, mo
         compilation_config=types.SimpleNamespace(max_cudagraph_capture_size=24),
     )
     proposer = patched(config, torch.device("cpu"))
-    assert calls == ["checked", "dflash-full-graph", "weights may be loaded from here on"]
+    assert calls == ["checked", "forced", "weights may be loaded from here on"]
     assert isinstance(proposer.draft_context, ContextGraphs)
     # 4 requests of 1 + 3 queries, padded to the largest captured size.
     assert [len(proposer.input_ids), len(proposer.positions), len(proposer._slot_mapping_buffer)] == [24, 24, 24]
