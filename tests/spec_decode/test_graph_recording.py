@@ -29,10 +29,11 @@ from vllm.distributed.device_communicators.custom_all_reduce import CustomAllred
 from tests.cpu_seconds import patience
 from vllm_hwplugin.fallback import FeatureRequired
 from vllm_hwplugin.features import V2_TAIL_GRAPH, gate_of
-from vllm_hwplugin.spec_decode import graph_recording
+from vllm_hwplugin.spec_decode import graph_recording, obstacles
 from vllm_hwplugin.spec_decode.graph_recording import attempt, exchanged_later, record_graph
 
 POOL = (0, 7)
+TAIL = obstacles.Part.V2_SAMPLING
 CONFIG = SimpleNamespace(use_cumem_cudagraph_pool=False)
 CACHE = "TRITON_CACHE_DIR"
 
@@ -226,7 +227,7 @@ class AllReduce:
 
 
 def _rank(rank: int, folder: str, fails: str, results: Any) -> None:
-    """One of two ranks; the second one fails, before, while or behind what is recorded."""
+    """One of two ranks; the second one fails: in a row of obstacles, before, while or behind what is recorded."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     custom = AllReduce()
     parallel_state._TP = SimpleNamespace(
@@ -253,8 +254,13 @@ def _rank(rank: int, folder: str, fails: str, results: Any) -> None:
             record_graph(run, POOL, CONFIG)
         here("behind all")
 
+    runner = SimpleNamespace(speculative_config=object(), speculator=object())
+    obstacles.OBSTACLES = (obstacles.Obstacle("a row is true", TAIL, lambda _: here("in a row")),)
     recorded(1.0)()  # vLLM's own
-    first = attempt(V2_TAIL_GRAPH, "stock", recording, lambda: None)
+    reason = obstacles.why_not(runner, TAIL)
+    assert (reason is None) == (fails != "in a row")
+    assert (obstacles.why_not(runner, TAIL, together=False) is None) == (reason is None or rank == 0)
+    first = reason is None and attempt(V2_TAIL_GRAPH, "stock", recording, lambda: None)
     # Whatever came of that one, the ranks are of one mind about the next.
     second = attempt(V2_TAIL_GRAPH, "stock", recorded(3.0), lambda: None)
     custom.register_graph_buffers()
@@ -262,7 +268,7 @@ def _rank(rank: int, folder: str, fails: str, results: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "fails", ["nowhere", "before all", "before it is captured", "while it is captured", "behind all"]
+    "fails", ["nowhere", "in a row", "before all", "before it is captured", "while it is captured", "behind all"]
 )
 def test_ranks_of_tensor_parallelism_are_of_one_mind(fails: str, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")

@@ -41,6 +41,7 @@ from vllm_hwplugin.spec_decode.drafters import (
     STANDALONE_METHODS,
     TRIED_METHODS,
 )
+from vllm_hwplugin.spec_decode.graph_recording import all_ranks
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -123,14 +124,25 @@ class Obstacle(NamedTuple):
     find: Callable[[Any], object]
 
 
-def why_not(owner: Any, parts: Part) -> str | None:
+def why_not(owner: Any, parts: Part, *, together: bool = True) -> str | None:
     """Return every reason not to capture one of `parts`, or None.
+
+    The ranks of tensor parallelism capture the same graphs: a reason on one rank, such as an error in a row, is a
+    reason on all.
 
     Args:
         owner: a `GPUModelRunner` of V1 or of Model Runner V2 that has its KV cache, or at least its managers of graphs
             for `V2_MIXED`. For `V1_PASSES` and `V1_CHAIN` a V1 drafter, for `V2_STEPS` a speculator, each with its
             attention groups; `V1_PASSES` also works before they exist.
+        together: all ranks make this call, and wait for each other; False: the reasons of this rank only.
     """
+    reason = _reasons(owner, parts)
+    if not together or all_ranks(reason is None):
+        return reason
+    return reason or "it cannot be captured on another rank"
+
+
+def _reasons(owner: Any, parts: Part) -> str | None:
     drafter = getattr(owner, "drafter", getattr(owner, "speculator", owner))
     if owner.speculative_config is None or drafter is None:
         parts &= _WITHOUT_DRAFTS if decodes_plainly(owner) else Part(0)
@@ -152,7 +164,7 @@ def _reason(row: Obstacle, owner: Any) -> str:
 
 def decodes_plainly(runner: Any) -> bool:
     """Whether this runner samples without a drafter and graphs are asked for."""
-    asked_for = gates.read(gates.PLAIN_DECODE).flag
+    asked_for = gates.is_on(gates.PLAIN_DECODE)
     # A model that only embeds has no sampler.
     return asked_for and runner.speculative_config is None and getattr(runner, "sampler", None) is not None
 

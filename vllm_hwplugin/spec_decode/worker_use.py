@@ -152,7 +152,7 @@ class EngineFacts:
             case "decode-graphs":
                 return _no_graphs(self._config)
             case "obstacles":
-                return Unused("{}", lambda: drafter_obstacle(self._drafter, self._mode))
+                return Unused("{}", lambda: drafter_obstacle(self._drafter, self._mode, together=False))
             case "capture-sizes":
                 return Unused(text, capture_sizes.why_left(self._config.compilation_config))
             case "context-norm":
@@ -166,7 +166,7 @@ class EngineFacts:
         return Unused(text.format(self._method), holds, cause=f"the drafter is {self._method}", wants=wants)
 
     def _unasked(self) -> bool:
-        asked = gates.read(gates.PLAIN_DECODE).flag and (self._runner == "V1" or _decodes_plainly(self._worker))
+        asked = gates.is_on(gates.PLAIN_DECODE) and (self._runner == "V1" or _decodes_plainly(self._worker))
         return self._spec is None and not asked
 
     def _lacks(self, graphs: str) -> bool:

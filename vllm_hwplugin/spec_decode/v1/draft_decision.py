@@ -138,11 +138,11 @@ class CapturePlan:
     reason: str = ""
 
 
-def drafter_obstacle(proposer: Any, target_mode: CUDAGraphMode) -> str | None:
+def drafter_obstacle(proposer: Any, target_mode: CUDAGraphMode, *, together: bool = True) -> str | None:
     """Return why no batch of the drafter can use graphs, or None."""
     if not target_mode.has_full_cudagraphs():
         return f"the target's cudagraph_mode is {target_mode.name}, and the drafter follows it"
-    return why_not(proposer, Part.V1_PASSES)
+    return why_not(proposer, Part.V1_PASSES, together=together)
 
 
 def plan_before_capture(proposer: Any, target_mode: CUDAGraphMode) -> CapturePlan:
