@@ -201,8 +201,8 @@ class MusaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  #
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Return the block size to use if the user names none."""
-        return default_block_size if default_block_size % MUSA.page == 0 else max(default_block_size, MUSA.page)
+        """Return the block size if the user names none: whole pages."""
+        return -(-default_block_size // MUSA.page) * MUSA.page
 
     @classmethod
     def supports_combination(
