@@ -8,10 +8,12 @@ commit go to FILE as JSON. The exit status is pytest's.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,20 +60,26 @@ class Results:
             test["outcome"] = report.outcome
 
 
-def main(file: str | None = None, *tests: str) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu", description="Run what matters most on one GPU, newest runner first."
+    )
+    parser.add_argument("file", metavar="FILE", nargs="?", type=Path, help="write results, versions and device here")
+    parser.add_argument("tests", metavar="TEST", nargs="*", help="as pytest names them, below tests/gpu")
+    given = parser.parse_args(arguments)
     results, started = Results(), time.monotonic()
     workers = max(1, min(8, len(os.sched_getaffinity(0)) // CORES_PER_TEST))
     options = ["-q", "-n", str(workers), "--dist", "loadgroup", "--durations", "15", "-p", "no:benchmark"]
-    status = pytest.main([*options, *(str(HERE / test) for test in tests or TESTS)], plugins=[results])
+    status = pytest.main([*options, *(str(HERE / test) for test in given.tests or TESTS)], plugins=[results])
     seconds = time.monotonic() - started
     print(f"{len(results.tests)} tests in {seconds:.0f} s, {workers} at a time")
-    if file is not None:
+    if given.file is not None:
         host = detect_host(device="cuda")
         facts = {"gpu": host.name, "driver": host.driver, "vllm": host.vllm, "torch": host.torch}
         record = {**provenance(), **facts, "seconds": round(seconds), "tests": results.tests}
-        Path(file).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        given.file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return int(status)
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())
