@@ -74,6 +74,11 @@ class Gate(NamedTuple):
         return self.kind == "switch" or (self.kind == "choice" and "patches" in self.affects)
 
     @property
+    def of_part(self) -> bool:
+        """Whether it switches a part of the plugin that is no feature; a bad value switches that part off."""
+        return self.affects in (("operations",), ("attention backend",), ("graphs",))
+
+    @property
     def of_feature(self) -> bool:
         """Whether it switches a feature; a bad value costs that feature only."""
         return self.switches and "patches" in self.affects
@@ -389,6 +394,15 @@ def read(name: str | Gate, environ: Mapping[str, str] | None = None) -> GateValu
     return GateValue(gate, value, _source(ways[winner]), raw, conflict if passed_over else None)
 
 
+def is_on(name: str) -> bool:
+    """Return a part's ``bool`` variable; False if its value is bad."""
+    # A process reports a bad value at its start.
+    try:
+        return read(name).flag
+    except GateError:
+        return False
+
+
 def demands(name: str, environ: Mapping[str, str] | None = None) -> bool:
     """Whether a switch is ``on``: no engine starts without the feature."""
     return (_present(name, os.environ if environ is None else environ) or "").strip().lower() in WORDS_TRUE
@@ -417,8 +431,15 @@ class Settings:
 
     @property
     def process_errors(self) -> list[str]:
-        """Why values of process-wide variables are bad; the plugin then does nothing."""
-        return [str(self.errors[gate.name]) for gate in GATES if gate.name in self.errors and not gate.of_feature]
+        """Why values of process-wide variables are bad; the plugin then does nothing. In strict mode also of parts."""
+        wide = [gate.name for gate in GATES if not (gate.of_feature or (gate.of_part and not self.strict))]
+        return [str(self.errors[name]) for name in wide if name in self.errors]
+
+    @property
+    def part_errors(self) -> list[str]:
+        """Why the switches of parts have bad values; these parts are off."""
+        bad = [gate.name for gate in GATES if gate.of_part and gate.name in self.errors]
+        return [f"{self.errors[name]} It counts as {'off' if self.values[name].gate.switches else 0}" for name in bad]
 
     def require_process(self) -> None:
         """Raise a GateError that lists the bad values of process-wide variables."""

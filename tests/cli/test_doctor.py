@@ -138,6 +138,16 @@ def test_on_is_said_too_where_nothing_can_be_live(diagnose: Diagnose, environ: d
     assert any(GATE in line for line in (found.problems if exit_code else found.warnings))
 
 
+@pytest.mark.parametrize("name", ["VLLM_HWPLUGIN_OPS", "VLLM_HWPLUGIN_ATTENTION", "VLLM_HWPLUGIN_PLAIN_DECODE"])
+def test_a_bad_value_of_a_part_is_a_warning_and_the_features_go_on(diagnose: Diagnose, name: str) -> None:
+    found = diagnose(**{name: "perhaps"})
+    assert (found.exit_code, [row.state for row in found.features]) == (0, ["live"])
+    assert [name in line for line in found.warnings] == [True]
+    assert "plugin" not in {row.serves for row in found.operations}
+    strict = diagnose(**{name: "perhaps", "VLLM_HWPLUGIN_STRICT": "1"})
+    assert (strict.exit_code, [name in line for line in strict.problems]) == (1, [True])
+
+
 def test_a_bad_value_is_a_problem_and_nothing_is_called_live(diagnose: Diagnose) -> None:
     found = diagnose(VLLM_HWPLUGIN_STRICT="perhaps")
     assert found.exit_code == 1

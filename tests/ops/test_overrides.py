@@ -362,8 +362,9 @@ def test_a_wrong_name_in_the_skip_list_is_said(cuda: Toy, caplog: pytest.LogCapt
             overrides.install(gates.Settings({**demand, **skip}))
 
 
-def test_a_bad_value_is_left_to_the_engine() -> None:
-    overrides.install(gates.Settings({"VLLM_HWPLUGIN_OPS": "perhaps"}))
+@pytest.mark.parametrize("variables", [{"VLLM_HWPLUGIN_OPS": "perhaps"}, {"VLLM_HWPLUGIN_SLP": "perhaps"}])
+def test_a_bad_value_is_left_to_the_engine(musa: tuple[Toy, Toy], variables: dict[str, str]) -> None:
+    overrides.install(gates.Settings(variables))
     assert overrides.states() == {}
     # What was demanded cannot be had then.
     with pytest.raises(gates.GateError, match="VLLM_HWPLUGIN_SLP"):

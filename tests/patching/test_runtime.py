@@ -427,6 +427,23 @@ def test_a_child_says_that_a_feature_of_a_catalogue_came_or_went_since_the_start
     assert "runs other patches" in done.stderr
 
 
+PARTS = ("VLLM_HWPLUGIN_OPS", "VLLM_HWPLUGIN_ATTENTION", "VLLM_HWPLUGIN_PLAIN_DECODE", "VLLM_HWPLUGIN_TRTLLM_GRAPHS")
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_bad_value_of_a_part_switches_that_part_off(patched: Project, name: str) -> None:
+    done = patched.start("record = install(); print(record.live)", CHECK, **{name: "perhaps"})
+    assert done.stdout.splitlines() == ["('made-up',)", PATCHED]
+    (line,) = done.stderr.splitlines()
+    assert f"{name}='perhaps' is not one of the good values" in line
+    assert line.endswith("It counts as off" if name in PARTS[:2] else "It counts as 0")
+    # A child's lines would repeat the first process's.
+    assert patched.start(CHILD, "install()", **{name: "perhaps"}).stderr == ""
+    strict = patched.start("install()", **{name: "perhaps", "VLLM_HWPLUGIN_STRICT": "1"})
+    assert strict.returncode != 0
+    assert "GateError" in strict.stderr
+
+
 @pytest.mark.parametrize(
     ("variables", "raises"),
     [

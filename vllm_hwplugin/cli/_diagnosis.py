@@ -149,7 +149,7 @@ def diagnose(
         NotPlanned: `command` cannot be read.
     """
     settings = gates.Settings(environ)
-    look = _Look(settings, settings.process_errors)
+    look = _Look(settings, settings.process_errors, [] if settings.strict else settings.part_errors)
     _check_skip_list(look)
     installed = _find_vllm(look)
     _check_entry_points(look)

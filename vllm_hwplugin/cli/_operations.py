@@ -53,7 +53,7 @@ def operation_rows(
     values, trusted = settings.values, not settings.process_errors
     rows = []
     for op in OPS.values():
-        if not trusted:
+        if GATE in settings.errors or not trusted:
             row = OperationRow(op.qualname, "vllm", "an environment variable has an invalid value")
         elif not settings.switched_on:
             row = OperationRow(op.qualname, "vllm", "VLLM_HWPLUGIN=0")

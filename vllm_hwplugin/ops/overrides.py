@@ -90,7 +90,9 @@ def install(settings: gates.Settings) -> None:
             mode is on, and a name in the list of exceptions is unknown.
         GateError: the switch says ``on``, and another variable has a bad value.
     """
-    choice, skip = settings.values[GATE].text, settings.values[SKIP].names
+    # The patch engine has reported a bad value.
+    choice = "off" if GATE in settings.errors else settings.values[GATE].text
+    skip = settings.values[SKIP].names
     # The defaults promise no kernel: operations without it run as they would without the plugin.
     required = choice == "on"
     try:

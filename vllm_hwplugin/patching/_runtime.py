@@ -148,7 +148,7 @@ def force(*, in_place: bool = True) -> None:
             return
         before = state.journal.live
         # What was refused stays refused: a part of it may have run unpatched.
-        refused = {name: said.reason for name, said in state.plan.features.items() if said.state == "refused"}
+        refused = {name: feature.reason for name, feature in state.plan.features.items() if feature.state == "refused"}
         _patch_in(state, state.wanted, refused, in_place=in_place)
         lost = [name for name in before if name not in state.journal.live]
         if lost:
@@ -227,7 +227,7 @@ def _activate(state: _State, settings: gates.Settings, catalogue: Catalogue | No
     catalogue = external.behind(catalogue)
     others, missing = outside.find_targets(catalogue.features)
     if journal.starts_engines():
-        for text in (*installed.troubles, *settings.unknown()):
+        for text in (*installed.troubles, *settings.part_errors, *settings.unknown()):
             logger.warning("%s", text)
     if demanded := settings.unclaimed:
         left_out = "; ".join(f"{name}: {record['reason']}" for name, record in entry.features.items())
@@ -278,7 +278,7 @@ def _report(entry: Journal, plan: Plan, installed: Installed, overlay: Overlay, 
 
 
 def _patch_in(state: _State, wanted: _Wanted, refused: Mapping[str, str], *, in_place: bool = True) -> Plan:
-    """Make the plan, serve its copies, and patch in place what is imported already.
+    """Plan, serve the copies, and patch imported modules in place.
 
     The finder comes first: what another thread imports from then on is patched. Features that cannot be patched in
     place are refused, and the plan is made again.
@@ -294,7 +294,7 @@ def _patch_in(state: _State, wanted: _Wanted, refused: Mapping[str, str], *, in_
         plan, copies = _plan(wanted, refused, in_place=in_place)
         if plan.errors:
             raise InstallError("; ".join(plan.errors))
-        reasons = dict.fromkeys(said.reason for said in plan.features.values() if said.state == "refused")
+        reasons = dict.fromkeys(feature.reason for feature in plan.features.values() if feature.state == "refused")
         _refuse_mixture(state, copies, "; ".join(reasons))
         if not copies:
             state.remove_finder()

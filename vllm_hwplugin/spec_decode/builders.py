@@ -167,7 +167,7 @@ def _of(builder: Any, causal: bool) -> Builder:
         entry = known(type(builder))
         if entry is not _TRTLLM_SPARSE:
             return entry
-    return entry if gates.read("VLLM_HWPLUGIN_TRTLLM_GRAPHS").flag else _NEVER_RUN
+    return entry if gates.is_on("VLLM_HWPLUGIN_TRTLLM_GRAPHS") else _NEVER_RUN
 
 
 def why_not_in_graph(

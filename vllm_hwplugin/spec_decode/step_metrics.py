@@ -68,7 +68,7 @@ def follow(
     """
     global _stop
     _stop.set()
-    counted = config.speculative_config is not None or gates.read(gates.PLAIN_DECODE).flag
+    counted = config.speculative_config is not None or gates.is_on(gates.PLAIN_DECODE)
     if not counted or config.parallel_config._api_process_rank > 0:
         return
     _stop = threading.Event()
