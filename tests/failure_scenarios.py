@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How to bring about each failure of a patch in docs/failures.md, named by some words of its row there.
+"""Cause each failure of a patch in docs/failures.md. The keys of `PATCHES` are words of the page's rows.
 
-A scenario is a change to a made-up vLLM, and what its process does then.
-
-A scenario's ``attempt()`` runs in a process of its own. It returns two dicts of states, of what the failure concerns
-and of what it does not: ``live`` where the plugin serves it.
+A scenario changes a made-up vLLM, and has the code of a process. The process calls ``attempt()``, which returns two
+dicts of states: of the affected features, and of the others. ``live`` is patched in.
 """
 
 from __future__ import annotations
@@ -23,12 +21,13 @@ LIMIT = [("LIMIT = 3", "LIMIT = 4")]
 
 @dataclass(frozen=True)
 class Scenario:
-    """
+    """A failure.
+
     Attributes:
         attempt: code that defines ``attempt()``.
-        change: what is done to the project before.
-        gate: of what is concerned.
-        variables: are set under every column.
+        change: changes the project before the process starts.
+        gate: the switch of the affected feature.
+        variables: environment variables in every column.
     """
 
     attempt: str
@@ -38,9 +37,9 @@ class Scenario:
 
 
 INSTALL = """
-def states(entry, concerned):
-    found = {name: item["state"] for name, item in entry.features.items()}
-    return {concerned: found.pop(concerned, "none")}, found
+def states(entry, affected):
+    others = {name: feature["state"] for name, feature in entry.features.items()}
+    return {affected: others.pop(affected, "none")}, others
 
 def attempt():
     return states(install(), "made-up")
@@ -55,8 +54,8 @@ def made_up(project: Project) -> None:
 def made_up_with(*changes: Callable[[Project], None]) -> Callable[[Project], None]:
     def change(project: Project) -> None:
         made_up(project)
-        for one in changes:
-            one(project)
+        for further in changes:
+            further(project)
 
     return change
 
@@ -114,7 +113,7 @@ def _second_tree(project: Project) -> None:
 
 
 def _state(*more: str) -> Callable[[Project], None]:
-    """The feature cannot be patched in place: it changes what ran when its module was imported."""
+    """Make a feature that cannot be patched in place: it changes a statement of the module."""
 
     def change(project: Project) -> None:
         edits = {"vllm/v1/alpha.py": LIMIT, **{path: EDITS[path] for path in more}}
@@ -130,7 +129,7 @@ def attempt():
     return states(install(), "dflash-made-up")
 """
 
-# As a platform class calls it while vLLM makes its configuration, after something was imported past the finder.
+# A platform class makes this call when vLLM has made the configuration, here after an import past the finder.
 DFLASH = """
 from importlib.machinery import PathFinder
 from types import SimpleNamespace
@@ -185,7 +184,7 @@ def attempt():
 """
 )
 
-# A finder of another package, as test frameworks and type checkers bring one, and the last that a worker does.
+# Another package puts a finder first, as test frameworks and type checkers do. A worker calls `report` last.
 OVERTAKEN = """
 from importlib.machinery import PathFinder
 from vllm_hwplugin.spec_decode.engine_report import Findings, report
@@ -199,7 +198,7 @@ def attempt():
     report(None, lambda part, entry: Findings("this worker", {}))
     return states(entry, "made-up")
 """
-# What a spawned process does: it reads the catalogue anew.
+# A spawned process reads the catalogue again.
 OTHER_PATCHES = """
 import multiprocessing
 
@@ -221,12 +220,14 @@ def attempt():
 
 PATCHES: dict[str, list[Scenario]] = {
     "a diff does not fit": [Scenario(INSTALL, made_up_with(Project.drift))],
-    "reads and does not change": [Scenario(INSTALL, made_up_with(_relies))],
-    "a class of which the feature overrides": [Scenario(INSTALL, made_up_with(_overrides))],
+    "reads but does not change": [Scenario(INSTALL, made_up_with(_relies))],
+    "overrides methods of a class": [Scenario(INSTALL, made_up_with(_overrides))],
     "two features change the same lines": [
         Scenario(INSTALL + 'attempt = lambda: states(install(), "rival")', made_up_with(_rival), THIRD)
     ],
-    "a file of vLLM": [Scenario(INSTALL, made_up_with(change)) for change in (Project.tear, _make_pipe)],
+    "a file that the feature changes cannot be read": [
+        Scenario(INSTALL, made_up_with(change)) for change in (Project.tear, _make_pipe)
+    ],
     "imported before the plugin": [
         Scenario(INSTALL + IMPORTED, _state()),
         Scenario(INSTALL + IMPORTED.replace("import vllm.v1.alpha", 'sys.modules["vllm.v1.alpha"] = None'), _state()),
@@ -247,15 +248,15 @@ PATCHES: dict[str, list[Scenario]] = {
             {FOLDERS: "acme"},
         )
     ],
-    "requires cannot be live": [
+    "requires cannot be patched in": [
         Scenario(
             INSTALL
             + """
 def attempt():
-    concerned, others = states(install(), "needs")
-    # What is lost itself is a matter of its own row.
+    affected, others = states(install(), "needs")
+    # The requirement has a row of its own.
     del others["made-up"]
-    return concerned, others
+    return affected, others
 """,
             made_up_with(_needs, Project.drift),
             THIRD,
@@ -270,13 +271,17 @@ def attempt():
         )
     ],
     "has the change already": [Scenario(INSTALL, made_up_with(_apply))],
-    "not one that the plugin knows": [Scenario(INSTALL, made_up_with(Project.age))],
-    "nothing can be decided": [
+    "does not know vLLM's version": [Scenario(INSTALL, made_up_with(Project.age))],
+    "no plan can be made": [
         Scenario(INSTALL, made_up_with(Project.forget_version)),
         Scenario(INSTALL + "_runtime.make_plan = None", made_up),
         Scenario(INSTALL + "import tempfile; tempfile.tempdir = '/proc/nowhere'", made_up_with(Project.block_cache)),
     ],
-    "a variable of the plugin that is no": [Scenario(INSTALL, made_up, variables={"VLLM_HWPLUGIN_SLP": "perhaps"})],
+    "a variable for the whole plugin": [Scenario(INSTALL, made_up, variables={"VLLM_HWPLUGIN_SLP": "perhaps"})],
+    "(this part is off)": [
+        Scenario(INSTALL, made_up, variables={f"VLLM_HWPLUGIN_{part}": "perhaps"})
+        for part in ("OPS", "ATTENTION", "PLAIN_DECODE", "TRTLLM_GRAPHS")
+    ],
     "the switch of a feature": [
         Scenario(INSTALL, made_up, variables={MADE_UP: "perhaps"}),
         Scenario(
@@ -285,12 +290,12 @@ def attempt():
             variables={FOLDERS: "acme", ACME: "perhaps"},
         ),
     ],
-    "must run stock runs patched": [
+    "must run unpatched": [
         Scenario(
             """
 class Overtaken(_runtime.CopyFinder):
     def put_first(self):
-        # What another thread imports, before and after the finder is there.
+        # Another thread imports modules before and after the finder is first.
         import vllm.v1.alpha
         super().put_first()
         import vllm.v1.pack
@@ -347,7 +352,7 @@ def attempt():
             _state("vllm/v1/pack/__init__.py"),
         )
     ],
-    "do not fit together": [Scenario(INSTALL + DFLASH_CONFIG, made_up)],
+    "no version of vLLM can combine": [Scenario(INSTALL + DFLASH_CONFIG, made_up)],
     "some version of vLLM serves": [
         Scenario(
             INSTALL + DFLASH_CONFIG.replace("hidden_size=32, block_size=8", "hidden_size=64, block_size=7"),
@@ -356,14 +361,14 @@ def attempt():
         )
     ],
     "fails at a configuration": [Scenario(INSTALL + DFLASH_FAULT, made_up, THIRD)],
-    "a feature is live and the engine": [
+    "a feature is patched in, and the engine": [
         Scenario(
             INSTALL
             + """
 def attempt():
     from vllm_hwplugin.fallback import stays_stock
     entry = install()
-    # What a live feature calls where it finds that the engine is not for it. Its gate is the made-up one's, too.
+    # A feature makes this call if the engine cannot use it. The made-up feature has the same switch.
     stays_stock("draft-full-graph", "the drafter runs as in stock vLLM", "a reason")
     return states(entry, "made-up")
 """,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How to bring about each failure of something else than a patch: see ``failure_scenarios.py``."""
+"""Cause the other failures in docs/failures.md: see ``failure_scenarios.py``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ OFF = dict.fromkeys(
     "off",
 )
 
-# A Moore Threads host whose vLLM has no compiled operations, so that the plugin defines them and puts its kernels in
-# front. The dispatch key CPU stands in for MUSA's.
+# On a Moore Threads host vLLM has no compiled operations: the plugin defines them and registers kernels. The dispatch
+# key CPU stands in for MUSA's.
 OPERATIONS = """
 import torch
 from types import ModuleType
@@ -31,16 +31,16 @@ from vllm_hwplugin.ops.compile.spec import KernelUnavailable
 
 overrides.is_musa_host, overrides.MUSA_KEY = lambda: True, "CPU"
 sys.modules["vllm._custom_ops"] = ModuleType("vllm._custom_ops")
-CONCERNED = "silu_and_mul_per_block_quant"
+AFFECTED = "silu_and_mul_per_block_quant"
 
 def served():
-    # Not decided yet is in front, too.
-    live = {name for name, said in overrides.states().items() if said.startswith(("the plugin's kernel", "not"))}
+    # The plugin's kernel also serves an operation that is not decided yet.
+    live = {name for name, state in overrides.states().items() if state.startswith(("the plugin's kernel", "not"))}
     states = {name: "live" if name in live else "vllm" for name in overrides.OPS}
-    return {CONCERNED: states.pop(CONCERNED)}, states
+    return {AFFECTED: states.pop(AFFECTED)}, states
 """
 
-# vLLM's answer for a layer with heads of 512 is TRITON_ATTN; the plugin's class says what it is told to say.
+# vLLM chooses TRITON_ATTN for a layer with heads of 512. The plugin's class refuses for `REFUSED`.
 LAYER = """
 from collections import namedtuple
 from types import ModuleType, SimpleNamespace
@@ -83,15 +83,15 @@ def attempt():
 """
 
 OTHERS: dict[str, list[Scenario]] = {
-    "no variable of this release": [Scenario(INSTALL, made_up, variables={"VLLM_HWPLUGIN_STRIKT": "1"})],
-    "the next one can": [Scenario(INSTALL, made_up_with(Project.block_cache), variables={"TMPDIR": "tmp"})],
-    "has other arguments": [
+    "does not exist in this release": [Scenario(INSTALL, made_up, variables={"VLLM_HWPLUGIN_STRIKT": "1"})],
+    "the next folder can": [Scenario(INSTALL, made_up_with(Project.block_cache), variables={"TMPDIR": "tmp"})],
+    "has unknown parameters": [
         Scenario(
             OPERATIONS
             + """
 def attempt():
     other = torch.library.Library("_C", "FRAGMENT")
-    other.define(CONCERNED + "(Tensor! out) -> ()")
+    other.define(AFFECTED + "(Tensor! out) -> ()")
     definitions.define_missing("CPU")
     overrides.install(gates.Settings())
     return served()
@@ -99,7 +99,7 @@ def attempt():
             gate=OPS,
         )
     ],
-    "no kernel can stand": [
+    "no kernel can be registered": [
         Scenario(
             OPERATIONS
             + f"""
@@ -145,12 +145,12 @@ def attempt():
         )
     ],
     "does not fit a layer": [Scenario(LAYER + "REFUSED = ['no fp8']", gate=ATTENTION)],
-    "the same, and vLLM has none": [Scenario(LAYER + "REFUSED = ['no fp8']; ANSWER = ''", gate=ATTENTION)],
-    "cannot be imported or asked": [Scenario(LAYER + "sys.modules[attention.CUDA.module] = None", gate=ATTENTION)],
+    "does not fit such a layer": [Scenario(LAYER + "REFUSED = ['no fp8']; ANSWER = ''", gate=ATTENTION)],
+    "cannot be imported or queried": [Scenario(LAYER + "sys.modules[attention.CUDA.module] = None", gate=ATTENTION)],
     "would be faster": [Scenario(LAYER + "OBSTACLE = 'no nvcc'", gate=ATTENTION)],
     "the platform class": [
         Scenario(PLATFORM, variables={**OFF, "VLLM_HWPLUGIN_PLATFORM": "cuda"}),
-        # A vLLM whose table of platforms is another one.
+        # A vLLM with another table of platforms.
         Scenario(PLATFORM + "platforms.builtin_platform_plugins = 1", variables=OFF),
     ],
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/failures.md, walked: every row under every column, in processes of their own."""
+"""docs/failures.md: every row under every column, each in a new process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .failure_scenarios import PATCHES, Scenario
 from .failure_scenarios_others import OTHERS
 from .patching.madeup import make_project
 
-# What a scenario comes to: the error that ends the process, or what the log and the states say.
+# The outcome of a scenario: the error that ends the process, or log lines and states.
 OUTCOME = """
 import logging
 
@@ -31,24 +31,24 @@ def outcome():
     log.propagate = False
     log.setLevel(logging.INFO)
     try:
-        found = attempt()
+        states = attempt()
     except Exception as error:
         return {"stops": f"{type(error).__name__}: {error}"}
-    # Not above: a slip of the scenario is no failure of the process.
-    concerned, others = found
-    return {"stops": None, "lines": lines.lines, "concerned": concerned, "others": others}
+    # Outside of `try`: a mistake in the scenario is no failure of the process.
+    affected, others = states
+    return {"stops": None, "lines": lines.lines, "affected": affected, "others": others}
 """
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "failures.md"
-# What fails, and what that does by default, where the feature's gate says `on`, and in strict mode.
+# A row has the failure, and its outcomes by default, with the feature's switch at `on`, and in strict mode.
 ROWS = re.findall(r"^\| (.+) \| ([\w ]+) \| ([\w -]+) \| ([\w ]+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 SCENARIOS = PATCHES | OTHERS
 
 
-def test_every_row_can_be_brought_about() -> None:
-    assert {name: [what for what, *_ in ROWS if name in what] for name in SCENARIOS} == {
-        name: [what] for name, (what, *_) in zip(SCENARIOS, ROWS, strict=True)
+def test_every_row_has_a_scenario() -> None:
+    assert {name: [failure for failure, *_ in ROWS if name in failure] for name in SCENARIOS} == {
+        name: [failure] for name, (failure, *_) in zip(SCENARIOS, ROWS, strict=True)
     }
 
 
@@ -71,20 +71,20 @@ def test_a_failure_does_what_the_table_says(outcomes: tuple[str, str, str], scen
     demands = ({}, {scenario.gate: "on"}, {"VLLM_HWPLUGIN_STRICT": "1"})
     columns = dict(zip(("auto", "on", "strict"), demands, strict=True))
     expected = {name: outcome for name, outcome in zip(columns, outcomes, strict=True) if outcome != "-"}
-    found = project.outcomes(code, {name: variables | columns[name] for name in expected})
-    assert {name: judge(answer) for name, answer in found.items()} == expected, found
+    outcomes_of = project.outcomes(code, {name: variables | columns[name] for name in expected})
+    assert {name: in_words(outcome) for name, outcome in outcomes_of.items()} == expected, outcomes_of
 
 
-def judge(answer: dict[str, Any]) -> str:
-    """The outcome in the table's words."""
-    if answer["stops"] is not None:
+def in_words(outcome: dict[str, Any]) -> str:
+    """Return the outcome in the page's words."""
+    if outcome["stops"] is not None:
         return "stops"
-    lines = [text for level, text in answer["lines"] if level >= logging.WARNING]
-    concerned, others = set(answer["concerned"].values()), set(answer["others"].values())
-    if lines and concerned and "live" not in concerned:
+    warnings = [text for level, text in outcome["lines"] if level >= logging.WARNING]
+    affected, others = set(outcome["affected"].values()), set(outcome["others"].values())
+    if warnings and affected and "live" not in affected:
         if len(others) > 1:
             return "half off"
         return "off" if others == {"live"} else "all off"
-    # The line that says what is patched in is always there.
-    said = [text for _, text in answer["lines"] if not text.startswith("patched in on ")]
-    return "said" if said or lines else "nothing"
+    # Every start logs the features that are patched in.
+    further = [text for _, text in outcome["lines"] if not text.startswith("patched in on ")]
+    return "logged" if further else "nothing"
