@@ -143,9 +143,13 @@ def carry(change: Change, source: Source, *, hints: bool = True, context: int = 
     elif rejected and all(hunk.fits_with for hunk in rejected):
         least = min(hunk.fits_with for hunk in rejected)
         if hints and carry(change, source, hints=False, context=least).outcome is Outcome.APPLIES:
-            lines = "one line" if least == 1 else f"{least} lines"
-            reason += f"; the change fits with {lines} of context (--context {least})"
+            reason += f"; the change fits with {context_lines(least)} (--context {least})"
     return Carried(source.version, source.label, outcome, files, tuple(rejected), offset, reason, is_base)
+
+
+def context_lines(count: int) -> str:
+    """Return a number of lines of context in words."""
+    return f"{'one line' if count == 1 else f'{count} lines'} of context"
 
 
 def _with_less(diff: FileDiff, hunk: Hunk, text: Text) -> tuple[int, list[Edit]]:

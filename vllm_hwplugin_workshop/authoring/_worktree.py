@@ -26,7 +26,7 @@ from vllm_hwplugin.patching.texts import (
     trouble_in,
 )
 
-from ._carry import Carried, Edited, Outcome, Rejected, carry
+from ._carry import Carried, Edited, Outcome, Rejected, carry, context_lines
 from ._change import PACKAGE, Change, ChangeError, Step
 from ._folder import About, write
 
@@ -178,6 +178,8 @@ def told(rejected: Rejected) -> list[str]:
     """Describe a rejected hunk: why, its text, and the nearest place."""
     hunk = [f"    {sign}{text.rstrip()}" for sign, text in rejected.hunk.lines]
     heading, *rest = where_it_stands(rejected.verdict)
+    if rejected.fits_with:
+        heading += f"; fits with {context_lines(rejected.fits_with)}"
     return [heading, *hunk, *rest]
 
 

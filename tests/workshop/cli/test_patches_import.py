@@ -394,7 +394,8 @@ def test_a_hunk_that_fits_with_less_context_is_reported_and_taken_on_request(tre
     arguments = ("import", "it.diff", "--id", "add", *trees[:4])
     result = run(*arguments)
     assert "vllm 0.31.0: does not fit: 1 of 1 hunks do not fit; the change fits with 2 lines" in result.stdout
-    assert "--context 2" in result.stdout
+    assert "(--context 2)" in result.stdout
+    assert re.search(r"hunk 1 of it.diff: drifted; nearest: .*; fits with 2 lines of context", result.stdout)
     assert result.exit_code == 1
     assert run(*arguments, "--into", "mine", "--context", "1").exit_code == 0
     for version, text in texts.items():
