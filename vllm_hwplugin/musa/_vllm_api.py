@@ -75,6 +75,22 @@ def sample_without_triton() -> None:
     sampler.HAS_TRITON = False
 
 
+def mask_without_inductor() -> None:
+    """Make xgrammar mask logits eagerly.
+
+    On a device that it does not know, it compiles the function with Inductor at the first request with a grammar, after
+    graphs were captured. Does nothing without xgrammar.
+    """
+    try:
+        module: Any = importlib.import_module("xgrammar.kernels.apply_token_bitmask_inplace_torch_compile")
+    except ImportError:
+        return
+    for name, function in list(vars(module).items()):
+        # `torch.compile` leaves the original function there.
+        if (original := getattr(function, "__wrapped__", None)) is not None:
+            setattr(module, name, original)
+
+
 def capture_by_thread(musa: Any) -> None:
     """Make graph captures forbid unsafe calls only in the capturing thread.
 

@@ -28,6 +28,7 @@ class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the t
         if trouble := versions.triton_trouble(versions.installed("triton")):
             logger.warning("top-k and top-p use torch's sort instead of vLLM's Triton kernel: %s", trouble)
             _vllm_api.sample_without_triton()
+        _vllm_api.mask_without_inductor()
         with _vllm_api.taken_for_cuda(self.device_config, torch.cuda, torch.musa):
             super().init_device()
         capability = torch.musa.get_device_capability()
