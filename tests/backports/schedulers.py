@@ -63,12 +63,15 @@ def speculative_config(modules: Modules, method: str, k: int) -> Any:
     return made
 
 
-def make_scheduler(modules: Modules, method: str, k: int, *, max_model_len: int = 64, **changes: Any) -> Any:
+def make_scheduler(
+    modules: Modules, method: str, k: int, *, max_model_len: int = 64, hybrid: bool = False, **changes: Any
+) -> Any:
     """vLLM's `AsyncScheduler` for one layer of full attention, with prefix caching and blocks of `BLOCK_SIZE`.
 
     Args:
         modules: of the version.
         method: of speculative decoding, with `k` drafts.
+        hybrid: whether there is a Mamba layer too.
         changes: attributes of the config, instead of those here.
     """
     kv = modules("vllm.v1.kv_cache_interface")
@@ -105,11 +108,19 @@ def make_scheduler(modules: Modules, method: str, k: int, *, max_model_len: int 
     for name, value in changes.items():
         setattr(config, name, value)
     spec_of_layer = kv.FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    groups = [kv.KVCacheGroupSpec(["layer"], spec_of_layer)]
+    if hybrid:
+        mamba = kv.MambaSpec(
+            block_size=BLOCK_SIZE,
+            shapes=((8,),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode=config.cache_config.mamba_cache_mode,
+            num_speculative_blocks=k,
+        )
+        groups.append(kv.KVCacheGroupSpec(["mamba"], mamba))
     return asynchronous(
         vllm_config=config,
-        kv_cache_config=kv.KVCacheConfig(
-            num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[kv.KVCacheGroupSpec(["layer"], spec_of_layer)]
-        ),
+        kv_cache_config=kv.KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups),
         structured_output_manager=SimpleNamespace(should_advance=lambda request: False),
         block_size=BLOCK_SIZE,
         mm_registry=SimpleNamespace(supports_multimodal_inputs=lambda config: False),

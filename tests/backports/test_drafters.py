@@ -6,8 +6,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,6 +157,9 @@ class Drafter:
         return None, None
 
 
+AFTER_BOOKKEEPING = ("if propose_drafts_after_bookkeeping:", "if draft_after_bookkeeping:")
+
+
 @functools.cache
 def drafting_of(text: str) -> tuple[Callable[..., None], type]:
     """What the released `GPUModelRunner.sample_tokens` does from the choice of drafting until drafts are made.
@@ -167,7 +170,7 @@ def drafting_of(text: str) -> tuple[Callable[..., None], type]:
     method = next(node for node in runner.body if getattr(node, "name", None) == "sample_tokens")
     names = [ast.unparse(node) for node in method.body]
     start = next(i for i, name in enumerate(names) if name.startswith("def propose_draft_token_ids("))
-    end = next(i for i, name in enumerate(names) if name.startswith("if propose_drafts_after_bookkeeping:"))
+    end = next(i for i, name in enumerate(names) if name.startswith(AFTER_BOOKKEEPING))
     args = (
         "self, scheduler_output, sampler_output, logits, hidden_states, sample_hidden_states, aux_hidden_states,"
         "spec_decode_metadata, spec_decode_common_attn_metadata, slot_mappings"
@@ -200,6 +203,7 @@ def passes_of_a_rank(modules: Any, longest: int, *, ranks: int, padded: bool) ->
         num_spec_tokens, effective_drafter_max_model_len, device = K, 64, "cpu"
         valid_sampled_token_count_event: Any = object()
         requests: Any = None
+        num_prompt_logprobs: Mapping[str, int] = MappingProxyType({})
         routed_experts_initialized = False
         discard_request_mask = SimpleNamespace(gpu=None)
         input_batch = SimpleNamespace(req_ids=["one"], sampling_metadata=None)
@@ -239,3 +243,67 @@ def test_a_rank_that_cannot_draft_meets_the_others(version: str, padded: bool, m
     assert [passes_of_a_rank(stock, n, ranks=2, padded=padded) for n in (short, long)] == [1, 0]
     assert [passes_of_a_rank(patched, n, ranks=2, padded=padded) for n in (short, long)] == [1, 1]
     assert [passes_of_a_rank(patched, n, ranks=1, padded=padded) for n in (short, long)] == [1, 0]
+
+
+# -- backport-prompt-logprobs -----------------------------------------------------------------------------------------
+
+
+def prompt_states(text: str, *, asked: bool, drafts: bool = True) -> Any:
+    """Return the hidden states from which a prompt's log probabilities are computed, after a drafter wrote over 1.0.
+
+    Args:
+        text: of the runner.
+        asked: whether a request asks for log probabilities of its prompt.
+        drafts: whether there is a drafter.
+    """
+    draft, fits = drafting_of(text)
+    results = 8 if "num_nans: torch.Tensor | None" in text else 7
+    states = torch.ones(2, 4)
+    seen: list[Any] = []
+
+    class Runner:
+        speculative_config = drafts and SimpleNamespace(
+            use_eagle=lambda: True,
+            use_dflash=lambda: False,
+            use_ngram_gpu=lambda: False,
+            disable_padded_drafter_batch=False,
+        )
+        parallel_config = SimpleNamespace(data_parallel_size=1)
+        drafter = Drafter()
+        num_spec_tokens, effective_drafter_max_model_len, device = K, 64, "cpu"
+        valid_sampled_token_count_event = None
+        requests: Any = None
+        routed_experts_initialized = False
+        input_batch = SimpleNamespace(req_ids=["one"], sampling_metadata=None)
+        num_prompt_logprobs = {"one": 1} if asked else {}
+
+        def propose_draft_token_ids(self, *_: Any) -> None:
+            states.zero_()
+
+        def _copy_draft_token_ids_to_cpu(self, output: Any, zeros_only: bool = False) -> None: ...
+
+        def _bookkeeping_sync(self, output: Any, sampled: Any, logits: Any, hidden_states: Any, *_: Any) -> Any:
+            seen.append(hidden_states)
+            return (None,) * results
+
+    runner: Any = type("Both", (Runner, fits), {})()
+    runner.speculative_config = runner.speculative_config or None
+    output = SimpleNamespace(total_num_scheduled_tokens=2)
+    sampled, metadata = SimpleNamespace(sampled_token_ids=None), SimpleNamespace(max_seq_len=10)
+    draft(runner, output, sampled, None, states, None, None, None, metadata, None)
+    return seen[0], states
+
+
+@pytest.mark.parametrize("version", versions("vllm/v1/worker/gpu_model_runner.py"))
+def test_prompt_logprobs_are_those_of_the_target(version: str, modules: Callable[..., Any]) -> None:
+    # Drafts are asked for by another name there.
+    others = {"VLLM_HWPLUGIN_V1_DRAFT_PHASE": "off"}
+    path = "vllm/v1/worker/gpu_model_runner.py"
+    baseline = modules(version, VLLM_HWPLUGIN_BACKPORT_PROMPT_LOGPROBS="off", **others).text(path)
+    patched = modules(version, **others).text(path)
+    assert prompt_states(baseline, asked=True)[0].sum() == 0
+    assert prompt_states(patched, asked=True)[0].sum() == 8
+    # Nothing is copied where it is not needed.
+    for asked, drafts in ((False, True), (True, False)):
+        read, states = prompt_states(patched, asked=asked, drafts=drafts)
+        assert read is states

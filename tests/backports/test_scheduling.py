@@ -14,13 +14,19 @@ pytest.importorskip("vllm")
 from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import versions
-from .schedulers import BLOCK_SIZE, make_request, make_scheduler
+from .schedulers import BLOCK_SIZE, Off, make_request, make_scheduler
 
 K = 3
 FILES = ("vllm/v1/core/", "vllm/v1/request.py", "vllm/config/speculative.py")
 NO_LOOKAHEAD = SUPPORTED[: SUPPORTED.index("0.23.0")]
+GROWS_HITS = SUPPORTED[: SUPPORTED.index("0.26.0")]
+BEFORE_30 = SUPPORTED[: SUPPORTED.index("0.30.0")]
 PADS = SUPPORTED[SUPPORTED.index("0.25.0") : SUPPORTED.index("0.29.0")]
-OFF = {"lookahead": "VLLM_HWPLUGIN_BACKPORT_DRAFT_LOOKAHEAD", "padding": "VLLM_HWPLUGIN_BACKPORT_PADDED_REQUEST"}
+OFF = {
+    "lookahead": "VLLM_HWPLUGIN_BACKPORT_DRAFT_LOOKAHEAD",
+    "padding": "VLLM_HWPLUGIN_BACKPORT_PADDED_REQUEST",
+    "hit": "VLLM_HWPLUGIN_BACKPORT_MAMBA_HIT",
+}
 
 
 # -- backport-draft-lookahead -----------------------------------------------------------------------------------------
@@ -164,3 +170,34 @@ def test_placeholders_that_are_cut_are_dropped(version: str, modules: Callable[.
     tokens, sampled = rows(**{OFF["padding"]: "off"})
     assert (tokens, sampled) == (1, 1 + K)
     assert rows() == (1, 1)
+
+
+# -- backport-mamba-hit -----------------------------------------------------------------------------------------------
+
+
+def uncached_keys(modules: Any) -> int:
+    """How many blocks of keys and values of a prefix that counts as cached are not the first request's."""
+    cache = Off(num_gpu_blocks=64, enable_prefix_caching=True, mamba_cache_mode="align", block_size=BLOCK_SIZE)
+    scheduler = make_scheduler(modules, "mtp", K, hybrid=True, cache_config=cache)
+    scheduler.max_num_scheduled_tokens = 2 * BLOCK_SIZE
+
+    def run(name: str, prompt: int) -> tuple[int, list[int]]:
+        scheduler.add_request(make_request(modules, name, range(prompt)))
+        (request,) = scheduler.schedule().scheduled_new_reqs
+        while scheduler.requests[name].num_computed_tokens < prompt:
+            scheduler.schedule()
+        blocks = scheduler.kv_cache_manager.get_block_ids(name)[0]
+        scheduler.finish_requests(name, modules("vllm.v1.request").RequestStatus.FINISHED_ABORTED)
+        return request.num_computed_tokens // BLOCK_SIZE, blocks
+
+    # The first prompt is computed in pieces of two blocks, and the Mamba state behind each piece is cached.
+    _, first = run("first", 9 * BLOCK_SIZE + 1)
+    computed, second = run("second", 6 * BLOCK_SIZE + 1)
+    assert computed > 0
+    return sum(ours != theirs for ours, theirs in zip(second[:computed], first, strict=False))
+
+
+@pytest.mark.parametrize("version", versions(*FILES, among=BEFORE_30))
+def test_a_cached_prefix_has_keys_and_values(version: str, modules: Callable[..., Any]) -> None:
+    assert uncached_keys(modules(version, **{OFF["hit"]: "off"})) == (version in GROWS_HITS)
+    assert uncached_keys(modules(version)) == 0

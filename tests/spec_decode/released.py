@@ -116,7 +116,7 @@ class Modules:
         # A dataclass looks up the module that it is made in.
         sys.modules[module.__name__] = self._modules[name] = module
         # Triton looks its kernels' text up by the file's name.
-        filename = f"<{module.__name__}>"
+        module.__file__ = filename = f"<{module.__name__}>"
         linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
         exec(compile(text, filename, "exec", dont_inherit=True), vars(module))
         vars(module).update({key: value for key, value in self._stand_ins.items() if key in vars(module)})

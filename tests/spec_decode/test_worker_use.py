@@ -35,8 +35,11 @@ ALL = TERMS_OF.keys()
 SCHEDULED = {"backport-draft-lookahead", "backport-padded-request"}
 PASSES = {"draft-full-graph", "draft-loop-graph", "v1-draft-phase"}
 #: Eagle3 on either runner, as the scheduler and the worker have it.
-ON_V1 = PASSES | SCHEDULED | {"nwor", "v1-step-inputs", "backport-recovered-token", "next-token-kernel"}
+ON_V1 = PASSES | SCHEDULED | {"nwor", "v1-step-inputs", "next-token-kernel"}
+ON_V1 |= {"backport-recovered-token", "backport-prompt-logprobs"}
 NEED_KEYS = {"backport-draft-lookahead", "next-token-kernel"}
+#: With recurrent states.
+HYBRID = {"backport-mamba-hit", "backport-state-bounds"}
 TAIL = {"v2-step-inputs", "v2-tail-graph", "v2-fused-drafts", "v2-capture-metadata"}
 SAMPLES = {"backport-nan-logits", "backport-top-k-top-p"}
 ON_V2 = TAIL | SCHEDULED | SAMPLES | {"nwor", "v2-mixed-graphs", "v2-draft-metadata"}
@@ -196,7 +199,8 @@ MTP_V1 = ON_V1 | {"backport-mtp-embeddings"}
         (False, {"kv_transfer_config": object()}, ON_V1 - {"backport-draft-lookahead"}),
         (False, {METHOD: "mtp"}, MTP_V1),
         (True, {METHOD: "mtp"}, ON_V2),
-        (False, {METHOD: "mtp", "model_config__has_inner_state": True}, MTP_V1),
+        (False, {METHOD: "mtp", "model_config__has_inner_state": True}, MTP_V1 | HYBRID | {"backport-accepted-rows"}),
+        (True, {METHOD: "mtp", "model_config__has_inner_state": True}, ON_V2 | HYBRID),
         (False, {METHOD: "dflash", "drafter": WINDOWED}, DFLASH_V1 - PASSES - {"dflash-full-graph"}),
     ],
 )  # fmt: skip
