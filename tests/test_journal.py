@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin import journal, journals
+from vllm_hwplugin import journal, run_records
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def test_a_journal_is_written_and_read_back(tmp_path: Path) -> None:
     entry.features = {"a": {"state": "live", "reason": "fits"}, "b": {"state": "off", "reason": "gate"}}
     journal.begin(entry, tmp_path)
     assert journal.current() is entry
-    (found,) = journals.read_all(tmp_path)
+    (found,) = run_records.read_all(tmp_path)
     assert found == entry
     assert found.live == ("a",)
     assert found.pid == os.getpid()
@@ -63,7 +63,7 @@ def test_an_unwritable_folder_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "records").write_text("in the way")
     journal.begin(journal.new("1"), tmp_path)
     journal.note("key", "text")
-    assert journals.read_all(tmp_path) == []
+    assert run_records.read_all(tmp_path) == []
 
 
 def test_a_forked_child_gets_a_journal_of_its_own(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_forked_child_gets_a_journal_of_its_own(tmp_path: Path) -> None:
         os._exit(0)
     os.waitpid(child, 0)
     journal.adopt()
-    entries = {entry.pid: entry for entry in journals.read_all(tmp_path)}
+    entries = {entry.pid: entry for entry in run_records.read_all(tmp_path)}
     assert set(entries) == {os.getpid(), child}
     assert entries[child].ppid == os.getpid()
     assert entries[child].decisions == {"key": "from the parent"}
@@ -96,7 +96,7 @@ def test_the_first_word_of_a_plain_fork_leaves_its_parents_journal_alone(tmp_pat
         os._exit(0)
     os.waitpid(child, 0)
     journal.note("other", "from the parent")
-    entries = {entry.pid: entry.decisions for entry in journals.read_all(tmp_path)}
+    entries = {entry.pid: entry.decisions for entry in run_records.read_all(tmp_path)}
     assert entries == {os.getpid(): {"other": "from the parent"}, child: {"key": "from the child"}}
 
 
@@ -153,7 +153,7 @@ def test_old_journals_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_damaged_or_foreign_journal_is_left_out(tmp_path: Path, text: str) -> None:
     journal.begin(journal.new("1"), tmp_path)
     (tmp_path / "records" / "0-1.json").write_text(text)
-    assert len(journals.read_all(tmp_path)) == 1
+    assert len(run_records.read_all(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_so_is_one_with_a_field_of_another_kind(tmp_path: Path, field: str, valu
     (path,) = (tmp_path / "records").glob("*.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     left_out: list[str] = []
-    assert journals.read_all(tmp_path, left_out) == []
+    assert run_records.read_all(tmp_path, left_out) == []
     assert str(path) in left_out[0]
 
 
@@ -180,15 +180,15 @@ def test_a_field_of_a_later_release_is_no_hindrance(tmp_path: Path) -> None:
     journal.begin(journal.new("1"), tmp_path)
     (path,) = (tmp_path / "records").glob("*.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"later": 1}))
-    assert len(journals.read_all(tmp_path)) == 1
+    assert len(run_records.read_all(tmp_path)) == 1
 
 
 def test_all_places_are_read_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journals, "places", lambda: (tmp_path / "one", tmp_path / "two", tmp_path / "three"))
+    monkeypatch.setattr(run_records, "places", lambda: (tmp_path / "one", tmp_path / "two", tmp_path / "three"))
     for name in ("one", "two"):
         journal.begin(journal.new(name), tmp_path / name)
         journal.forget()
-    assert sorted(entry.plugin_version for entry in journals.read_all()) == ["one", "two"]
+    assert sorted(entry.plugin_version for entry in run_records.read_all()) == ["one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -242,17 +242,17 @@ def test_a_forked_child_has_no_engine_yet(tmp_path: Path) -> None:
         journal.settle_uses({"a": use(True)})
         os._exit(0)
     os.waitpid(child, 0)
-    entries = {entry.pid: entry for entry in journals.read_all(tmp_path)}
+    entries = {entry.pid: entry for entry in run_records.read_all(tmp_path)}
     assert entries[child].uses == {"a": use(True)}
     assert entries[os.getpid()].uses == {"a": use(False, "found while serving")}
 
 
-def process(pid: int, ppid: int) -> journal.Journal:
+def process(pid: int, ppid: int) -> journal.RunRecord:
     return dataclasses.replace(journal.new("1"), pid=pid, ppid=ppid)
 
 
-def family(written: list[journal.Journal], pid: int) -> list[journal.Journal]:
-    return journals.families(written)[journal.pids(), pid]
+def family(written: list[journal.RunRecord], pid: int) -> list[journal.RunRecord]:
+    return run_records.families(written)[journal.pids(), pid]
 
 
 def test_a_process_is_found_with_its_ancestors_children() -> None:
@@ -264,7 +264,7 @@ def test_a_process_is_found_with_its_ancestors_children() -> None:
     # Another container has processes of the same ids.
     others = [dataclasses.replace(one, pids="elsewhere") for one in newer]
     assert family([*newer, *others], 21) == newer
-    assert not any(map(journals.is_running, others))
+    assert not any(map(run_records.is_running, others))
 
 
 def test_a_process_id_that_was_used_before_is_no_ancestor() -> None:
@@ -276,18 +276,18 @@ def test_a_process_id_that_was_used_before_is_no_ancestor() -> None:
 
 def test_a_process_runs_that_has_not_ended_nor_left_its_id_to_a_later_one() -> None:
     own = journal.new("1")
-    assert journals.is_running(own)
+    assert run_records.is_running(own)
     # Whatever the clock says by now.
-    assert journals.is_running(dataclasses.replace(own, started="2020-01-01T00:00:00.000+00:00"))
-    assert not journals.is_running(dataclasses.replace(own, ticks=own.ticks - 1))
-    assert not journals.is_running(dataclasses.replace(own, ticks=-1))
+    assert run_records.is_running(dataclasses.replace(own, started="2020-01-01T00:00:00.000+00:00"))
+    assert not run_records.is_running(dataclasses.replace(own, ticks=own.ticks - 1))
+    assert not run_records.is_running(dataclasses.replace(own, ticks=-1))
     ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     left = dataclasses.replace(own, pid=ended.pid, ticks=journal.ticks(ended.pid))
-    assert journals.is_running(left)
+    assert run_records.is_running(left)
     assert ended.stdin is not None
     ended.stdin.close()
     # Until somebody asks for its status it is still in the list of processes.
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-    assert not journals.is_running(left)
+    assert not run_records.is_running(left)
     ended.wait()
-    assert not journals.is_running(left)
+    assert not run_records.is_running(left)

@@ -18,7 +18,7 @@ import pytest
 
 import vllm_hwplugin
 from tests.cpu_seconds import patience
-from vllm_hwplugin import gates, journal, journals, patching, plugin
+from vllm_hwplugin import gates, journal, patching, plugin, run_records
 from vllm_hwplugin.patching import _runtime
 
 from .conftest import cannot_run, versions
@@ -57,7 +57,7 @@ def test_switched_off_it_leaves_a_record_and_does_not_import_the_engine(tmp_path
     variables = environ(cache, VLLM_HWPLUGIN="0")
     done = subprocess.run([sys.executable, str(script)], env=variables, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
-    records = journals.read_all(cache)
+    records = run_records.read_all(cache)
     assert [(item.role, item.off, item.live) for item in records] == [
         ("parent", True, ()),
         *[("engine-core", True, ())] * 2,

@@ -71,7 +71,7 @@ class Use(_Said, total=False):
 
 
 @dataclass
-class Journal:
+class RunRecord:
     """The plugin's state in one process.
 
     Attributes:
@@ -126,7 +126,7 @@ class Journal:
 
 
 _lock = threading.RLock()
-_current: Journal | None = None
+_current: RunRecord | None = None
 _folder: Path | None = None
 _path: Path | None = None
 # Checks that patched-in features run. Patched code calls it, and must not import the package that sets it.
@@ -193,8 +193,8 @@ def ticks(pid: int) -> int:
         return -1
 
 
-def new(plugin_version: str) -> Journal:
-    return Journal(
+def new(plugin_version: str) -> RunRecord:
+    return RunRecord(
         pid=os.getpid(),
         ppid=os.getppid(),
         role=role(),
@@ -207,7 +207,7 @@ def new(plugin_version: str) -> Journal:
     )
 
 
-def begin(journal: Journal, base: Path | None) -> None:
+def begin(journal: RunRecord, base: Path | None) -> None:
     """Make ``journal`` this process's, written below ``base`` unless None."""
     global _current, _folder, _path
     with _lock:
@@ -219,7 +219,7 @@ def begin(journal: Journal, base: Path | None) -> None:
         _prune()
 
 
-def begin_off(plugin_version: str) -> Journal:
+def begin_off(plugin_version: str) -> RunRecord:
     """Begin a record that the plugin is switched off in this process.
 
     The log says so in the first process, and in a child of a process in which the plugin is on.
@@ -251,7 +251,7 @@ def _first_writable() -> Path | None:
     return None
 
 
-def current() -> Journal | None:
+def current() -> RunRecord | None:
     return _current
 
 

@@ -200,7 +200,7 @@ def test_looking_creates_no_cache(diagnose: Diagnose, tmp_path: Path) -> None:
 STARTED = "2026-01-01T00:00:00.000+00:00"
 
 
-def _process(pid: int, ppid: int, started: str, role: str = "parent", **more: object) -> journal.Journal:
+def _process(pid: int, ppid: int, started: str, role: str = "parent", **more: object) -> journal.RunRecord:
     fresh = dataclasses.replace(journal.new("0.1.0"), pid=pid, ppid=ppid, started=started, role=role)
     return dataclasses.replace(fresh, **more)
 

@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 from tests.cpu_seconds import patience, wait_until
-from vllm_hwplugin import journal, journals
+from vllm_hwplugin import journal, run_records
 from vllm_hwplugin.spec_decode import step_counts
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.bench._entry_points import provide
@@ -97,7 +97,7 @@ class Seen:
     exit_code: int | None = None
     left_over: list[int] = field(default_factory=list)
     log: str = ""
-    records: tuple[journal.Journal, ...] = ()
+    records: tuple[journal.RunRecord, ...] = ()
 
 
 def free_port() -> int:
@@ -205,7 +205,7 @@ def seen(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     wait_until(lambda: not processes_of(server.process.pid), 10)
     found.left_over = processes_of(server.process.pid)
     found.log = server.log
-    found.records = tuple(journals.read_all(server._log.parent / "cache"))
+    found.records = tuple(run_records.read_all(server._log.parent / "cache"))
     return found
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import vllm_hwplugin
 from tests.cpu_seconds import patience
-from vllm_hwplugin import journals
+from vllm_hwplugin import run_records
 from vllm_hwplugin.patching import find_installed
 from vllm_hwplugin.patching.outside import find_distribution
 
@@ -80,7 +80,7 @@ def test_both_processes_of_an_engine_run_features_from_outside(tmp_path: Path) -
     _, tokens, file = answer
     assert tokens == "4", "the scheduler of the engine core runs stock"
     assert Path(file).is_relative_to(cache)
-    found = {item.role: item for item in journals.read_all(cache)}
+    found = {item.role: item for item in run_records.read_all(cache)}
     assert {"parent", "engine-core"} <= found.keys()
     for role in ("parent", "engine-core"):
         assert {"acme/half", "acme/hint"} <= set(found[role].live), role

@@ -28,7 +28,7 @@ def made_by_vllm(*, k: int = 7, uses_dflash: bool = True) -> SimpleNamespace:
 
 
 @pytest.fixture
-def entry(monkeypatch: pytest.MonkeyPatch) -> journal.Journal:
+def entry(monkeypatch: pytest.MonkeyPatch) -> journal.RunRecord:
     """The journal of a process in which the DFlash drafter's feature is live, and nothing is to be verified."""
     made = journal.new("0")
     made.features = {"dflash-full-graph": {"state": "live", "reason": ""}}
@@ -47,7 +47,7 @@ def test_configurations_without_dflash_are_left_alone(monkeypatch: pytest.Monkey
     assert not calls
 
 
-def test_the_patches_are_forced_for_dflash_only(entry: journal.Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_patches_are_forced_for_dflash_only(entry: journal.RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     forced: list[str] = []
     monkeypatch.setattr(patching, "force", lambda: forced.append("forced"))
     made_by_vllm(uses_dflash=False)

@@ -19,10 +19,10 @@ import prometheus_client
 import pytest
 
 from tests.cpu_seconds import patience, wait_until
-from vllm_hwplugin import journal, journals
+from vllm_hwplugin import journal, run_records
 from vllm_hwplugin.cachedir import write_atomically
 from vllm_hwplugin.gates import PLAIN_DECODE
-from vllm_hwplugin.journal import Journal, Use
+from vllm_hwplugin.journal import RunRecord, Use
 from vllm_hwplugin.spec_decode import step_counts, step_metrics
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 
@@ -44,7 +44,7 @@ def own_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def on_record(pid: int) -> dict[str, dict[str, int]]:
-    entry = journals.read_latest((journal.pids(), pid))
+    entry = run_records.read_latest((journal.pids(), pid))
     return {} if entry is None else entry.steps
 
 
@@ -140,7 +140,7 @@ def test_what_hardly_serves_is_said_once(
 # -- vLLM's metrics
 
 
-def worker(engine: int | None, steps: dict[str, dict[str, int]]) -> Journal:
+def worker(engine: int | None, steps: dict[str, dict[str, int]]) -> RunRecord:
     """A child with a record of its own, which waits to be killed."""
     ready, told = os.pipe()
     pid = os.fork()
@@ -152,7 +152,7 @@ def worker(engine: int | None, steps: dict[str, dict[str, int]]) -> Journal:
         time.sleep(60)
         os._exit(0)
     os.read(ready, 1)
-    entry = journals.read_latest((journal.pids(), pid))
+    entry = run_records.read_latest((journal.pids(), pid))
     assert entry is not None
     return entry
 

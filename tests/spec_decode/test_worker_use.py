@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode
 
-from vllm_hwplugin import journal, journals
+from vllm_hwplugin import journal, run_records
 from vllm_hwplugin.fallback import FeatureRequired, stays_stock
 from vllm_hwplugin.gates import PLAIN_DECODE
 from vllm_hwplugin.journal import Use
@@ -53,7 +53,7 @@ def patched_in(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 @pytest.fixture(autouse=True)
-def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[journal.Journal]:
+def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[journal.RunRecord]:
     """A process in which all features are live, there is Triton, and vLLM's norm was not asked."""
     monkeypatch.setattr(worker_use, "HAS_TRITON", True)
     monkeypatch.setattr(dflash_context_norm, "_answers", {})
@@ -143,7 +143,7 @@ def test_a_worker_answers_each_term() -> None:
     }
 
 
-def test_a_catalogue_from_outside_declares_who_uses_it(entry: journal.Journal) -> None:
+def test_a_catalogue_from_outside_declares_who_uses_it(entry: journal.RunRecord) -> None:
     entry.features = {
         "acme/fix": {"state": "live", "reason": "", "uses_when": "method:eagle3\nrunner:v2 if >=0.33"},
         "acme/other": {"state": "live", "reason": ""},
@@ -237,7 +237,7 @@ def test_a_backport_is_used_where_its_fault_would_be(v2: bool, changes: dict[str
     ],
 )
 def test_a_drafts_own_backend_matters_where_the_version_has_the_fault(
-    entry: journal.Journal, version: str, v2: bool, changes: dict[str, Any], expected: bool
+    entry: journal.RunRecord, version: str, v2: bool, changes: dict[str, Any], expected: bool
 ) -> None:
     entry.vllm_version = version
     assert ("dflash-draft-backend" in used(worker(v2, **{METHOD: "dflash", **changes}))) is expected
@@ -245,7 +245,7 @@ def test_a_drafts_own_backend_matters_where_the_version_has_the_fault(
 
 @pytest.mark.parametrize(("version", "expected"), [("0.31.0", [True, True]), ("0.32.0", [False, True])])
 def test_v1_compiles_fewer_kernels_of_top_k_and_top_p_where_the_version_has_more(
-    entry: journal.Journal, monkeypatch: pytest.MonkeyPatch, version: str, expected: list[bool]
+    entry: journal.RunRecord, monkeypatch: pytest.MonkeyPatch, version: str, expected: list[bool]
 ) -> None:
     entry.vllm_version = version
     assert ["backport-top-k-top-p" in used(worker(v2)) for v2 in (False, True)] == expected
@@ -284,7 +284,7 @@ def test_an_operation_that_honours_weight_rows_leaves_the_norm_to_vllm(monkeypat
 
 
 def test_features_are_named_by_the_cause_that_they_share_with_what_to_change(
-    entry: journal.Journal, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    entry: journal.RunRecord, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine without CUDA graphs: one cause for the graphs, the drafter and the runner for the others."""
     monkeypatch.setattr(worker_use.current_platform, "device_type", "cuda", raising=False)
@@ -306,7 +306,7 @@ def test_features_are_named_by_the_cause_that_they_share_with_what_to_change(
 
 
 def test_one_line_says_all_of_what_is_live_and_nothing_else(
-    entry: journal.Journal, caplog: pytest.LogCaptureFixture
+    entry: journal.RunRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
     entry.features = patched_in(PASSES)
     with caplog.at_level("INFO", "vllm.hwplugin"):
@@ -317,7 +317,7 @@ def test_one_line_says_all_of_what_is_live_and_nothing_else(
 
 
 def test_graphs_that_are_asked_for_without_speculation_are_those_of_v2_and_count_steps(
-    entry: journal.Journal, monkeypatch: pytest.MonkeyPatch
+    entry: journal.RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PLAIN_DECODE, "1")
     found, engines = [], []
@@ -356,11 +356,11 @@ def test_a_real_drafter_is_read_where_it_has_what_decides(make: Callable[..., An
     assert uses()["draft-loop-graph"] == {"used": False, "reason": "found while building"}
     stays_stock("draft-full-graph", "as in stock", "found while serving")
     assert uses()["draft-full-graph"] == {"used": False, "reason": "found while serving"}
-    (kept,) = (item for item in journals.read_all(journal._folder.parent))  # type: ignore[union-attr]
+    (kept,) = (item for item in run_records.read_all(journal._folder.parent))  # type: ignore[union-attr]
     assert kept.uses == uses()
 
 
-def test_steps_count_from_the_report_on_and_one_rank_speaks_for_the_engine(entry: journal.Journal) -> None:
+def test_steps_count_from_the_report_on_and_one_rank_speaks_for_the_engine(entry: journal.RunRecord) -> None:
     counts = StepCounts("a-feature", "part")
     counts.served()
     one, engines = worker(parallel_config__data_parallel_index=3), []

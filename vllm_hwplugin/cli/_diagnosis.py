@@ -18,8 +18,8 @@ from typing import Any
 
 import vllm_hwplugin
 
-from .. import cachedir, gates, journals, platforms
-from ..journal import Journal
+from .. import cachedir, gates, platforms, run_records
+from ..journal import RunRecord
 from ..musa import host as musa_host
 from ..musa import versions as musa_versions
 from ..ops.compile import built
@@ -100,7 +100,7 @@ class Diagnosis:
     features: tuple[FeatureRow, ...]
     fingerprint: str
     engines: tuple[Engine, ...]
-    last_engine: tuple[Journal, ...]
+    last_engine: tuple[RunRecord, ...]
     planned: Planned | None
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -113,7 +113,7 @@ class Diagnosis:
         """Return the JSON object, with ``toolchains`` by name."""
         fields = {"format": FORMAT, **dataclasses.asdict(self)}
         for process, record in zip(fields["last_engine"], self.last_engine, strict=True):
-            process["alive"] = journals.is_running(record)
+            process["alive"] = run_records.is_running(record)
         return fields | {"toolchains": {tool.pop("name"): tool for tool in fields["toolchains"]}}
 
 
@@ -165,7 +165,7 @@ def diagnose(
     states = {row.state for row in features}
     if not look.problems and settings.switched_on and "refused" in states and "live" not in states:
         look.problems.append("the plugin would do nothing: no feature is patched in")
-    engines, processes = find_engines(_journals(cache, look), engine)
+    engines, processes = find_engines(_run_records(cache, look), engine)
     planned = None if command is None else _plan(command, gpu, installed, look)
     look.warnings += warn_of_orphans(processes) + fingerprints_differ(processes)
     platform = _host.find_platform()
@@ -443,6 +443,6 @@ def _cache(look: _Look) -> _Cache:
     return _Cache(states, tuple(read_only), tuple(trusted), None if usable else trouble)
 
 
-def _journals(cache: _Cache, look: _Look) -> list[Journal]:
-    records = [record for place in cache.trusted for record in journals.read_all(place, look.warnings)]
+def _run_records(cache: _Cache, look: _Look) -> list[RunRecord]:
+    records = [record for place in cache.trusted for record in run_records.read_all(place, look.warnings)]
     return sorted(records, key=lambda record: record.started)

@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..journal import Journal
-from ..journals import is_running
+from ..journal import RunRecord
 from ..ops.operations import RECORD
 from ..platforms import KEY as PLATFORM
+from ..run_records import is_running
 from ..spec_decode.step_counts import SERVED, Reason
 from ._diagnosis import Diagnosis, diagnose
 from ._paste import as_issue, redacted
@@ -250,7 +250,7 @@ def _process_rows(diagnosis: Diagnosis) -> Iterable[tuple[str, ...]]:
             yield (*head, "", "off", "VLLM_HWPLUGIN=0 switched the plugin off")
 
 
-def _feature_cells(process: Journal, name: str, feature: Mapping[str, str]) -> tuple[str, str]:
+def _feature_cells(process: RunRecord, name: str, feature: Mapping[str, str]) -> tuple[str, str]:
     """Return state and reason of a feature in one process."""
     use, decision = process.uses.get(name), process.decisions.get(name)
     reasons = [feature["reason"], decision]

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from .. import journals
+from .. import run_records
 from ..errors import HwpluginError
 from ..features import ENGINE_REPORT
-from ..journal import Journal, pids
+from ..journal import RunRecord, pids
 
 State = Literal["starting", "running", "orphaned", "ended"]
 
@@ -43,7 +43,7 @@ class Engine:
     state: State
 
 
-def find_engines(written: Sequence[Journal], wanted: int | None) -> tuple[tuple[Engine, ...], tuple[Journal, ...]]:
+def find_engines(written: Sequence[RunRecord], wanted: int | None) -> tuple[tuple[Engine, ...], tuple[RunRecord, ...]]:
     """Return all recorded engines, and the records of the engine to show.
 
     Engines are sorted newest first.
@@ -55,7 +55,7 @@ def find_engines(written: Sequence[Journal], wanted: int | None) -> tuple[tuple[
     Raises:
         NoSuchEngine: That process has left no record.
     """
-    families = {_engine(members): tuple(members) for members in reversed(journals.families(written).values())}
+    families = {_engine(members): tuple(members) for members in reversed(run_records.families(written).values())}
     if wanted is not None:
         matching = [members for members in families.values() if any(member.pid == wanted for member in members)]
         if matching:
@@ -74,15 +74,15 @@ def find_engines(written: Sequence[Journal], wanted: int | None) -> tuple[tuple[
     return tuple(families), () if shown is None else families[shown]
 
 
-def _engine(members: Sequence[Journal]) -> Engine:
+def _engine(members: Sequence[RunRecord]) -> Engine:
     first = members[0]
     stands = any(member.uses or member.role in _COMPUTES for member in members)
     state = _state(members, stands)
     return Engine(first.pid, first.started, state != "ended", stands, state)
 
 
-def _state(members: Sequence[Journal], stands: bool) -> State:
-    alive = [member for member in members if member.role != "inspection" and journals.is_running(member)]
+def _state(members: Sequence[RunRecord], stands: bool) -> State:
+    alive = [member for member in members if member.role != "inspection" and run_records.is_running(member)]
     if not alive:
         return "ended"
     if orphans(members):
@@ -93,21 +93,21 @@ def _state(members: Sequence[Journal], stands: bool) -> State:
     return "running" if built else "starting"
 
 
-def orphans(members: Sequence[Journal]) -> list[Journal]:
+def orphans(members: Sequence[RunRecord]) -> list[RunRecord]:
     """Return the computing processes that outlived all processes that ask for work."""
     fronts = [member for member in members if member.role in _FRONTS]
     # An engine on several hosts, or under Ray, may have no such process here.
-    if not fronts or any(map(journals.is_running, fronts)):
+    if not fronts or any(map(run_records.is_running, fronts)):
         return []
-    return [member for member in members if member.role in _COMPUTES and journals.is_running(member)]
+    return [member for member in members if member.role in _COMPUTES and run_records.is_running(member)]
 
 
-def name_of(process: Journal) -> str:
+def name_of(process: RunRecord) -> str:
     """Return a process's role and id, such as "engine core 4711"."""
     return f"{_NAMES.get(process.role, process.role)} {process.pid}"
 
 
-def warn_of_orphans(processes: Sequence[Journal]) -> list[str]:
+def warn_of_orphans(processes: Sequence[RunRecord]) -> list[str]:
     """Return a warning if processes of the engine are orphans, else nothing."""
     left = orphans(processes)
     if not left:
@@ -118,7 +118,7 @@ def warn_of_orphans(processes: Sequence[Journal]) -> list[str]:
     return [f"{ended} ended; {run} (orphans) and may hold the device's memory: kill {pids_left}"]
 
 
-def fingerprints_differ(processes: Sequence[Journal]) -> list[str]:
+def fingerprints_differ(processes: Sequence[RunRecord]) -> list[str]:
     """Return a warning if processes of the engine run different patches."""
     by_fingerprint: dict[str, list[str]] = {}
     for process in processes:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from ..journal import Use
-from ..journals import is_running
+from ..run_records import is_running
 from ..spec_decode.capture_sizes import UNSERVED
 from ..spec_decode.engine_report import unused_by_cause
 from ..spec_decode.step_counts import SERVED

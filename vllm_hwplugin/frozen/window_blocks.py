@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
 
 from vllm_hwplugin.features import WINDOW_BLOCKS
-from vllm_hwplugin.journal import Journal
+from vllm_hwplugin.journal import RunRecord
 from vllm_hwplugin.spec_decode.engine_report import NO_SPECULATION, UNNEEDED, Findings, Unused, report, use_of
 
 
@@ -37,7 +37,7 @@ def report_scheduler(scheduler: Any) -> None:
     report(scheduler, _examine)
 
 
-def _examine(scheduler: Any, entry: Journal) -> Findings:
+def _examine(scheduler: Any, entry: RunRecord) -> Findings:
     config = scheduler.vllm_config
     keeps_all = SingleTypeKVCacheManager.get_num_skipped_tokens
     windows = (

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from .. import gates
-from ..journal import Journal, starts_engines
+from ..journal import RunRecord, starts_engines
 from ._errors import InstallError
 
 logger = logging.getLogger("vllm.hwplugin")
@@ -23,7 +23,7 @@ _NO_CHOICE: Final = frozenset(
 )
 
 
-def compare_with_first(entry: Journal, environ: Mapping[str, str], *, stop: bool) -> bool:
+def compare_with_first(entry: RunRecord, environ: Mapping[str, str], *, stop: bool) -> bool:
     """Return whether the engine's first process has logged the same patches.
 
     The processes of an engine compute one model together. The first process leaves in the environment of its children

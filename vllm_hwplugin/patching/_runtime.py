@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from .. import __version__, gates, journal
-from ..journal import Journal
+from ..journal import RunRecord
 from ..versions import SUPPORTED, is_supported
 from . import outside
 from ._agreement import compare_with_first
@@ -48,7 +48,7 @@ class _Wanted(NamedTuple):
 class _State:
     """What is patched in; `finder` and `undo` are exact at every moment."""
 
-    def __init__(self, entry: Journal) -> None:
+    def __init__(self, entry: RunRecord) -> None:
         self.journal = entry
         self.overlay: Overlay | None = None
         self.gates: tuple[gates.Gate, ...] = ()
@@ -92,7 +92,7 @@ _lock = threading.RLock()
 _state: _State | None = None
 
 
-def install(settings: gates.Settings | None = None, *, catalogue: Catalogue | None = None) -> Journal:
+def install(settings: gates.Settings | None = None, *, catalogue: Catalogue | None = None) -> RunRecord:
     """Apply this process's patches, once; later calls change nothing.
 
     After any failure, a feature is patched in completely or not at all. The returned run record, one log line, and a
@@ -199,7 +199,7 @@ def _refuse_mixture(state: _State, copies: Mapping[str, Copy], reason: str) -> N
         raise InstallError(f"{reason}; {', '.join(modules)} run patched already: start again with VLLM_HWPLUGIN=0")
 
 
-def _of_stock(entry: Journal, error: str) -> Journal:
+def _of_stock(entry: RunRecord, error: str) -> RunRecord:
     """Return a run record of the process with nothing patched in."""
     plain = journal.new(entry.plugin_version)
     plain.vllm_dist, plain.vllm_version, plain.vllm_root = entry.vllm_dist, entry.vllm_version, entry.vllm_root
@@ -246,7 +246,7 @@ def _activate(state: _State, settings: gates.Settings, catalogue: Catalogue | No
     journal.begin(entry, overlay.writable_base())
 
 
-def _report(entry: Journal, plan: Plan, installed: Installed, overlay: Overlay, try_unlisted: bool) -> None:
+def _report(entry: RunRecord, plan: Plan, installed: Installed, overlay: Overlay, try_unlisted: bool) -> None:
     """Log what is patched in, and a line per refused feature."""
     for note in overlay.notes:
         logger.warning("patched copies go to %s instead: %s", overlay.base, note)

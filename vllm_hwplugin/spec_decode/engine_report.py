@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from vllm_hwplugin import journal, log
 from vllm_hwplugin.fallback import refuse_if_required
-from vllm_hwplugin.journal import Journal, Use
+from vllm_hwplugin.journal import RunRecord, Use
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -64,7 +64,7 @@ class Findings:
     engine: int | None = None
 
 
-def report(part: Any, examine: Callable[[Any, Journal], Findings]) -> None:
+def report(part: Any, examine: Callable[[Any, RunRecord], Findings]) -> None:
     """Log and record what a worker or scheduler uses.
 
     Raises:

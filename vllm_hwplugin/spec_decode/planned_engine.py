@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 from vllm_hwplugin.errors import HwpluginError
-from vllm_hwplugin.journal import Journal, Use
+from vllm_hwplugin.journal import RunRecord, Use
 from vllm_hwplugin.spec_decode.drafters import MASK_METHODS
 from vllm_hwplugin.spec_decode.engine_report import Unused, use_of
 from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, PARTS, Part
@@ -76,7 +76,7 @@ def uses_v2(config: Any) -> bool:
     return bool(chosen)
 
 
-def foresee(config: Any, entry: Journal) -> dict[str, Foreseen]:
+def foresee(config: Any, entry: RunRecord) -> dict[str, Foreseen]:
     """Return what is known of each feature that works in a worker."""
     v2 = uses_v2(config)
     spec = config.speculative_config

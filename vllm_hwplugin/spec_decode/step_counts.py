@@ -125,7 +125,7 @@ def save() -> None:
     journal.keep_steps({path: counted for path, counted in outcomes.items() if counted})
 
 
-def _keep(entry: journal.Journal) -> None:
+def _keep(entry: journal.RunRecord) -> None:
     while True:
         time.sleep(INTERVAL)
         if journal.current() is not entry:

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
 from vllm_hwplugin import gates
-from vllm_hwplugin.journal import Journal
+from vllm_hwplugin.journal import RunRecord
 from vllm_hwplugin.linear import layers
 from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, step_counts
 from vllm_hwplugin.spec_decode.drafters import CACHED_METHODS, DRAFTERS, MASK_METHODS
@@ -34,7 +34,7 @@ def report_worker(worker: Any) -> None:
     step_counts.begin()
 
 
-def _examine(worker: Any, entry: Journal) -> Findings:
+def _examine(worker: Any, entry: RunRecord) -> Findings:
     config, spec = worker.vllm_config, worker.vllm_config.speculative_config
     drafts_here = _drafter(worker) is not None
     counts = drafts_here or _decodes_plainly(worker)
@@ -78,7 +78,7 @@ def _no_graphs(config: Any) -> Unused:
     )
 
 
-def why_unused(worker: Any, entry: Journal) -> dict[str, tuple[Unused, ...]]:
+def why_unused(worker: Any, entry: RunRecord) -> dict[str, tuple[Unused, ...]]:
     """Return each feature's reasons not to use it, in order.
 
     The worker's model is loaded and its KV cache set up; `entry` has each feature's `uses_when`.

@@ -24,7 +24,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_hwplugin import journals
+from vllm_hwplugin import run_records
 from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.journal import pids
 
@@ -342,7 +342,7 @@ def records_of(kin: set[int], since: datetime) -> tuple[dict[str, Any], ...]:
     """
     kin = set(kin)
     records = []
-    for record in journals.read_all():
+    for record in run_records.read_all():
         # Process ids are reused, and records outlive their processes; another container has the same ids.
         is_new = record.pids == pids() and datetime.fromisoformat(record.started) >= since
         if is_new and (record.pid in kin or record.ppid in kin):

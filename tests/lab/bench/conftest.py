@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from vllm_hwplugin import journals
+from vllm_hwplugin import run_records
 from vllm_hwplugin_lab.bench import Host, _launch
 from vllm_hwplugin_lab.bench.plan import Settings
 
@@ -21,7 +21,7 @@ def cpu_host():
 
 @pytest.fixture
 def instead_of_engines(monkeypatch, tmp_path):
-    """`instead_of_engines(script)`: children run it whatever their module is, and have left no journals."""
+    """`instead_of_engines(script)`: children run it whatever their module is, and have left no run records."""
 
     def use(script):
         path, wrapper = tmp_path / "child.py", tmp_path / "python"
@@ -30,7 +30,7 @@ def instead_of_engines(monkeypatch, tmp_path):
         wrapper.chmod(0o755)
         monkeypatch.setattr(_launch.sys, "executable", str(wrapper))
 
-    monkeypatch.setattr(journals, "read_all", list)
+    monkeypatch.setattr(run_records, "read_all", list)
     return use
 
 

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from tests.cpu_seconds import patience, wait_until
-from vllm_hwplugin import journal, journals
+from vllm_hwplugin import journal, run_records
 from vllm_hwplugin_lab.bench import _launch
 
 JOB = ("module", '{"label": "tiny"}', {"SAID": "yes"})
@@ -140,7 +140,7 @@ def test_a_command_between_does_not_hide_the_records(child, monkeypatch):
     with _launch.Child(*JOB, under=["/bin/sh", "-c", '"$@"; exit', "sh"]) as between:
         assert between.follow(30, until=lambda event: event["event"] == "ready")
         pid = between.events[0]["pid"]
-        monkeypatch.setattr(journals, "read_all", lambda: [at(pid, 1, datetime.now(timezone.utc))])
+        monkeypatch.setattr(run_records, "read_all", lambda: [at(pid, 1, datetime.now(timezone.utc))])
         assert [found["pid"] for found in between.end().records] == [pid]
 
 
@@ -153,5 +153,5 @@ def test_records_of_the_process_and_its_children_but_not_of_an_older_one(monkeyp
     everyone = [after(10, 1, -50), after(10, 1, 1), after(11, 10, 2), after(12, 11, 3), after(20, 1, 3)]
     # Of a process in another container, which has the same id.
     everyone.append(dataclasses.replace(everyone[1], pids="elsewhere"))
-    monkeypatch.setattr(journals, "read_all", lambda: everyone)
+    monkeypatch.setattr(run_records, "read_all", lambda: everyone)
     assert [r["pid"] for r in _launch.records_of({10}, now)] == [10, 11, 12]

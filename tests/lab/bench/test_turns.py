@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.cpu_seconds import patience
-from vllm_hwplugin import journal, journals
+from vllm_hwplugin import journal, run_records
 from vllm_hwplugin_lab.bench import Job, TimeLimit, Workload, _launch, measure_in_turn, of_workloads
 from vllm_hwplugin_lab.bench.results import processes_entry
 
@@ -209,7 +209,7 @@ def test_when_the_time_is_up_what_both_sides_have_measured_is_there_and_what_the
     jobs, done = engines("a", "b", last_hangs_at="round 1")
     said, limit = [], TimeLimit(LONG)
 
-    def journals_of_engines_and_workers():
+    def records_of_engines_and_workers():
         """Each engine has two workers, whose parent it is."""
         now = datetime.now(timezone.utc).isoformat()
         for pid in [event["pid"] for event in said if event["event"] == "ready"]:
@@ -218,7 +218,7 @@ def test_when_the_time_is_up_what_both_sides_have_measured_is_there_and_what_the
                 one.pid, one.ppid, one.started, one.decisions = own, parent, now, {"graphs": f"by {number} of {pid}"}
                 yield one
 
-    monkeypatch.setattr(journals, "read_all", journals_of_engines_and_workers)
+    monkeypatch.setattr(run_records, "read_all", records_of_engines_and_workers)
 
     def on_event(event):
         said.append(event)

@@ -135,7 +135,7 @@ def test_released_managers_capture_what_they_do_without_the_plugin(
     version: str,
     full: tuple[int, ...],
     profile: bool,
-    entry: journal.Journal,
+    entry: journal.RunRecord,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tree = vllm_tree(version)

@@ -14,10 +14,10 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
 
 from .cachedir import UntrustedFolder, places, read_private, trusted_folder
-from .journal import FOLDER, FORMAT, Journal, pids, ticks
+from .journal import FOLDER, FORMAT, RunRecord, pids, ticks
 
 
-def read_all(base: Path | None = None, notes: list[str] | None = None, *, pid: int | None = None) -> list[Journal]:
+def read_all(base: Path | None = None, notes: list[str] | None = None, *, pid: int | None = None) -> list[RunRecord]:
     """Read run records, oldest first, from folders that others cannot change.
 
     Args:
@@ -27,7 +27,7 @@ def read_all(base: Path | None = None, notes: list[str] | None = None, *, pid: i
     """
     notes = [] if notes is None else notes
     ending = ".json" if pid is None else f"-{pid}.json"
-    by_name: dict[str, Journal] = {}
+    by_name: dict[str, RunRecord] = {}
     for place in [base] if base is not None else places():
         try:
             folder = trusted_folder(place / FOLDER)
@@ -39,44 +39,44 @@ def read_all(base: Path | None = None, notes: list[str] | None = None, *, pid: i
             continue
         for name in names:
             try:
-                journal = _load(folder / name)
+                record = _load(folder / name)
             except (ValueError, TypeError) as error:
                 notes.append(f"the run record {folder / name} is skipped: {error}; remove it")
             else:
-                if journal is not None:
-                    by_name[f"{name} {place}"] = journal
-    return [journal for _, journal in sorted(by_name.items())]
+                if record is not None:
+                    by_name[f"{name} {place}"] = record
+    return [record for _, record in sorted(by_name.items())]
 
 
-def read_latest(process: tuple[str, int]) -> Journal | None:
-    """Return the newest record of a `Journal.process`, or None."""
-    return next((journal for journal in reversed(read_all(pid=process[1])) if journal.process == process), None)
+def read_latest(process: tuple[str, int]) -> RunRecord | None:
+    """Return the newest record of a `RunRecord.process`, or None."""
+    return next((record for record in reversed(read_all(pid=process[1])) if record.process == process), None)
 
 
-def families(journals: Sequence[Journal]) -> dict[tuple[str, int], list[Journal]]:
+def families(records: Sequence[RunRecord]) -> dict[tuple[str, int], list[RunRecord]]:
     """Return each process's family (itself, ancestors, their children), by `process`.
 
-    Ids are reused: the newest process counts, and a parent's record is older than its child's. So `journals` must be
+    Ids are reused: the newest process counts, and a parent's record is older than its child's. So `records` must be
     ordered from the oldest, as :func:`read_all` returns them.
     """
-    groups: dict[tuple[str, int], list[Journal]] = {}
-    for journal in journals:
-        members = groups.get((journal.pids, journal.ppid), [])
-        members.append(journal)
-        groups[journal.process] = members
+    groups: dict[tuple[str, int], list[RunRecord]] = {}
+    for record in records:
+        members = groups.get((record.pids, record.ppid), [])
+        members.append(record)
+        groups[record.process] = members
     return groups
 
 
-def is_running(journal: Journal) -> bool:
+def is_running(record: RunRecord) -> bool:
     """Whether a record's process runs on this host, or in this container."""
     # Older plugins wrote no namespace.
-    if journal.pids not in ("", pids()):
+    if record.pids not in ("", pids()):
         return False
     # A later process may have the same id.
-    return journal.ticks >= 0 and ticks(journal.pid) == journal.ticks
+    return record.ticks >= 0 and ticks(record.pid) == record.ticks
 
 
-def _load(path: Path) -> Journal | None:
+def _load(path: Path) -> RunRecord | None:
     """Return a record; None if removed meanwhile or of another format."""
     data = read_private(path)
     if data is None:
@@ -88,14 +88,14 @@ def _load(path: Path) -> Journal | None:
         raise ValueError("it is no run record")
     if entry["format"] != FORMAT:
         return None
-    kinds = get_type_hints(Journal)
+    kinds = get_type_hints(RunRecord)
     entry = {name: value for name, value in entry.items() if name in kinds}
     for name, value in entry.items():
         if not _is_a(value, kinds[name]):
             raise TypeError(f"its {name} is {reprlib.repr(value)}, expected {formatannotation(kinds[name])}")
-    journal = Journal(**entry)
-    datetime.datetime.fromisoformat(journal.started)
-    return journal
+    record = RunRecord(**entry)
+    datetime.datetime.fromisoformat(record.started)
+    return record
 
 
 def _is_a(value: Any, kind: Any) -> bool:
