@@ -313,10 +313,55 @@ def building_on_the_host() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def attention_of_any_batch(what: str) -> Iterator[None]:
+    """While it lasts, the stand-in for mate has graphs of any batch, as it computes what a batch's tensors say.
+
+    `what` may also name a part of `v2-mixed-graphs` that is to be missing, or that the draft takes images.
+    """
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    from vllm_hwplugin.musa.attention import MusaFlashAttentionMetadataBuilder
+
+    supported = mock.patch.object(MusaFlashAttentionMetadataBuilder, "_cudagraph_support", AttentionCGSupport.ALWAYS)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(supported)
+        if "images replay" in what:
+            from vllm_hwplugin.spec_decode.v2 import mixed_dispatch
+
+            stack.enter_context(mock.patch.object(mixed_dispatch, "computes_media", return_value=False))
+        if "draft takes images" in what:
+            stack.enter_context(drafting_with_images())
+        # What is put before vLLM's methods stays for the steps.
+        stack.pop_all()
+        yield
+
+
+def drafting_with_images() -> contextlib.AbstractContextManager:
+    """While it lasts, Eagle3's draft puts an image's embeddings where its tokens are."""
+    from vllm.model_executor.models import llama_eagle3
+    from vllm.model_executor.models.utils import _merge_multimodal_embeddings
+
+    def embed_input_ids(self, input_ids, multimodal_embeddings=None, *, is_multimodal=None):
+        embeds = self.model.embed_input_ids(input_ids)
+        if not multimodal_embeddings:
+            return embeds
+        parts = [part[..., : embeds.shape[-1]] for part in multimodal_embeddings]
+        return _merge_multimodal_embeddings(embeds, multimodal_embeddings=parts, is_multimodal=is_multimodal)
+
+    draft = llama_eagle3.Eagle3LlamaForCausalLM
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(draft, "embed_input_ids", embed_input_ids))
+    stack.enter_context(mock.patch.object(draft, "supports_multimodal_embeddings", True, create=True))
+    return stack
+
+
 def not_knowing(what: str) -> contextlib.AbstractContextManager:
     """While it lasts, each drafter of Model Runner V2 is another's, or builders may make all metadata on the host."""
     if what == "updates alone":
         return building_on_the_host()
+    if what.startswith("any batch"):
+        return attention_of_any_batch(what)
     # Where this is not asked for, the module is none that the runs come of.
     from vllm_hwplugin.spec_decode import obstacles
 

@@ -90,7 +90,8 @@ class Load:
         ceiling: tokens of the largest size that vLLM captures by itself, in place of 512.
         waits: functions, as ``module:name``, that wait for the device while the engine starts: no graph can hold them.
         unknown: what the plugin does not know, and leaves to vLLM: the ``drafter``, whether ``builders`` of metadata
-            work on the host, or that ``updates alone`` may be in a graph.
+            work on the host, or that ``updates alone`` may be in a graph; or ``any batch``, see
+            `load_child.attention_of_any_batch`.
     """
 
     options: Mapping[str, Any]
@@ -296,7 +297,13 @@ def dummies(target: Path, speculation: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "speculative_config": {**speculation, **by_coin}}
 
 
-def compare_runs(load: Load, off: Mapping[str, str], on: Mapping[str, str], folder: Path) -> tuple[Run, Run]:
+def compare_runs(
+    load: Load,
+    off: Mapping[str, str],
+    on: Mapping[str, str],
+    folder: Path,
+    vllm: tuple[str, Path] | None = None,
+) -> tuple[Run, Run]:
     """Run a load on the simulated device with two sets of variables, which may not make a difference to any token.
 
     Args:
@@ -304,6 +311,7 @@ def compare_runs(load: Load, off: Mapping[str, str], on: Mapping[str, str], fold
         off: variables that leave the feature out.
         on: variables with it.
         folder: for both.
+        vllm: see :func:`.simulated.environment`.
 
     Returns:
         Both runs, to see whether the feature was used.
@@ -313,7 +321,7 @@ def compare_runs(load: Load, off: Mapping[str, str], on: Mapping[str, str], fold
     """
     sides: dict[str, Mapping[str, Any]] = {"off": off, "on": on}
     runs = side_by_side(
-        {side: Process({side: load}, musa(folder / f"host, {side}", **sides[side])) for side in sides}, folder
+        {side: Process({side: load}, musa(folder / f"host, {side}", vllm, **sides[side])) for side in sides}, folder
     )
     expected, found = (runs[side][side] for side in sides)
     assert_same(expected, found)

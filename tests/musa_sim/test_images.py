@@ -10,7 +10,7 @@ import pytest
 from vllm_hwplugin.features import gate_of
 
 from . import images, loads
-from .loads import Load, Request
+from .loads import Load, Request, Run
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
@@ -45,3 +45,88 @@ def test_graphs_change_nothing(musa_host: None, tmp_path: Path) -> None:
     assert 0 < expected.accepted()[-1] < expected.accepted()[0]
     steps = found.counted["v2-step-inputs inputs"]
     assert steps["served"] == found.counts["graph_replays"]["inputs"] > 5
+
+
+#: Tokens of an image, in the place of one.
+_TOKENS = 16
+_SHOWN = [images.START, images.IMAGE, images.END]
+
+
+def requests_in_pieces() -> list[Request]:
+    """Prompts in pieces of 20 tokens, greedy and random; images in one piece, across a border, and just after it."""
+
+    def asked(name: str, at: int, before: int, after: int, image: int | None, **params: object) -> Request:
+        prompt = [*range(3, 3 + before), *(_SHOWN if image is not None else ()), *range(90, 90 + after)]
+        shown = {} if image is None else {"image": image}
+        return Request(name, prompt, at, {"max_tokens": 9, "temperature": 0.0, **params, **shown})
+
+    return [
+        asked("a", 0, 27, 0, None, max_tokens=20),
+        asked("b", 1, 10, 12, 1, max_tokens=20),
+        asked("c", 3, 1, 6, 2, temperature=0.8, seed=5),
+        asked("d", 6, 20, 5, None),
+        # The image begins with the second piece, and its mark ends the first.
+        asked("e", 9, 19, 30, 3, logprobs=2),
+        asked("f", 12, 33, 4, None, logprobs=2),
+        # Encoded before, for another request.
+        asked("g", 15, 15, 3, 1, temperature=0.9, seed=7),
+        asked("h", 18, 45, 0, None),
+    ]
+
+
+def steps_with_images(run: Run, requests: list[Request], ahead: int) -> int:
+    """Steps that compute a token of an image, or end `ahead` tokens before one."""
+    at = {one.name: one.prompt.index(images.IMAGE) for one in requests if "image" in one.params}
+    lengths = {one.name: len(one.prompt) + (_TOKENS - 1 if one.name in at else 0) for one in requests}
+    computed, found = dict.fromkeys(lengths, 0), 0
+    for step in run.steps:
+        shown = False
+        for name, count in step["scheduled"].items():
+            start = computed[name]
+            if name in at and start < lengths[name]:
+                shown |= at[name] < start + count + ahead and start < at[name] + _TOKENS
+            computed[name] += count
+        found += shown
+    return found
+
+
+def run_in_pieces(folder: Path, vllm: tuple[str, Path], unknown: str) -> tuple[Run, Run, list[Request]]:
+    target, drafter = images.write_model(folder / "model", DRAFTS)
+    speculation = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": DRAFTS}
+    options = {
+        **loads.Engine("eagle3", drafts=DRAFTS, graphs_of=(1, 2, 4, 6, 24)).on_musa(),
+        **loads.dummies(target, speculation),
+        "skip_tokenizer_init": False,
+        "limit_mm_per_prompt": {"image": 1, "video": 0},
+        "max_num_batched_tokens": 96,
+        "long_prefill_token_threshold": 20,
+        "enable_prefix_caching": False,
+        "num_gpu_blocks_override": 40,
+    }
+    requests = requests_in_pieces()
+    load = Load(options, requests, autotuned=False, initialised=True, images=True, unknown=unknown)
+    stock = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    features = ("v2-tail-graph", "v2-step-inputs", "v2-graph-addresses", "v2-mixed-graphs", "backport-mixed-graphs")
+    gates = {gate_of(one): "on" for one in features} | {gate_of("engine-report"): "auto"}
+    return *loads.compare_runs(load, stock, stock | gates, folder, vllm), requests
+
+
+@pytest.mark.parametrize(("unknown", "ahead"), [("any batch", 0), ("any batch, draft takes images", 1)])
+def test_batches_of_text_with_prompts_are_replays_and_those_with_images_are_not(
+    musa_host: None, newest: tuple[str, Path], tmp_path: Path, unknown: str, ahead: int
+) -> None:
+    expected, found, requests = run_in_pieces(tmp_path, newest, unknown)
+    assert "v2-mixed-graphs" in found.used
+    assert not found.preempted
+    shown = steps_with_images(found, requests, ahead)
+    assert shown > 4
+    before, after = (run.counts["graph_replays"]["target"] for run in (expected, found))
+    assert before + 5 < after == found.counts["steps"] - shown
+
+
+def test_a_replay_of_a_batch_with_an_image_would_change_later_tokens(
+    musa_host: None, newest: tuple[str, Path], tmp_path: Path
+) -> None:
+    """Features for later layers stay in their buffer, as with `cudagraph_mode` FULL of vLLM."""
+    with pytest.raises(AssertionError, match=r"request ., its step \d+: "):
+        run_in_pieces(tmp_path, newest, "any batch, images replay")

@@ -486,10 +486,9 @@ OBSTACLES: Final = (
     Obstacle("adapters (LoRA) change from batch to batch", _V1 | _MIXED, attrgetter("lora_config")),
     Obstacle("the model has an encoder", _PHASE | _V1 | _TAIL | _MIXED, attrgetter("model_config.is_encoder_decoder")),
     Obstacle("prompts may be embeddings", _PHASE | _V1, attrgetter("enable_prompt_embeds")),
-    Obstacle("the model takes images or the like", _MIXED, attrgetter("supports_mm_inputs")),
     Obstacle(
         "images or the like may come between tokens that were sampled",
-        _V2,
+        _V2 | _MIXED,
         lambda r: getattr(getattr(r.model_state, "encoder_runner", None), "is_realtime", False),
     ),
     Obstacle("positions change when parts of a video are left out", _V2, _has("model_state.mm_pruner")),
@@ -523,9 +522,15 @@ OBSTACLES: Final = (
     Obstacle("{} may make metadata on the host", _METADATA | Part.V2_METADATA | _MIXED, _host_builders),
     Obstacle("a schedule for windows depends on the longest sequence", _METADATA, _plans_by_window),
     Obstacle(
-        "which keys are seen depends on prompts",
-        _METADATA | _V2,
-        _has("is_mm_prefix_lm", "model_config.is_mm_prefix_lm", "model_config.rswa_window"),
+        "tokens of an image see each other",
+        # A token after the prompt is in no image: on V2 a graph makes its other inputs, and vLLM its metadata.
+        _METADATA | Part.V2_METADATA,
+        _has("is_mm_prefix_lm", "model_config.is_mm_prefix_lm"),
+    ),
+    Obstacle(
+        "a prompt is seen whole, and later tokens through a window",
+        _METADATA | _V2 | _MIXED,
+        _has("model_config.rswa_window"),
     ),
     Obstacle("layers share keys in fast prefills", _METADATA, attrgetter("cache_config.kv_sharing_fast_prefill")),
     Obstacle("slots are copied to the host in each step", _METADATA, _has("routed_experts_initialized")),

@@ -22,6 +22,8 @@ from vllm_hwplugin.spec_decode.builders import flash_versions
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.drafters import SHARED_FIRST_PASS
 from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
+from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch
+from vllm_hwplugin.spec_decode.v2.mixed_sizes import KEEPS_PIECES
 
 _STOCK: Final = "only decode batches have FULL graphs"
 
@@ -36,6 +38,9 @@ _FLASH_2_GRID: Final = 1 << 15
 
 #: Attribute of a `CompilationConfig`: True if the engine has these graphs, False if their capture failed.
 _ADDED: Final = "_hwplugin_mixed_graphs"
+
+#: Attribute of a runner: its `MixedDispatch`.
+_DISPATCH: Final = "_hwplugin_mixed_dispatch"
 
 #: Limit of tokens × splits.
 _SPLIT_TOKENS: Final = 4096
@@ -94,9 +99,12 @@ def add_mixed_graphs(runner: Any) -> None:
         )
         for size in sizes
     ]
+    shares_first_pass = type(runner.speculator).__name__ in SHARED_FIRST_PASS
     _offer(runner.cudagraph_manager, graphs)
-    if type(runner.speculator).__name__ in SHARED_FIRST_PASS:
+    if shares_first_pass:
         _offer(runner.speculator.prefill_cudagraph_manager, graphs)
+    vars(runner).setdefault(_DISPATCH, MixedDispatch(runner)).attach(shares_first_pass)
+    vars(runner.compilation_config)[KEEPS_PIECES] = runner.supports_mm_inputs
     vars(runner.compilation_config)[_ADDED] = True
     bound = f", and {grid} tokens × requests over FlashAttention 2" if grid else ""
     journal.note(V2_MIXED_GRAPHS, f"{len(graphs)} shapes of at most {sizes[-1]} tokens and {most} requests{bound}")

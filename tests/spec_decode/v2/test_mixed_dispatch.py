@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which steps replay a graph of a mixed batch: asked of vLLM's dispatch itself."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config.compilation import CUDAGraphMode
+
+from vllm_hwplugin.spec_decode.v2 import mixed_dispatch, mixed_graphs
+from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch, computes_media
+
+from .test_mixed_graphs import live_load, with_them
+
+#: An image of four tokens from the sixth on, and one of two.
+FEATURES = [SimpleNamespace(mm_position=SimpleNamespace(offset=at, length=n)) for at, n in ((5, 4), (20, 2))]
+
+
+@pytest.mark.parametrize(
+    ("computed", "count", "ahead", "media"),
+    [
+        (0, 5, 0, False),
+        # A draft has the next token's embedding.
+        (0, 5, 1, True),
+        (0, 6, 0, True),
+        (8, 2, 0, True),
+        (9, 11, 0, False),
+        (9, 11, 1, True),
+        (21, 9, 0, True),
+        (22, 8, 0, False),
+        # A decode step: its token is in no image, whatever the prompt had.
+        (30, 3, 1, False),
+    ],
+)
+def test_a_step_has_media_if_it_computes_their_tokens(computed: int, count: int, ahead: int, media: bool) -> None:
+    states = SimpleNamespace(
+        req_id_to_index={"text": 0, "image": 1},
+        num_computed_prefill_tokens=np.array([0, computed]),
+        prefill_len=SimpleNamespace(np=np.array([30, 30])),
+    )
+    runner = SimpleNamespace(req_states=states, encoder_cache=SimpleNamespace(mm_features={"image": FEATURES}))
+    assert computes_media(runner, {"text": 7, "image": count}, ahead) is media
+    assert not computes_media(runner, {"text": 7}, ahead)
+
+
+class Dispatched:
+    """Takes down what vLLM dispatches to in each step, target and first pass, and whether the step has an image."""
+
+    def __init__(self, runner: Any) -> None:
+        self.steps: list[list[Any]] = []
+        self.media: list[bool] = []
+        managers = (runner.cudagraph_manager, runner.speculator.prefill_cudagraph_manager)
+        for place, manager in enumerate(managers):
+            dispatch = manager.dispatch
+
+            def noted(*args: Any, dispatch: Any = dispatch, place: int = place, **named: Any) -> Any:
+                desc = dispatch(*args, **named)
+                if place == 0:
+                    self.steps.append([desc])
+                    self.media.append(vars(runner)[mixed_graphs._DISPATCH]._has_media)
+                else:
+                    self.steps[-1].append(desc)
+                return desc
+
+            manager.dispatch = noted
+
+    def mixed(self) -> set[tuple[bool, ...]]:
+        return {tuple(map(mixed_dispatch.is_mixed, step)) for step in self.steps}
+
+
+def images_in_every_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if each second step computed a part of an image."""
+    answers = itertools.cycle((True, False))
+    monkeypatch.setattr(mixed_dispatch, "computes_media", lambda *_: next(answers))
+    attach = MixedDispatch.attach
+
+    def attached(self: MixedDispatch, shares_first_pass: bool) -> None:
+        attach(self, shares_first_pass)
+        mixed_dispatch.put_before(self._runner, "update_requests", self._see_requests)
+
+    monkeypatch.setattr(MixedDispatch, "attach", attached)
+
+
+@pytest.mark.each_vllm("v2-mixed-graphs")
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE])
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_step_with_an_image_replays_no_mixed_graph_and_its_draft_follows(
+    vllm_here: Any, mode: CUDAGraphMode, follows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images_in_every_other_step(monkeypatch)
+    if not follows:
+        # The draft would find its own graph, and read a schedule that is laid out for the batch as it is.
+        monkeypatch.setattr(
+            MixedDispatch, "_dispatch_first_pass", lambda self, vllms, *args, **named: vllms(*args, **named)
+        )
+    with with_them(vllm_here, mode) as sides:
+        dispatched = Dispatched(sides.both[1].runner)
+        live_load(sides)
+    shown = [step for step, media in zip(dispatched.steps, dispatched.media, strict=True) if media]
+    assert not any(mixed_dispatch.is_mixed(step[0]) for step in shown)
+    decode = {CUDAGraphMode.FULL}
+    assert {step[0].cg_mode for step in shown} - decode <= {CUDAGraphMode.NONE, mode.mixed_mode()}
+    assert ((False, True) in dispatched.mixed()) is not follows
+    assert (True, True) in dispatched.mixed()
+
+
+@pytest.mark.each_vllm("v2-mixed-graphs")
+def test_a_draft_follows_a_target_that_has_lost_its_graphs(vllm_here: Any) -> None:
+    with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY) as sides:
+        dispatched = Dispatched(sides.both[1].runner)
+        sides.add(prompt=[1, 2, 3, 4, 5], max_tokens=4, temperature=0.0)
+        sides.step_without_graphs(0)
+        assert [one.cg_mode for one in dispatched.steps[-1]] == [CUDAGraphMode.NONE] * 2
+        sides.add(prompt=[1, 2, 3, 4, 5], max_tokens=4, temperature=0.0)
+        sides.step()
+        assert dispatched.mixed() == {(False, False), (True, True)}
+        sides.finish()
+
+
+@pytest.mark.each_vllm("v2-mixed-graphs")
+def test_ids_after_a_batch_are_no_ids_of_images(vllm_here: Any) -> None:
+    """A draft that takes images embeds all ids of its graph."""
+    with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY) as sides:
+        runner = sides.both[1].runner
+        runner.speculator.supports_mm_inputs = True
+        ids, dispatch = runner.speculator.input_buffers.input_ids, vars(runner)[mixed_graphs._DISPATCH]
+        ids.fill_(99)
+        runner.cudagraph_manager.dispatch(2, 7, None, num_active_loras=0)
+        desc = runner.speculator.prefill_cudagraph_manager.dispatch(2, 9, None, num_active_loras=0)
+        assert (desc.num_tokens, dispatch._num_tokens) == (9, 7)
+        assert torch.equal(ids[:10], torch.tensor([99] * 7 + [0, 0, 99], dtype=ids.dtype))
+
+
+@pytest.mark.each_vllm("v2-mixed-graphs")
+def test_a_model_that_takes_images_keeps_its_piecewise_graphs(vllm_here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = []
+    for keeps in (False, True):
+        with monkeypatch.context() as patch:
+            if keeps:
+                patch.setattr(mixed_graphs, "KEEPS_PIECES", "unused")
+                settle = mixed_dispatch.MixedDispatch.attach
+
+                def attach(self: MixedDispatch, shares_first_pass: bool, settle: Any = settle) -> None:
+                    settle(self, shares_first_pass)
+                    vars(self._runner.compilation_config)["_hwplugin_keeps_pieces"] = True
+
+                patch.setattr(MixedDispatch, "attach", attach)
+            with with_them(vllm_here, CUDAGraphMode.FULL_AND_PIECEWISE) as sides:
+                manager = sides.both[1].runner.cudagraph_manager
+                pieces.append(len(manager._capture_descs[CUDAGraphMode.PIECEWISE]))
+    assert pieces[0] < pieces[1]

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide which steps replay a graph of a mixed batch (Model Runner V2).
+
+vLLM's `CudaGraphManager.dispatch` decides by counts. Two rules are added:
+
+- A step that computes a part of an image, a video or audio replays none. A replay runs no Python, and models do more
+  with an image than embed it: Qwen3-VL keeps features for later layers in a buffer, and clears it after the forward.
+- A draft's first pass replays one only if the target does. It reads the target's attention metadata, and FlashAttention
+  3's schedule is laid out for a mixed batch's graph only if the target replays it.
+
+Such a step runs in a PIECEWISE graph, or without one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm.config.compilation import CUDAGraphMode
+
+from vllm_hwplugin.spec_decode.v2.runner import put_before
+
+
+class MixedDispatch:
+    """The rules for one `GPUModelRunner`."""
+
+    def __init__(self, runner: Any):
+        self._runner = runner
+        # Of the current step.
+        self._has_media = self._replays = False
+        self._num_tokens = 0
+
+    def attach(self, shares_first_pass: bool) -> None:
+        """Put the rules before vLLM's dispatch of target and draft."""
+        runner = self._runner
+        if runner.supports_mm_inputs:
+            put_before(runner, "update_requests", self._see_requests)
+        put_before(runner.cudagraph_manager, "dispatch", self._dispatch_target)
+        if shares_first_pass:
+            put_before(runner.speculator.prefill_cudagraph_manager, "dispatch", self._dispatch_first_pass)
+
+    def _see_requests(self, vllms: Callable[..., None], scheduler_output: Any) -> None:
+        vllms(scheduler_output)
+        # A draft that takes images has them one token before the target.
+        ahead = int(getattr(self._runner.speculator, "supports_mm_inputs", False))
+        self._has_media = computes_media(self._runner, scheduler_output.num_scheduled_tokens, ahead)
+
+    def _dispatch_target(
+        self, vllms: Callable[..., Any], num_reqs: int, num_tokens: int, *more: Any, **named: Any
+    ) -> Any:
+        desc = vllms(num_reqs, num_tokens, *more, **named)
+        self._replays, self._num_tokens = is_mixed(desc), num_tokens
+        if self._replays and self._has_media:
+            self._replays = False
+            return _other_than(desc, self._runner.cudagraph_manager, num_reqs, num_tokens)
+        return desc
+
+    def _dispatch_first_pass(
+        self, vllms: Callable[..., Any], num_reqs: int, num_tokens: int, *more: Any, **named: Any
+    ) -> Any:
+        desc, speculator = vllms(num_reqs, num_tokens, *more, **named), self._runner.speculator
+        if not is_mixed(desc):
+            return desc
+        if not self._replays:
+            return _other_than(desc, speculator.prefill_cudagraph_manager, num_reqs, num_tokens)
+        if getattr(speculator, "supports_mm_inputs", False):
+            # Its graph embeds all ids. After the batch there are ids of earlier batches, and an image's id may be
+            # outside the vocabulary.
+            speculator.input_buffers.input_ids[self._num_tokens : desc.num_tokens].zero_()
+        return desc
+
+
+def is_mixed(desc: Any) -> bool:
+    """Whether a `BatchExecutionDescriptor` is a FULL graph that takes any batch."""
+    # Before 0.28 no graph bounds the tokens of a request.
+    bound = desc.uniform_token_count or getattr(desc, "max_query_len", None)
+    return desc.cg_mode == CUDAGraphMode.FULL and bound is None
+
+
+def computes_media(runner: Any, num_scheduled_tokens: Mapping[str, int], ahead: int = 0) -> bool:
+    """Whether a step computes a prompt's tokens that stand for an image, a video or audio.
+
+    Args:
+        runner: a `GPUModelRunner` whose model takes them, with the requests of the step.
+        num_scheduled_tokens: tokens of the step by request.
+        ahead: how many tokens after the step's count also.
+    """
+    states, media = runner.req_states, runner.encoder_cache.mm_features
+    for name, count in num_scheduled_tokens.items():
+        features = media.get(name)
+        if not features:
+            continue
+        row = states.req_id_to_index[name]
+        start = int(states.num_computed_prefill_tokens[row])
+        if start >= states.prefill_len.np[row]:
+            continue
+        places = (feature.mm_position for feature in features)
+        if any(place.offset < start + count + ahead and start < place.offset + place.length for place in places):
+            return True
+    return False
+
+
+def _other_than(mixed: Any, manager: Any, num_reqs: int, num_tokens: int) -> Any:
+    """Return a PIECEWISE graph for a batch that vLLM gives a `mixed` graph, or none."""
+    candidates = manager._candidates.get((num_tokens, mixed.num_active_loras), ())
+    pieces = (desc for desc in candidates if desc.cg_mode == CUDAGraphMode.PIECEWISE)
+    eager = dataclasses.replace(mixed, cg_mode=CUDAGraphMode.NONE, num_tokens=num_tokens, num_reqs=num_reqs)
+    return next(pieces, eager)
