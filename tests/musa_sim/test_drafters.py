@@ -298,3 +298,23 @@ def test_adapters_change_the_texts_of_those_that_have_them(runs: dict[str, dict[
     assert "adapters" not in sampled["adapters"]
     # Of logits with adapters there is no graph.
     assert sampled["head adapters"]["adapters"] > 3
+
+
+def test_prompts_with_adapters_are_replays(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
+    adapted = {"adapter": adapter(tmp_path / "adapter", ["o_proj"])}
+    engine = Engine("eagle3", graphs_of=(1, 2, 4, 6, 16))
+    load = Load(
+        {**engine.on_musa(), "enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["o_proj"]},
+        [
+            dataclasses.replace(one, params={**one.params, "max_tokens": 6, **(adapted if at % 2 == 0 else {})})
+            for at, one in enumerate(loads.by_temperature()[:4])
+        ],
+        autotuned=False,
+        unknown="any batch",
+    )
+    features = ("engine-report", "v2-graph-addresses", "v2-mixed-graphs", "backport-mixed-graphs", *GRAPHS)
+    gates = {gate_of(feature): "on" for feature in features}
+    expected, found = loads.compare_runs(load, loads.UNPATCHED, loads.UNPATCHED | gates, tmp_path, newest)
+    assert "v2-mixed-graphs" in found.used
+    before, after = (run.counts["graph_replays"]["target"] for run in (expected, found))
+    assert before < after == found.counts["steps"]

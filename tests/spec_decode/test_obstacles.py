@@ -239,6 +239,7 @@ def test_nothing_stands_against_graphs_of_these(make: Callable[..., Any]) -> Non
         (speculator, "num_speculative_steps", 3),
         (runner_v2, "max_num_reqs", 2),
         (runner_v2, "supports_mm_inputs", True),
+        (runner_v2, "lora_config", SimpleNamespace(specialize_active_lora=False)),
         # It loads prompts before the target runs, and saves them after it.
         (
             runner_v2,
@@ -330,7 +331,7 @@ CASES: Final = [
     (runner_v2, "vllm_config.parallel_config.decode_context_parallel_size", 2, "split among", TAIL | MIXED),
     (runner_v2, "vllm_config.parallel_config.prefill_context_parallel_size", 2, "split among", TAIL | MIXED),
     (runner_v2, "vllm_config.parallel_config.enable_eplb", True, "experts", TAIL),
-    (runner_v2, "lora_config", object(), "LoRA", MIXED),
+    (runner_v2, "lora_config", SimpleNamespace(specialize_active_lora=True), "LoRA", MIXED),
     (runner_v2, "model_config.is_encoder_decoder", True, "encoder", TAIL | MIXED),
     (
         runner_v2,

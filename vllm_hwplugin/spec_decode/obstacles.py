@@ -483,7 +483,12 @@ OBSTACLES: Final = (
         _PHASE | _TAIL,
         lambda _: not isinstance(get_offloader(), NoopOffloader),
     ),
-    Obstacle("adapters (LoRA) change from batch to batch", _V1 | _MIXED, attrgetter("lora_config")),
+    Obstacle("adapters (LoRA) change from batch to batch", _V1, attrgetter("lora_config")),
+    Obstacle(
+        "each number of adapters (LoRA) has its own graphs",
+        _MIXED,
+        lambda r: getattr(r.lora_config, "specialize_active_lora", False),
+    ),
     Obstacle("the model has an encoder", _PHASE | _V1 | _TAIL | _MIXED, attrgetter("model_config.is_encoder_decoder")),
     Obstacle("prompts may be embeddings", _PHASE | _V1, attrgetter("enable_prompt_embeds")),
     Obstacle(

@@ -298,6 +298,28 @@ def test_a_drafter_without_graphs_of_its_own_reads_batches_that_the_target_repla
 
 
 @pytest.mark.each_vllm("v2-mixed-graphs")
+def test_a_batch_with_adapters_finds_graphs_of_their_number(vllm_here) -> None:
+    with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY, gate="off") as sides:
+        manager = sides.both[1].runner.cudagraph_manager
+    # Without an adapter, and with any number of up to two.
+    manager.lora_capture_cases = [0, 3]
+    manager._candidates.clear()
+    manager._capture_descs.clear()
+    manager._lora_dispatch_map, manager._max_lora_case = manager._build_lora_dispatch_map()
+    manager._init_candidates()
+    plan = mixed_graphs.BatchExecutionDescriptor
+    mixed_graphs._offer(
+        manager, [plan(cg_mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=min(size, 4)) for size in (5, 9)]
+    )
+    for loras in (0, 1, 3):
+        desc = manager.dispatch(2, 7, None, num_active_loras=loras)
+        assert (desc.cg_mode, desc.num_tokens, desc.num_active_loras) == (CUDAGraphMode.FULL, 9, 3 if loras else 0)
+        assert desc in manager._capture_descs[CUDAGraphMode.FULL]
+        # A decode batch keeps its graph.
+        assert manager.dispatch(2, 6, 3, num_active_loras=loras).uniform_token_count == 3
+
+
+@pytest.mark.each_vllm("v2-mixed-graphs")
 @pytest.mark.parametrize("asked", [False, True])
 def test_without_a_drafter_there_are_some_only_where_they_are_asked_for(
     vllm_here, asked: bool, monkeypatch: pytest.MonkeyPatch

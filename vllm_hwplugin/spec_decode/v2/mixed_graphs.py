@@ -10,6 +10,7 @@ them. This module gives vLLM's graph managers both kinds. Capture, padding and r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from vllm.config.compilation import CUDAGraphMode
@@ -99,7 +100,8 @@ def add_mixed_graphs(runner: Any) -> None:
         )
         for size in sizes
     ]
-    shares_first_pass = type(runner.speculator).__name__ in SHARED_FIRST_PASS
+    # With LoRA a draft may share adapted layers with the target, and its graphs hold one number of adapters.
+    shares_first_pass = type(runner.speculator).__name__ in SHARED_FIRST_PASS and runner.lora_config is None
     _offer(runner.cudagraph_manager, graphs)
     if shares_first_pass:
         _offer(runner.speculator.prefill_cudagraph_manager, graphs)
@@ -120,16 +122,17 @@ def _over_flash_2(runner: Any) -> bool:
 def _offer(manager: Any, graphs: Sequence[Any]) -> None:
     """Plan `graphs`, in ascending order of tokens, and make them candidates."""
     # A batch gets the smallest graph that holds it. vLLM's FULL graphs come first, because they have a fixed shape and
-    # pad less. PIECEWISE graphs come last.
+    # pad less. PIECEWISE graphs come last. Each number of adapters (LoRA) that vLLM captures has its own graphs.
     planned = manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
-    planned.extend(graphs)
+    for num_loras in manager.lora_capture_cases:
+        start = 1
+        for graph in (replace(graph, num_active_loras=num_loras) for graph in graphs):
+            planned.append(graph)
+            for num_tokens in range(start, graph.num_tokens + 1):
+                own = manager._candidates.get((num_tokens, num_loras), [])
+                manager._candidates[num_tokens, num_loras] = [*_of(own, True), graph, *_of(own, False)]
+            start = graph.num_tokens + 1
     planned.sort(key=lambda desc: desc.num_tokens, reverse=True)
-    start = 1
-    for graph in graphs:
-        for num_tokens in range(start, graph.num_tokens + 1):
-            own = manager._candidates.get((num_tokens, 0), [])
-            manager._candidates[num_tokens, 0] = [*_of(own, True), graph, *_of(own, False)]
-        start = graph.num_tokens + 1
 
 
 def _of(descs: Iterable[Any], full: bool) -> list[Any]:
