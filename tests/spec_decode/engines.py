@@ -389,6 +389,7 @@ class Engine:
         largest: tokens of the largest graph; vLLM's own sizes end at the fullest decode batch.
         drafts: of a request in a step; 0 without speculation.
         schedule: vLLM's `num_speculative_tokens_per_batch_size`.
+        rank: of data parallelism, and of how many.
 
     Attributes:
         runner: a `GPUModelRunner` that has its KV cache.
@@ -411,6 +412,7 @@ class Engine:
         largest: int | None = None,
         drafts: int = DRAFTS,
         schedule: list[list[int]] | None = None,
+        rank: tuple[int, int] = (0, 1),
     ) -> None:
         layers = {name: Layer() for name in (("target", "draft") if drafts else ("target",))}
         self.drafts = drafts
@@ -419,6 +421,8 @@ class Engine:
         choices: dict[str, Any] = {"asynchronous": asynchronous, "drawn": drawn, "mode": mode, "drafts": drafts}
         choices["largest"] = (1 + drafts) * MAX_REQS if largest is None else largest
         self.config = config_of(layers, **choices, schedule=schedule)
+        parallel = self.config.parallel_config
+        parallel.data_parallel_rank, parallel.data_parallel_size = rank
         groups = [KVCacheGroupSpec(list(layers), layers["target"].get_kv_cache_spec(None))]
         self.kv_cache_config = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
         self._asynchronous, self._grammars = asynchronous, Grammars(VOCAB // 2, drafts)

@@ -467,7 +467,8 @@ OBSTACLES: Final = (
         _METADATA,
         _has("drafter.set_per_group_attn_metadata", "drafter.set_per_group_block_table"),
     ),
-    Obstacle("ranks of data parallelism agree on each step on the host", _METADATA | _TAIL | _MIXED, _ranks("data")),
+    # Nothing of sampling and inputs is agreed.
+    Obstacle("ranks of data parallelism agree on each step on the host", _METADATA | _DRAFTS | _MIXED, _ranks("data")),
     Obstacle(
         "stages of a pipeline exchange tokens in the host's order", _PHASE | _V1 | _TAIL | _MIXED, _ranks("pipeline")
     ),

@@ -116,7 +116,7 @@ def test_a_draft_follows_a_target_that_has_lost_its_graphs(vllm_here: Any) -> No
         sides.add(prompt=[1, 2, 3, 4, 5], max_tokens=4, temperature=0.0)
         sides.step_without_graphs(0)
         assert [one.cg_mode for one in dispatched.steps[-1]] == [CUDAGraphMode.NONE] * 2
-        sides.add(prompt=[1, 2, 3, 4, 5], max_tokens=4, temperature=0.0)
+        sides.add(prompt=[6, 7, 8, 9, 10], max_tokens=4, temperature=0.0)
         sides.step()
         assert dispatched.mixed() == {(False, False), (True, True)}
         sides.finish()

@@ -79,7 +79,7 @@ def is_mixed(desc: Any) -> bool:
 
 
 def computes_media(runner: Any, num_scheduled_tokens: Mapping[str, int], ahead: int = 0) -> bool:
-    """Whether a step computes a prompt's tokens that stand for an image, a video or audio.
+    """Whether a step computes tokens of an image, a video or audio.
 
     Args:
         runner: a `GPUModelRunner` whose model takes them, with the requests of the step.
@@ -102,7 +102,7 @@ def computes_media(runner: Any, num_scheduled_tokens: Mapping[str, int], ahead: 
 
 
 def _other_than(mixed: Any, manager: Any, num_reqs: int, num_tokens: int) -> Any:
-    """Return a PIECEWISE graph for a batch that vLLM gives a `mixed` graph, or none."""
+    """Return a PIECEWISE graph in place of `mixed`, or none."""
     candidates = manager._candidates.get((num_tokens, mixed.num_active_loras), ())
     pieces = (desc for desc in candidates if desc.cg_mode == CUDAGraphMode.PIECEWISE)
     eager = dataclasses.replace(mixed, cg_mode=CUDAGraphMode.NONE, num_tokens=num_tokens, num_reqs=num_reqs)

@@ -588,8 +588,9 @@ class TailGraphs:
             query_len: tokens of each request.
             num_tokens: tokens of the batch, with padding.
         """
-        graphs = self._served[query_len, len(req_ids)]
-        if num_tokens != graphs.shape.num_tokens:
+        # With data parallelism a batch is padded to the largest batch of all ranks.
+        graphs = self._served.get((query_len, num_tokens // query_len))
+        if graphs is None or num_tokens != graphs.shape.num_tokens:
             return Reason.NO_FULL_GRAPH
         # A request that gets another row is prefilled in its next step, and that step resets `held`.
         if self.held is not None and graphs is self.held.graphs and req_ids == self.held.req_ids:
