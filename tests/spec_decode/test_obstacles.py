@@ -239,6 +239,7 @@ def test_nothing_stands_against_graphs_of_these(make: Callable[..., Any]) -> Non
         (speculator, "num_speculative_steps", 3),
         (runner_v2, "max_num_reqs", 2),
         (runner_v2, "supports_mm_inputs", True),
+        (runner_v2, "model_state.mm_pruner", object()),
         (runner_v2, "lora_config", SimpleNamespace(specialize_active_lora=False)),
         # It loads prompts before the target runs, and saves them after it.
         (
@@ -346,7 +347,6 @@ CASES: Final = [
         "between tokens",
         Part.V2_INPUTS | MIXED,
     ),
-    (runner_v2, "model_state.mm_pruner", object(), "parts of a video", Part.V2_INPUTS),
     (runner_v2, "model_state", ModelStateOfAnother(), "before each step", Part.V2_INPUTS),
     (runner_v2, "aux_output_connector", object(), "hidden states leave", TAIL),
     (runner_v2, "batch_sharder", object(), "part of the batch", Part.V2_SAMPLING),

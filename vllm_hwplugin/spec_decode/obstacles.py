@@ -497,7 +497,6 @@ OBSTACLES: Final = (
         _V2 | _MIXED,
         lambda r: getattr(getattr(r.model_state, "encoder_runner", None), "is_realtime", False),
     ),
-    Obstacle("positions change when parts of a video are left out", _V2, _has("model_state.mm_pruner")),
     Obstacle("positions have several dimensions", _V1, _has("model_config.uses_mrope", "model_config.uses_xdrope_dim")),
     Obstacle("mamba_cache_mode is {}, whose states are moved on the host", _V1, _moved_states),
     Obstacle("{} has its own work before each step", _V2, _state_before),

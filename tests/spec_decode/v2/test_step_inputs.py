@@ -262,6 +262,24 @@ def test_blocks_are_taken_over_when_a_request_has_new_ones(served: tuple[StepInp
     assert inputs._fixed[0].tolist() == [[11, 9]]
 
 
+@pytest.mark.parametrize("leaves_parts_out", [True, False])
+def test_offsets_of_positions_are_taken_over_after_a_step_with_a_video(
+    served: tuple[StepInputs, Tail, Graph], leaves_parts_out: bool
+) -> None:
+    """vLLM computes them anew in such a step if it leaves out parts, and the step may bring no new blocks."""
+    inputs, _, _ = served
+    inputs._moves_positions = leaves_parts_out
+    step(inputs, scheduled())
+    inputs._runner.req_states.num_computed_prefill_tokens[2] = 7
+    fewer = {**vars(scheduled()), "scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS}}
+    assert step(inputs, SimpleNamespace(**fewer)) is None
+    # When the step's inputs are made.
+    inputs._runner.block_tables.num_blocks.gpu = torch.tensor([[5, 6]])
+    inputs._runner.req_states.num_computed_prefill_tokens[2] = 8
+    step(inputs, scheduled())
+    assert inputs._fixed[0].tolist() == ([[5, 6]] if leaves_parts_out else [[3, 4]])
+
+
 def test_vllm_clears_the_rows_of_block_tables_that_a_graph_wrote(served: tuple[StepInputs, Tail, Graph]) -> None:
     """Up to 0.32 it clears none, and has no count of them."""
     inputs, _, _ = served

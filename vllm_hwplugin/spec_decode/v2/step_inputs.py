@@ -83,7 +83,7 @@ class StepInputs:
         self._metadata_is_vllms = False
         self._reads_slots = False
         self._tells_of_each_step = False
-        self._embeds = self._embedded = False
+        self._embeds = self._embedded = self._moves_positions = False
         # The requests of the last covered step, and their batch.
         self._held: Held | None = None
         self._template: Any = None
@@ -133,6 +133,7 @@ class StepInputs:
             reason = "a KV connector is shown each step"
         self._embeds = _embeds_tokens(runner)
         self._tells_of_each_step = bool(custom_processors(runner))
+        self._moves_positions = getattr(runner.model_state, "mm_pruner", None) is not None
         rope = getattr(runner.model_state, "rope_state", None)
         # Both change when a request arrives, `num_blocks` also when a request gets blocks.
         self._moving = (runner.block_tables.num_blocks, *(() if rope is None else (rope.prefill_delta,)))
@@ -243,6 +244,8 @@ class StepInputs:
         held = self._hold(scheduled, desc)
         if isinstance(held, Reason):
             self._step_counts.missed(held)
+            # A step that computes a part of a video changes offsets of positions, if vLLM leaves out other parts.
+            self._blocks_changed |= self._moves_positions
             return None
         self._step_counts.served()
         runner = self._runner
