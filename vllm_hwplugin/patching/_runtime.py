@@ -144,7 +144,7 @@ def force(*, in_place: bool = True) -> None:
         if state is None or state.finder is None or state.plan is None or state.wanted is None:
             return
         state.finder.put_first()
-        if not any(_is_stock(name, copy) for name, copy in state.finder.copies.items()):
+        if not any(_is_unpatched(name, copy) for name, copy in state.finder.copies.items()):
             return
         before = state.journal.live
         # What was refused stays refused: a part of it may have run unpatched.
@@ -180,7 +180,7 @@ def _install(settings: gates.Settings, catalogue: Catalogue | None) -> _State:
         _refuse_mixture(state, {}, text)
         # Placing the copies may have shown that the first folder is full.
         base = state.overlay.writable_base() if state.overlay is not None else None
-        state = _State(_of_stock(state.journal, text))
+        state = _State(_unpatched_record(state.journal, text))
         if not compare_with_first(state.journal, settings.environ, stop=False):
             logger.error(
                 "nothing is patched in, vLLM runs unpatched in this process (%s): %s",
@@ -199,7 +199,7 @@ def _refuse_mixture(state: _State, copies: Mapping[str, Copy], reason: str) -> N
         raise InstallError(f"{reason}; {', '.join(modules)} run patched already: start again with VLLM_HWPLUGIN=0")
 
 
-def _of_stock(entry: RunRecord, error: str) -> RunRecord:
+def _unpatched_record(entry: RunRecord, error: str) -> RunRecord:
     """Return a run record of the process with nothing patched in."""
     plain = journal.new(entry.plugin_version)
     plain.vllm_dist, plain.vllm_version, plain.vllm_root = entry.vllm_dist, entry.vllm_version, entry.vllm_root
@@ -304,7 +304,7 @@ def _patch_in(state: _State, wanted: _Wanted, refused: Mapping[str, str], *, in_
         undo: dict[str, Callable[[], None]] = {}
         for file in plan.files.values():
             try:
-                if _is_stock(file.module, copies[file.module]):
+                if _is_unpatched(file.module, copies[file.module]):
                     undo[file.module] = _reapply(wanted, file, copies[file.module], in_place=in_place)
             except PatchingError as error:
                 while undo:
@@ -327,7 +327,7 @@ def _plan(wanted: _Wanted, refused: Mapping[str, str], *, in_place: bool) -> tup
     def check(file: PatchedFile) -> None:
         copy = placed[file.path] = wanted.overlay.place(file)
         copy.check()
-        if _is_stock(file.module, copy):
+        if _is_unpatched(file.module, copy):
             _reapply(wanted, file, copy, in_place=in_place, only_check=True)
 
     plan = make_plan(
@@ -411,7 +411,7 @@ def _fingerprint() -> str:
     return patches if patches == "none" else f"{patches} {__version__}"
 
 
-def _is_stock(name: str, copy: Copy) -> bool:
+def _is_unpatched(name: str, copy: Copy) -> bool:
     return name in sys.modules and not _served(name, copy)
 
 
@@ -423,7 +423,7 @@ def _served(name: str, copy: Copy) -> bool:
 def _check(name: str, copy: Copy, state: _State) -> ModuleCheck:
     if name not in sys.modules:
         return ModuleCheck(name, "pending")
-    if _is_stock(name, copy):
+    if _is_unpatched(name, copy):
         origin = getattr(sys.modules[name], "__file__", None)
         return ModuleCheck(name, "stock", f"{name} was imported from {origin}, past the plugin")
     return ModuleCheck(name, "re-applied" if name in state.undo else "served")
