@@ -79,6 +79,7 @@ mutants: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m tests.gates_page
 	$(BIN)/python -m tests.spec_decode.test_obstacles
+	$(BIN)/python -m tests.spec_decode.test_launches
 	$(BIN)/python -m tests.patching.test_relied_texts
 	$(BIN)/vllm-hwplugin drift --all --markdown docs/compatibility.md
 	$(BIN)/python -m benchmarks.pages
