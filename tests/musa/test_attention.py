@@ -7,6 +7,7 @@ Not run on MUSA hardware.
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -112,3 +113,43 @@ def test_a_mate_that_lacks_an_argument_or_requires_another_is_not_used(
     refused = pytest.raises(ImportError, match=f"mate.flash_attn_varlen_func does not take .*'{argument}'")
     with released(SUPPORTED[-1], vllm_tree(SUPPORTED[-1]), mate=module) as load, refused:
         load(OWN)
+
+
+@ends
+def test_an_fp8_cache_is_read_from_mate_0_2_7_on(
+    version: str, vllm_tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries, keys and values far outside of e4m3 without their scales, and tokens without a slot."""
+    calls: list[dict[str, Any]] = []
+    module: Any = mate(calls)
+    module._device.VERSION = (0, 2, 7)
+    with released(version, vllm_tree(version), mate=module) as load:
+        own = load(OWN)
+        versions = importlib.import_module("vllm_hwplugin.musa.versions")
+        backend = own.MusaFlashAttentionBackend
+        for installed, refused in (("0.2.6", True), (None, True), ("0.2.7", False)):
+            monkeypatch.setattr(versions, "installed", {"mate": installed}.get)
+            for dtype in ("fp8", "fp8_e4m3"):
+                trouble = backend.supports_combination(64, torch.float16, dtype, 16, False, False, False, None)
+                assert bool(trouble) is refused
+                assert backend.supports_kv_cache_dtype(dtype)
+        assert not backend.supports_kv_cache_dtype("fp8_e5m2")
+        layer = layer_of(load, 64, dtype=torch.float16, kv_cache_dtype="fp8")
+        assert layer.impl.supports_quant_query_input
+        scales = {"_q_scale": torch.tensor(0.02), "_k_scale": torch.tensor(0.5), "_v_scale": torch.tensor(4.0)}
+        attention = SimpleNamespace(**scales)
+        layer.values = [values * 500 for values in layer.values]
+        layer.cache = torch.zeros_like(layer.cache, dtype=torch.uint8)
+        for request, (keys, values) in enumerate(zip(layer.keys, layer.values, strict=True)):
+            at = torch.arange(len(keys))
+            slots = layer.table[request, at // 16] * 16 + at % 16
+            # A row more than slots, and one whose slot is none.
+            padded = [torch.cat([one, one[:2]]) for one in (keys, values)]
+            slots = torch.cat([slots, torch.tensor([-1])])
+            layer.impl.do_kv_cache_update(attention, *padded, layer.cache, slots)
+        query = (layer.query.float() / 0.02).clamp(-448, 448).to(torch.float8_e4m3fn)
+        metadata, output = layer.metadata(causal=True), torch.full_like(layer.query, float("nan"))
+        layer.impl.forward(attention, query, None, None, layer.cache, metadata, output)
+        expected = layer.right(causal=True)
+        assert (output.float() - expected).abs().max() < 0.06 * expected.abs().max()
+    assert calls[0]["q_descale"].shape == (len(layer.batch), 2)

@@ -259,16 +259,19 @@ def side_by_side(processes: Mapping[str, Process], folder: Path) -> dict[str, di
     return at_once({name: partial(process.run, folder / name) for name, process in processes.items()})
 
 
-def musa(folder: Path, vllm: tuple[str, Path] | None = None, **variables: str) -> dict[str, str]:
+def musa(
+    folder: Path, vllm: tuple[str, Path] | None = None, mate: bool | str = True, **variables: str
+) -> dict[str, str]:
     """The environment of Model Runner V2 on the simulated device, with the plugin's features as they are by default.
 
     Args:
         folder: for what has to be written for this host.
         vllm: see :func:`.simulated.environment`.
+        mate: see there.
         variables: more of them.
     """
     folder.mkdir(parents=True)
-    return {**simulated.environment(folder, mate=True, vllm=vllm), **V2, **variables}
+    return {**simulated.environment(folder, mate=mate, vllm=vllm), **V2, **variables}
 
 
 def cpu(**variables: str) -> dict[str, str]:

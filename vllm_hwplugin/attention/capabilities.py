@@ -297,7 +297,12 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
         f"256 and 512: {_SERVED}",
     ),
     _musa("dtypes", MUSA.limits.dtypes, "mate says 'inputs must be float16 or bfloat16'", _PROBED),
-    _musa("kv_cache_dtypes", ("auto", *MUSA.limits.dtypes), "mate takes no fp8 keys and queries", _PROBED),
+    _musa(
+        "kv_cache_dtypes",
+        ("auto", *MUSA.limits.dtypes, "fp8", "fp8_e4m3"),
+        "mate reads keys of the queries' type; fp8 is e4m3, from mate 0.2.7 on",
+        "vllm-musa's FLASH_ATTN (pull request 101); not repeated here",
+    ),
     _musa(
         "block_sizes",
         Multiples(MUSA.limits.page_multiple),

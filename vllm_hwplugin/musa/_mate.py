@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import mate  # type: ignore[import-not-found]  # MUSA hosts only
 import torch
+
+from . import versions
+
+#: FP8 types of a KV cache that mate's attention reads: e4m3. Queries then have the same type.
+FP8: Final = ("fp8", "fp8_e4m3")
 
 
 def checked(backend: str, name: str, arguments: Sequence[str]) -> Callable[..., Any]:
@@ -30,6 +35,15 @@ def checked(backend: str, name: str, arguments: Sequence[str]) -> Callable[..., 
             "later; docs/platforms.md lists the backends without mate"
         ) from error
     return function
+
+
+def fp8_trouble(kv_cache_dtype: str | None) -> str | None:
+    """Return why mate cannot read an FP8 KV cache, or None."""
+    host = versions.MusaHost({"mate": versions.installed("mate")})
+    if kv_cache_dtype not in FP8 or (host.has("mate") and not host.older("mate", versions.MATE_WITH_FP8)):
+        return None
+    mate_version, least = host.versions["mate"], versions.MATE_WITH_FP8
+    return f"FLASH_ATTN on MUSA does not support KV cache type {kv_cache_dtype} with mate {mate_version}; {least} does"
 
 
 def other_type(backend: str, dtype: torch.dtype, kv_cache_dtype: str | None) -> str | None:

@@ -23,7 +23,7 @@ from vllm.version import __version__
 from ..attention.backends import MUSA
 from ..attention.classes import declares
 from ..attention.flash import has_images, split, symmetric
-from ._mate import checked, other_type
+from ._mate import FP8, checked, fp8_trouble, other_type
 
 _attend = checked(
     "FLASH_ATTN",
@@ -89,6 +89,8 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         ):
             if not supports(value):
                 raise ValueError(f"FLASH_ATTN on MUSA does not support {name} {value}; use TRITON_ATTN")
+        if trouble := fp8_trouble(kv_cache_dtype):
+            raise ValueError(f"{trouble}; use TRITON_ATTN")
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
             raise ValueError(f"sinks have shape {tuple(sinks.shape)}, expected one for each head: ({num_heads},)")
         self.num_heads = num_heads
@@ -97,6 +99,8 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         self.scale = float(scale)
         self.sliding_window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
         self.kv_cache_dtype = kv_cache_dtype
+        # Then vLLM quantizes the queries.
+        self.supports_quant_query_input = kv_cache_dtype in FP8
         self.logits_soft_cap = logits_soft_cap or 0.0
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
@@ -152,6 +156,12 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         _refuse_images(getattr(attn_metadata, "mm_prefix_range", None))
         tokens = attn_metadata.num_actual_tokens
         keys, values = split(kv_cache, self.head_size)
+        descales = {}
+        if self.supports_quant_query_input:
+            keys, values = keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn)
+            scales = {"q": layer._q_scale, "k": layer._k_scale, "v": layer._v_scale}
+            requests = attn_metadata.seq_lens.shape[0]
+            descales = {f"{name}_descale": scale.expand(requests, self.num_kv_heads) for name, scale in scales.items()}
         _attend(
             q=query[:tokens],
             k=keys,
@@ -170,6 +180,7 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
             deterministic=self.batch_invariant,
             # 0: mate decides; mate 0.2.2 does not split without a schedule.
             num_splits=1 if self.batch_invariant else 0,
+            **descales,
         )
         return output
 
@@ -183,6 +194,10 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
     ) -> None:
         """Write tokens into the cache (``slot_mapping`` -1: no slot)."""
         keys, values = split(kv_cache, self.head_size)
+        if self.supports_quant_query_input:
+            write_fp8(keys, key, slot_mapping, layer._k_scale)
+            write_fp8(values, value, slot_mapping, layer._v_scale)
+            return
         # "auto": stored unconverted. The selector refuses a cache of another type than the model's.
         triton_reshape_and_cache_flash(key, value, keys, values, slot_mapping, "auto", layer._k_scale, layer._v_scale)
 
@@ -212,7 +227,26 @@ class MusaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  #
 
         vLLM's answer depends on CUDA architectures.
         """
-        return other_type("FLASH_ATTN", dtype, kv_cache_dtype)
+        return fp8_trouble(kv_cache_dtype) if kv_cache_dtype in FP8 else other_type("FLASH_ATTN", dtype, kv_cache_dtype)
+
+
+def write_fp8(cache: torch.Tensor, new: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor) -> None:
+    """Write tokens into an FP8 cache.
+
+    The conversion is torch's: vllm-musa reports that Triton for MUSA has none.
+
+    Args:
+        cache: (blocks, block size, KV heads, head size), of 8 bits.
+        new: (tokens or more, KV heads, head size).
+        slots: (tokens,); -1: no slot. Such a token goes to vLLM's null block, block 0, which nobody reads.
+        scale: Of the cache, float32.
+    """
+    # MUSA's conversion is reported not to saturate.
+    most = torch.finfo(torch.float8_e4m3fn).max
+    numbers = (new[: slots.shape[0]].float() / scale).clamp(-most, most).to(torch.float8_e4m3fn)
+    slots = slots.clamp(min=0)
+    size = cache.shape[1]
+    cache.view(torch.uint8)[slots // size, slots % size] = numbers.view(torch.uint8)
 
 
 def _refuse_images(ranges: Mapping[int, list[Any]] | None) -> None:

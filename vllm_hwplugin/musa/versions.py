@@ -27,6 +27,8 @@ MIN_TRITON_TO_SPECULATE: Final = Version("3.3")
 MIN_MATE: Final = Version("0.2")
 #: The first mate whose prebuilt kernels are a separate distribution, mate-mubin.
 MATE_WITHOUT_KERNELS: Final = Version("0.2.6")
+#: The first mate that is known to read an FP8 KV cache: vllm-musa's pin since its FLASH_ATTN uses one.
+MATE_WITH_FP8: Final = Version("0.2.7")
 #: The oldest torchada that vllm-musa names for torch 2.11. With 0.1.48 vLLM's worker is reported to stop.
 MIN_TORCHADA: Final = Version("0.1.95")
 #: The first pymtml that counts its callers; in earlier ones the first caller that ends closes the library for all.

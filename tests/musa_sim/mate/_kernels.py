@@ -13,7 +13,8 @@ _SCHEMAS = {
     # out: (tokens, heads, size); k and v: (pages, page, heads, size).
     "attention": (
         "(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor seqused_k, Tensor page_table, "
-        "Tensor? sink, float scale, bool causal, int left, int right, float softcap, bool local, int longest) -> ()"
+        "Tensor? sink, float scale, bool causal, int left, int right, float softcap, bool local, int longest, "
+        "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale) -> ()"
     ),
     # lse: (heads, tokens); k and v: (keys, heads, size).
     "packed": (
@@ -45,6 +46,7 @@ def attention(
     softcap: float,
     local: bool,
     longest: int,
+    *descales: torch.Tensor | None,
 ) -> None:
     if len(cu_seqlens_q) > 1 and int(cu_seqlens_q.diff().max()) > longest:
         raise RuntimeError(f"max_seqlen_q is {longest}, and a request has {int(cu_seqlens_q.diff().max())} queries")
@@ -59,9 +61,12 @@ def attention(
         if len(pages) * page < length or (len(pages) and int(pages.max()) >= len(k)):
             raise RuntimeError(f"request {request} has {length} keys, and the page table does not hold them")
         keys, values = k[pages].flatten(0, 1)[:length], v[pages].flatten(0, 1)[:length]
-        keys = keys.repeat_interleave(groups, 1).double()
-        values = values.repeat_interleave(groups, 1).double()
-        scores = torch.einsum("qhd,khd->hqk", q[start:end].double(), keys) * scale
+        of_q, of_k, of_v = (
+            1.0 if one is None else one[request].double().repeat_interleave(groups)[:, None] for one in descales
+        )
+        keys = keys.to(torch.float32).double().repeat_interleave(groups, 1) * of_k
+        values = values.to(torch.float32).double().repeat_interleave(groups, 1) * of_v
+        scores = torch.einsum("qhd,khd->hqk", q[start:end].to(torch.float32).double() * of_q, keys) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         # How far a key lies behind its query; the last query goes with the last key.

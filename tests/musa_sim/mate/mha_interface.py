@@ -49,6 +49,7 @@ def flash_attn_varlen_func(
     out: torch.Tensor | None = None,
 ) -> Any:
     _refuse(seqused_q is not None, qv is not None, attention_chunk, sm_margin, cp_world_size != 1)
+    fp8 = q.dtype == torch.float8_e4m3fn and _device.VERSION >= (0, 2, 7)
     # What else mate takes, the plugin does not give it.
     assert cu_seqlens_q is not None
     if cu_seqlens_k is not None:
@@ -80,8 +81,15 @@ def flash_attn_varlen_func(
     kv_heads, size_v = v.shape[-2:]
     pages, page = k.shape[:2]
     _on_device(q, k, v, cu_seqlens_q, seqused_k, page_table, learnable_sink)
-    assert q.dtype in _TYPES, "inputs must be float16 or bfloat16"
+    assert fp8 or q.dtype in _TYPES, "inputs must be float16 or bfloat16"
     assert q.dtype == k.dtype == v.dtype, "inputs must have the same dtype"
+    descales = (q_descale, k_descale, v_descale)
+    for descale in descales:
+        assert (descale is not None) == fp8, "descales are for float8 inputs"
+        assert descale is None or descale.shape == (batch, kv_heads), (
+            "descale must have shape (batch_size, num_heads_k)"
+        )
+        assert descale is None or descale.dtype == torch.float32
     _lengths_are_int32(cu_seqlens_q, seqused_k)
     assert page_table.dtype == torch.int32, "page_table must be int32"
     assert page_table.stride(-1) == 1, "page_table must be contiguous"
@@ -96,9 +104,9 @@ def flash_attn_varlen_func(
     room = page_table.shape[1] * page
     is_causal, local, left, right = _mask(max_seqlen_q, room, causal, window_size or (-1, -1))
     if out is None:
-        out = torch.empty(len(q), heads, size_v, dtype=q.dtype, device=q.device)
+        out = torch.empty(len(q), heads, size_v, dtype=torch.bfloat16 if fp8 else q.dtype, device=q.device)
     assert out.shape == (len(q), heads, size_v)
-    assert out.dtype == q.dtype
+    assert out.dtype in _TYPES if fp8 else out.dtype == q.dtype
     assert out.device == q.device
     ratio = heads // kv_heads
     tile_m, packed, sizes = _tiles(max_seqlen_q, ratio, size, size_v, pack_gqa)
@@ -121,6 +129,7 @@ def flash_attn_varlen_func(
     _kernels.attend(
         out, q, k, v, cu_seqlens_q, seqused_k, page_table, learnable_sink,
         size**-0.5 if softmax_scale is None else softmax_scale, is_causal, left, right, softcap, local, max_seqlen_q,
+        *descales,
     )  # fmt: skip
     return out
 
