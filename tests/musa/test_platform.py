@@ -152,10 +152,10 @@ def test_a_type_is_tried_on_the_device(platform: Any, monkeypatch: pytest.Monkey
 def config(**passes: bool) -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(worker_cls="auto", world_size_across_dp=1),
-        model_config=SimpleNamespace(is_mm_prefix_lm=False),
+        model_config=SimpleNamespace(is_mm_prefix_lm=False, is_hybrid=False),
+        speculative_config=None,
         scheduler_config=SimpleNamespace(is_multimodal_model=True, disable_chunked_mm_input=False),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(**passes), cudagraph_capture_sizes=[]),
-        speculative_config=None,
     )
 
 
@@ -275,6 +275,56 @@ def test_images_are_not_split_where_the_model_attends_in_both_directions(
         platform.check_and_update_config(made)
         assert made.scheduler_config.disable_chunked_mm_input is True
     assert ["multimodal" in line for line in caplog.messages] == [True]
+
+
+@pytest.mark.usefixtures("mccl")
+@pytest.mark.parametrize("named", [False, True])
+def test_a_hybrid_verifies_drafts_in_full_graphs_only_where_they_are_named(
+    named: bool, platform: Any, dflash: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pieces, full = (SimpleNamespace(has_full_cudagraphs=lambda full=full: full) for full in (False, True))
+    modes: Any = ModuleType("vllm.config.compilation")
+    modes.CUDAGraphMode = SimpleNamespace(PIECEWISE=pieces)
+    monkeypatch.setitem(sys.modules, modes.__name__, modes)
+    made = config()
+    made.compilation_config.cudagraph_mode = full if named else None
+    made.model_config.is_hybrid, made.scheduler_config.async_scheduling = True, True
+    platform.apply_config_platform_defaults(made)
+    # Without drafts nothing is in the way of a graph.
+    assert made.compilation_config.cudagraph_mode is (full if named else None)
+    caplog.set_level(logging.WARNING, "vllm.hwplugin")
+    made.speculative_config = object()
+    for _ in range(2):
+        platform.apply_config_platform_defaults(made)
+        platform.check_and_update_config(made)
+    assert made.compilation_config.cudagraph_mode is (full if named else pieces)
+    assert made.scheduler_config.async_scheduling is False
+    (line,) = caplog.messages
+    assert ("in the FULL graphs that you named" if named else "without FULL graphs") in line
+
+
+@pytest.mark.usefixtures("mccl")
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("auto_gptq", {}, ""),
+        ("auto_awq", {}, ""),
+        ("fp8", {"weight_bits": 8}, ""),
+        ("gptq", {}, "this GPTQ checkpoint needs vLLM 0.22 or later"),
+        ("awq_marlin", {}, "this AWQ checkpoint needs vLLM 0.24 or later"),
+        ("auto_gptq", {"weight_bits": 8}, "has 8 bits, expected 4"),
+        ("auto_gptq", {"desc_act": True}, "is ordered by activations"),
+        ("auto_awq", {"experts": True}, "has experts"),
+    ],
+)
+def test_a_checkpoint_of_four_bits_that_no_kernel_serves_is_refused_before_the_engine_starts(
+    name: str, changes: dict[str, Any], reason: str, platform: Any, dflash: list[str]
+) -> None:
+    made = config()
+    made.model_config.is_moe = changes.get("experts", False)
+    made.quant_config = SimpleNamespace(get_name=lambda: name, **{"weight_bits": 4} | changes)
+    with pytest.raises(ValueError, match=reason) if reason else contextlib.nullcontext():
+        platform.check_and_update_config(made)
 
 
 def test_the_environment_is_prepared_and_the_users_values_stay(

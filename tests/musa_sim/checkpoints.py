@@ -7,7 +7,7 @@ Each has a twin that a CPU serves without any kernel for its kind: the same numb
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +135,47 @@ W4A16: dict[str, Any] = {
         },
     }
 }
+
+GPTQ: dict[str, Any] = {
+    "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+}
+
+
+def _packed(numbers: torch.Tensor, order: Sequence[int] = range(8)) -> torch.Tensor:
+    """Eight integers of 4 bits in an int32, along the last dimension."""
+    rows = numbers.view(*numbers.shape[:-1], -1, 8)[..., list(order)].long()
+    packed = (rows << (torch.arange(8) * 4)).sum(-1)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+
+
+def gptq(weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Weights, torch.Tensor]:
+    """As `four_bits` in GPTQ's layout: eight inputs in an int32, and zero points that say one less."""
+    made, stands_for = four_bits(weight, dtype)
+    groups, outputs = weight.shape[1] // GROUP, weight.shape[0]
+    return {
+        "qweight": made["weight_packed"].t(),
+        "scales": made["weight_scale"].t(),
+        "qzeros": _packed(torch.full((groups, outputs), 7)),
+        "g_idx": (torch.arange(weight.shape[1]) // GROUP).int(),
+    }, stands_for
+
+
+AWQ: dict[str, Any] = {
+    "quantization_config": {"quant_method": "awq", "w_bit": 4, "q_group_size": GROUP, "zero_point": True}
+}
+
+
+def awq(weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Weights, torch.Tensor]:
+    """The same in integers of 0 to 15 with a zero point for each group; eight outputs in an int32, in AWQ's order."""
+    outputs, inputs = weight.shape
+    groups = weight.float().view(outputs, inputs // GROUP, GROUP)
+    least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale = ((most - least) / 15).to(dtype).float()
+    zeros = (-least / scale).round().clamp(0, 15)
+    numbers = ((groups / scale).round() + zeros).clamp(0, 15)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {
+        "qweight": _packed(numbers.view(outputs, inputs).t().contiguous(), order),
+        "scales": scale.view(outputs, -1).t().to(dtype),
+        "qzeros": _packed(zeros.view(outputs, -1).t().contiguous(), order),
+    }, ((numbers - zeros) * scale).view(outputs, inputs)

@@ -237,7 +237,10 @@ def initialise_as_usual() -> None:
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     load = DummyModelLoader.load_weights
+    if hasattr(load, "__wrapped__"):
+        return
 
+    @functools.wraps(load)
     def load_weights(self, model, model_config) -> None:
         load(self, model, model_config)
         for parameter in model.parameters():

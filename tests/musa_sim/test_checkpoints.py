@@ -24,7 +24,13 @@ pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
 _PLAIN, _EAGLE3 = Engine(None, graphs_of=(1, 2)), Engine("eagle3", "FULL", graphs_of=(1, 2))
 _DFLASH = Engine("dflash", "FULL", 7, (1, 2), {"max_num_batched_tokens": 112, "num_gpu_blocks_override": 24})
-ENGINES = {"experts, Eagle3": _EAGLE3, "experts, DFlash": _DFLASH, "FP8 blocks": _PLAIN, "W4A16": _PLAIN}
+ENGINES = {
+    "experts, Eagle3": _EAGLE3,
+    "experts, DFlash": _DFLASH,
+    "FP8 blocks": _PLAIN,
+    "W4A16": _PLAIN,
+    "GPTQ": _PLAIN,
+}
 
 
 def _models(folder: Path) -> dict[str, tuple[Path, Path]]:
@@ -33,6 +39,7 @@ def _models(folder: Path) -> dict[str, tuple[Path, Path]]:
     experts = checkpoints.write(folder / "experts", mixture, **checkpoints.MIXTURE)
     blocks, of_blocks = checkpoints.quantized(mixture, checkpoints.fp8_blocks)
     bits, of_bits = checkpoints.quantized(checkpoints.dense(), checkpoints.four_bits)
+    gptq, _ = checkpoints.quantized(checkpoints.dense(), checkpoints.gptq)
     return {
         "experts, Eagle3": (experts, experts),
         "experts, DFlash": (experts, experts),
@@ -44,6 +51,7 @@ def _models(folder: Path) -> dict[str, tuple[Path, Path]]:
             checkpoints.write(folder / "bits", bits, **checkpoints.W4A16),
             checkpoints.write(folder / "of bits", of_bits),
         ),
+        "GPTQ": (checkpoints.write(folder / "gptq", gptq, **checkpoints.GPTQ), folder / "of bits"),
     }
 
 
@@ -72,14 +80,33 @@ def test_texts_are_those_of_the_cpu(kind: str, runs: dict[str, tuple[list[list[i
     found, expected = runs[kind]
     if kind == "FP8 blocks":
         # On MUSA, activations are rounded as well, and one of two near tokens may be the other.
-        same = [
-            next((at for at, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0]))
-            for pair in zip(found, expected, strict=True)
-        ]
-        assert min(same) > 0
-        assert sum(same) > sum(map(len, expected)) / 2
+        assert_alike(found, expected)
     else:
         assert found == expected
+
+
+def assert_alike(found: list[list[int]], expected: list[list[int]]) -> None:
+    """Assert that each text begins as expected, and most tokens come before the first other one."""
+    same = [
+        next((at for at, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0]))
+        for pair in zip(found, expected, strict=True)
+    ]
+    assert min(same) > 0
+    assert sum(same) > sum(map(len, expected)) / 2
+
+
+def test_an_fp8_cache_over_mate_serves_with_drafts_in_graphs(
+    musa_host: None, cpu_host: bench.Host, newest: tuple[str, Path], tmp_path: Path
+) -> None:
+    asked = requests(tokens=8, prompts=2)
+    load = Load({**_EAGLE3.on_musa(), "kv_cache_dtype": "fp8"}, asked)
+    cpu = Process({"cpu": Load(Engine(None).on_cpu(), asked)}, loads.cpu()).run(tmp_path / "cpu")["cpu"]
+    environment = loads.musa(tmp_path / "host", newest, mate="0.2.7", **V1)
+    run = Process({"fp8": load}, environment).run(tmp_path / "fp8")["fp8"]
+    assert_alike(texts(run), texts(cpu))
+    assert run.attention == ["MusaFlashAttentionBackend"]
+    assert run.accepted()[0] > 0
+    assert run.counts["draft_phases_in_graphs"] == run.counts["draft_phases"] > 0
 
 
 def test_two_gpus_share_experts_and_communicate_by_mccl(
@@ -113,19 +140,45 @@ LAYERS = {
     "FP8, block": ("MusaFp8BlockKernel", 0.06),
     "INT8": ("MusaInt8Kernel", 0.015),
     "W4A16": ("MusaW4A16Kernel", 0.001),
+    "GPTQ": ("MusaW4A16Kernel", 0.001),
+    "AWQ": ("MusaW4A16Kernel", 0.001),
 }
+OF_SCALED_MM = ("FP8, tensor", "FP8, channel")
 
 
-@pytest.mark.parametrize("version", [releases.NEWEST, "0.20.2"])
-def test_quantized_layers_compute_what_their_weights_stand_for(
-    version: str, released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path: Path
-) -> None:
-    file = tmp_path / "errors.json"
-    command = [sys.executable, "-m", "tests.musa_sim.layers_child", str(file)]
-    environment = {**simulated.environment(tmp_path, vllm=released(version)), "VLLM_LOGGING_LEVEL": "ERROR"}
+def layers(asked: list[str], folder: Path, vllm: tuple[str, Path] | None = None, **variables: str) -> dict[str, bool]:
+    """Assert the kernel and the result of each; return whether it falls back."""
+    file = folder / "errors.json"
+    command = [sys.executable, "-m", "tests.musa_sim.layers_child", str(file), *asked]
+    environment = {**simulated.environment(folder, vllm=vllm), "VLLM_LOGGING_LEVEL": "ERROR", **variables}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-6000:]
     found = json.loads(file.read_text())
-    assert {kind: kernel for kind, (kernel, _) in found.items()} == {kind: one for kind, (one, _) in LAYERS.items()}
-    too_far = {kind: error for kind, (_, error) in found.items() if not error < LAYERS[kind][1]}
-    assert not too_far
+    for one, (kernel, error, _) in found.items():
+        expected, most = LAYERS[one.rsplit(" ", 2)[0]]
+        assert (one, kernel) == (one, expected)
+        assert error < most, (one, error)
+    return {one: falls_back for one, (_, _, falls_back) in found.items()}
+
+
+@pytest.mark.parametrize(("version", "without"), [(releases.NEWEST, ()), ("0.26.0", ()), ("0.20.2", ("GPTQ", "AWQ"))])
+def test_quantized_layers_compute_what_their_weights_stand_for(
+    version: str,
+    without: tuple[str, ...],
+    released: Callable[[str], tuple[str, Path]],
+    musa_host: None,
+    tmp_path: Path,
+) -> None:
+    asked = [f"{kind} 192 384" for kind in LAYERS if kind not in without]
+    assert not any(layers(asked, tmp_path, released(version)).values())
+
+
+@pytest.mark.parametrize("device", ["cpu", "doubted", "zeros"])
+def test_fp8_products_that_the_device_refuses_or_gets_wrong_are_dequantized(
+    device: str, musa_host: None, tmp_path: Path
+) -> None:
+    """What torch_musa's source doubts is refused, and what is reported wrong (float32 results) is wrong."""
+    asked = [f"{kind} {rows} {outputs}" for kind in OF_SCALED_MM for rows in (1, 17, 33) for outputs in (384, 40)]
+    falls_back = layers(asked, tmp_path, MUSA_SIM_SCALED_MM=device)
+    expected = {one: device == "doubted" or (device == "zeros" and one.startswith("FP8, channel")) for one in asked}
+    assert falls_back == expected

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hybrid of attention and a delta rule on Model Runner V2, with graphs and without, on the simulated device."""
+"""A hybrid of attention and a delta rule on both model runners, with graphs and without, on the simulated device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from vllm_hwplugin.gates import PLAIN_DECODE
 from vllm_hwplugin_lab.bench._shapes import NO_DRAFTS, SHAPES, Recurrent, write_configs
 
 from . import loads
-from .loads import Load, Request
+from .loads import Load, Process, Request
+from .test_engines import V1
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
@@ -120,3 +121,31 @@ def test_nor_do_they_without_a_drafter(musa_host: None, tmp_path: Path) -> None:
     assert found.counted["v2-tail-graph sampling"]["served"] > 5
     assert found.counted["v2-step-inputs inputs"]["served"] > 10
     assert "attention metadata is vLLM's" in found.noted["v2-step-inputs"]
+
+
+def test_on_v1_drafts_are_verified_in_pieces_and_in_full_graphs_where_they_are_named(
+    musa_host: None, newest: tuple[str, Path], tmp_path: Path
+) -> None:
+    """By default, and as vllm-musa's recipe names it; over mate. Whether a device does either right, is not shown."""
+    made = options(tmp_path / "model") | {"enable_prefix_caching": False}
+    graphs = {
+        "eager": {"mode": 0, "cudagraph_mode": "NONE"},
+        # Inductor generates no code for MUSA in torch's own build.
+        "default": {"mode": 3, "backend": "eager", "cudagraph_capture_sizes": [4, 8, 16]},
+        "named": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16]},
+    }
+    engines = {
+        name: Load(made | {"compilation_config": asked}, ASKED, delta_rule=True, autotuned=False, initialised=True)
+        for name, asked in graphs.items()
+    }
+    runs = Process(engines, loads.musa(tmp_path / "host", newest, **V1)).run(tmp_path / "engines")
+    for run in runs.values():
+        assert (run.runner, run.platform) == ("V1", "MusaPlatform")
+        assert "MusaFlashAttentionBackend" in run.attention
+        loads.assert_same(runs["eager"], run)
+    assert 0 < runs["eager"].accepted()[-1] < runs["eager"].accepted()[0]
+    assert runs["eager"].counts["graph_replays"]["target"] == 0
+    assert "PIECEWISE" in runs["default"].unused["draft-full-graph"]
+    assert runs["default"].counts["graph_replays"]["target"] > runs["default"].counts["steps"]
+    assert "draft-full-graph" in runs["named"].used
+    assert 0 < runs["named"].counts["graph_replays"]["target"] <= runs["named"].counts["steps"]

@@ -6,8 +6,13 @@ A worker imports this module before it loads a model. Not run on MUSA hardware.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import logging
+import math
 from typing import Any
 
+import torch
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.mixed_precision.triton_w4a16 import TritonW4A16LinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.pytorch import (
@@ -24,6 +29,10 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
+
+from .scaled_mm import dequantized_mm, scaled_mm_trouble
+
+logger = logging.getLogger("vllm.hwplugin")
 
 _triton: Any = backend_to_kernel_cls(UnquantizedMoeBackend.TRITON)
 # A class up to 0.25, a list of classes later.
@@ -58,6 +67,11 @@ class MusaUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[
         self.unquantized_backend, self.experts_cls = UnquantizedMoeBackend.TRITON, _EXPERTS
 
 
+@functools.cache
+def _warn(trouble: str) -> None:
+    logger.warning("%s", trouble)
+
+
 class _OnMusa:
     """Accept the device for a kernel whose check demands CUDA or ROCm but which needs only Triton or torch."""
 
@@ -66,12 +80,39 @@ class _OnMusa:
         return True, None
 
 
-class MusaFp8TensorKernel(_OnMusa, PerTensorTorchFP8ScaledMMLinearKernel):  # type: ignore[misc]
+class _ScaledMM(_OnMusa):
+    """``torch._scaled_mm`` where it is right on this device, else a product of dequantized numbers."""
+
+    result_dtype: torch.dtype | None = None
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)  # type: ignore[call-arg]
+        divisible = all(size % 32 == 0 for size in config.weight_shape)
+        dtype = self.result_dtype or config.out_dtype or config.input_dtype
+        self.trouble = scaled_mm_trouble(current_platform.device_type, dtype, divisible)
+        if self.trouble:
+            _warn(f"FP8 weights are dequantized in each step: {self.trouble}")
+
+    def apply_scaled_mm(self, *, A: Any, As: Any, Bs: Any, output_shape: list[int], **more: Any) -> Any:
+        if not self.trouble:
+            return super().apply_scaled_mm(A=A, As=As, Bs=Bs, output_shape=output_shape, **more)  # type: ignore[misc]
+        # Rows behind the batch are padding.
+        rows = math.prod(output_shape[:-1])
+        scale = As if As.numel() == 1 else As[:rows]
+        product = dequantized_mm(
+            A[:rows], more["B"], scale_a=scale, scale_b=Bs, bias=more["bias"], out_dtype=more["out_dtype"]
+        )
+        return product.view(*output_shape)
+
+
+class MusaFp8TensorKernel(_ScaledMM, PerTensorTorchFP8ScaledMMLinearKernel):  # type: ignore[misc]
     """FP8 with one scale for weights and one for activations, by ``torch._scaled_mm``."""
 
 
-class MusaFp8ChannelKernel(_OnMusa, ChannelWiseTorchFP8ScaledMMLinearKernel):  # type: ignore[misc]
+class MusaFp8ChannelKernel(_ScaledMM, ChannelWiseTorchFP8ScaledMMLinearKernel):  # type: ignore[misc]
     """FP8 with a scale per output channel or token, applied to the float32 result of ``torch._scaled_mm``."""
+
+    result_dtype = torch.float32
 
 
 class MusaFp8BlockKernel(_OnMusa, TritonFp8BlockScaledMMKernel):  # type: ignore[misc]
@@ -99,6 +140,12 @@ class MusaW4A16Kernel(TritonW4A16LinearKernel):  # type: ignore[misc]
         finally:
             del current_platform.is_rocm
 
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        # GPTQ's checkpoints have zero points also where they are symmetric, and mean one more than they say.
+        if self.config.weight_type.has_bias():
+            self.w_zp_name = None
+        super().process_weights_after_loading(layer)
+
 
 def _check_scheme_supported(min_capability: int, error: bool = True, match_exact: bool = False) -> bool:
     return not match_exact
@@ -106,6 +153,29 @@ def _check_scheme_supported(min_capability: int, error: bool = True, match_exact
 
 # As vLLM does from 0.24 on; before, a platform without a capability counts as too old for FP8.
 CompressedTensorsConfig._check_scheme_supported = staticmethod(_check_scheme_supported)
+
+
+def _module(name: str) -> Any:
+    """Return a module of vLLM's quantization; None: there is none."""
+    try:
+        return importlib.import_module(f"vllm.model_executor.layers.quantization.{name}")
+    except ModuleNotFoundError:
+        return None
+
+
+# GPTQ (from 0.22 on) and AWQ (0.24) ask the table of kernels, but vLLM checks before whether Marlin can serve the
+# layer, and lets AWQ ask on some devices only. The table names each kernel that refuses.
+_gptq, _awq = _module("auto_gptq"), _module("auto_awq")
+for _quantization in filter(None, (_gptq, _awq)):
+    _quantization.verify_marlin_supported = lambda **_: None
+if _awq is not None:
+    _get_quant_method = _awq.AutoAWQConfig.get_quant_method
+
+    def _ask_the_table(self: Any, layer: torch.nn.Module, prefix: str) -> Any:
+        method = _get_quant_method(self, layer, prefix)
+        return _awq.AutoAWQMarlinLinearMethod(self) if type(method) is _awq.AutoAWQLinearMethod else method
+
+    _awq.AutoAWQConfig.get_quant_method = _ask_the_table
 
 linear.register_linear_kernel(MusaFp8TensorKernel, PlatformEnum.OOT, "fp8")
 linear.register_linear_kernel(MusaFp8ChannelKernel, PlatformEnum.OOT, "fp8")

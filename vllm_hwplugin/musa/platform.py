@@ -59,6 +59,12 @@ _KERNELS = ("vllm._C", "vllm._C_stable_libtorch", "vllm._moe_C", "vllm._moe_C_st
 _MLA_PREFILL = "vllm_hwplugin.musa.mla_prefill.MusaMLAPrefillBackend"
 # vLLM sets a mode of torch that torch_musa lacks; 0.25 to 0.27 set it even without a check to make.
 _SYNC_CHECK = "VLLM_GPU_SYNC_CHECK"
+_HYBRID = (
+    "drafts of a model with recurrent layers are verified {} on MUSA, and asynchronous scheduling is off: pull "
+    "requests 97 and 228 of vllm-musa report that a FULL graph of several tokens per request corrupts the layers' "
+    "state, and that asynchronous drafts get another step's metadata. Its recipe: --no-enable-chunked-prefill "
+    "--no-enable-prefix-caching --no-async-scheduling -cc.mode=0 -cc.cudagraph_mode=FULL_DECODE_ONLY"
+)
 
 
 class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where the types are checked
@@ -97,10 +103,16 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         from ..spec_decode import capture_sizes
 
         capture_sizes.note_user_sizes(vllm_config)
+        compilation = vllm_config.compilation_config
+        if _verifies_hybrid(vllm_config) and compilation.cudagraph_mode is None:
+            from vllm.config.compilation import CUDAGraphMode
+
+            compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().check_and_update_config(vllm_config)
+        _check_four_bits(vllm_config)
         _check_collectives(vllm_config.parallel_config.world_size_across_dp, cls.dist_backend)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_hwplugin.musa.worker.MusaWorker"
@@ -116,8 +128,14 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         fusions = _vllm_api.switch_off_fusions(vllm_config.compilation_config.pass_config)
         if fusions:
             logger.info("fusions are off on MUSA, their kernels are for other devices: %s", ", ".join(fusions))
-        _warn_of_triton()
+        if trouble := versions.triton_trouble(versions.installed("triton")):
+            _warn(trouble)
         _check_speculation(vllm_config.speculative_config)
+        if _verifies_hybrid(vllm_config):
+            # vLLM has decided on it before it asks the platform, so the user's word is not known.
+            scheduler.async_scheduling = False
+            full = vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+            _warn(_HYBRID.format("in the FULL graphs that you named" if full else "without FULL graphs"))
         if not _vllm_api.triton_has_knobs() and _vllm_api.switch_off_jit_warmup(vllm_config):
             logger.warning("kernels are compiled at first use, not during warm-up: this Triton has no triton.knobs")
         from .. import dflash
@@ -276,6 +294,29 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         return False
 
 
+def _check_four_bits(vllm_config: VllmConfig) -> None:
+    """Raise ValueError for GPTQ or AWQ that MUSA's kernel cannot serve.
+
+    Otherwise it stops in an engine whose processes are up, with a sentence about Marlin or a missing operation.
+    """
+    config: Any = getattr(vllm_config, "quant_config", None)
+    name = "" if config is None else config.get_name()
+    kind = next((kind for kind in ("gptq", "awq") if kind in name), None)
+    if kind is None:
+        return
+    reasons = {
+        f"needs vLLM {'0.22' if kind == 'gptq' else '0.24'} or later": not name.startswith("auto_"),
+        f"has {getattr(config, 'weight_bits', None)} bits, expected 4": getattr(config, "weight_bits", 4) != 4,
+        "is ordered by activations (desc_act)": getattr(config, "desc_act", False),
+        "has experts": vllm_config.model_config.is_moe,
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
+        raise ValueError(
+            f"this {kind.upper()} checkpoint {reason}, so it cannot be served on MUSA; served are GPTQ and AWQ of 4 "
+            "bits without experts, W4A16 and INT8 of compressed-tensors, and FP8"
+        )
+
+
 @functools.cache
 def _check_collectives(gpus: int, backend: str) -> None:
     """Raise ValueError if several GPUs are requested and torch_musa has no MCCL."""
@@ -293,10 +334,15 @@ def _check_collectives(gpus: int, backend: str) -> None:
 
 
 @functools.cache
-def _warn_of_triton() -> None:
+def _warn(trouble: str) -> None:
     """Warn once per process: an engine's configuration is made several times."""
-    if trouble := versions.triton_trouble(versions.installed("triton")):
-        logger.warning("%s", trouble)
+    logger.warning("%s", trouble)
+
+
+def _verifies_hybrid(vllm_config: VllmConfig) -> bool:
+    """Whether a model with recurrent layers verifies drafts, such as Qwen3.5."""
+    model = vllm_config.model_config
+    return vllm_config.speculative_config is not None and model is not None and model.is_hybrid
 
 
 def _check_speculation(spec: Any) -> None:

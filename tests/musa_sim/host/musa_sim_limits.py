@@ -68,8 +68,27 @@ def _compile_eagerly():
     torch.compile = compile
 
 
+def _doubt_scaled_mm(how):
+    """``doubted``: refuse what torch_musa 2.7.1's source says of sizes and layouts. ``zeros``: as reported of `mm`."""
+    original = torch._scaled_mm
+
+    @functools.wraps(original)
+    def scaled_mm(a, b, *args, out_dtype=None, **kwargs):
+        if how == "doubted" and a.device.type == "musa":
+            if not a.is_contiguous() or not b.t().is_contiguous():
+                raise RuntimeError("_scaled_mm only works if mat1 is row-major and mat2 column-major")
+            if any(size % 32 for size in (*a.shape, b.shape[1])):
+                raise RuntimeError("_scaled_mm only works if sizes are divisible by 32")
+        result = original(a, b, *args, out_dtype=out_dtype, **kwargs)
+        return torch.zeros_like(result) if how == "zeros" and out_dtype == torch.float32 else result
+
+    torch._scaled_mm = scaled_mm
+
+
 def install():
     _compile_eagerly()
+    if how := os.environ.get("MUSA_SIM_SCALED_MM"):
+        _doubt_scaled_mm(how)
     if os.environ.get("MUSA_SIM_VLLM_KERNELS") != "1":
         sys.meta_path.insert(0, _WithoutKernels())
     elif platform.machine() == "x86_64" and not torch.cpu._is_avx512_bf16_supported():

@@ -71,6 +71,10 @@ from .musa_graph.graphs import (
     is_current_stream_capturing,
 )
 
+OutOfMemoryError = torch.OutOfMemoryError
+# The types of tensors by name, which Dynamo looks for. Nothing here makes one.
+for _name in ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Int", "Short", "Long", "Bool"):
+    globals()[f"{_name}Tensor"] = type(f"{_name}Tensor", (), {})
 torch._register_device_module("musa", sys.modules[__name__])
 torch.version.musa = "50100"
 torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
