@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_hwplugin.musa.versions import MIN_MATE, MIN_MTML, MIN_TORCHADA, MIN_TRITON, PINS
+from vllm_hwplugin.musa.versions import MIN_MATE, MIN_MTML, MIN_TORCHADA, MIN_TRITON, PINS, PYTHON
 from vllm_hwplugin.ops.compile.plan import MIN_TORCH
 
 from ._text import head, row
@@ -40,11 +40,11 @@ _STACKS: Final = (
         "what `doctor` expects",
         f"as vLLM's; {MIN_TORCH} or later for the kernels",
         "as above",
-        f"{MIN_TRITON} or later",
+        f"3.2.0, or {MIN_TRITON} or later",
         f"{MIN_MATE} or later",
         f"{MIN_TORCHADA} or later (read at 0.1.103)",
         f"{MIN_MTML} or later",
-        "",
+        PYTHON,
     ),
 )
 

@@ -153,3 +153,6 @@ def test_an_fp8_cache_is_read_from_mate_0_2_7_on(
         expected = layer.right(causal=True)
         assert (output.float() - expected).abs().max() < 0.06 * expected.abs().max()
     assert calls[0]["q_descale"].shape == (len(layer.batch), 2)
+    cache = torch.zeros(2, 16, 2, 64, dtype=torch.uint8)
+    own.write_fp8(cache, torch.ones(1, 2, 64), torch.tensor([-1]), torch.tensor(1.0))
+    assert not cache[1].any()

@@ -139,14 +139,14 @@ def triton_trouble(version: str | None) -> str:
 
     `version` None: Triton is not installed.
     """
-    expected = f"expected MUSA's build of {MIN_TRITON} or later, {_INDEX}"
     if version is None:
-        return f"Triton is not installed, and vLLM's kernels need it; {expected}"
+        return f"Triton is not installed, and vLLM's kernels need it; install MUSA's build {_INDEX}"
     number = _number(version)
     if number is None or number.release >= MIN_TRITON.release:
         return ""
     return (
-        f"Triton {version} cannot compile vLLM's kernels (TRITON_ATTN, TRITON_MLA, LoRA, top-k and top-p); {expected}"
+        f"Triton {version} cannot compile vLLM's kernels (TRITON_ATTN, TRITON_MLA, LoRA, top-k and top-p); "
+        f"{MIN_TRITON} can, and FLASH_ATTN over mate needs none of them"
     )
 
 
@@ -157,159 +157,41 @@ def needs_next_token_kernel(version: str | None) -> bool:
 
 
 class Row(NamedTuple):
-    """One row of the table.
+    """A reason why a package does not fit; a package's first row that holds is its trouble.
 
     Attributes:
-        package: A distribution, "Python" or "GPUs".
-        expected: What fits.
-        trouble: Returns why the package of a host does not fit, or "".
+        package: A name in `EXPECTED`.
+        trouble: The reason, with `{host}`, `{version}` of the package and `{result}`, what `find` returns.
+        find: Returns whether it holds, or what it is.
         stops: Whether an engine does not start then.
     """
 
     package: str
-    expected: str
-    trouble: Callable[[MusaHost], str]
+    trouble: str
+    find: Callable[[MusaHost], object]
     stops: bool = False
 
 
 def check(host: MusaHost) -> tuple[Finding, ...]:
     """Check the packages and GPUs of a host."""
+    others = {"Python": host.python, "GPUs": ", ".join(host.gpus)}
     findings = []
-    for row in ROWS:
-        version = host.versions.get(row.package) or {"GPUs": ", ".join(host.gpus), "Python": host.python}.get(
-            row.package
-        )
-        if version or row.package != "GPUs":
-            trouble = row.trouble(host)
-            findings.append(Finding(row.package, version or "", row.expected, trouble, row.stops and bool(trouble)))
-    return tuple(findings)
+    for package, expected in EXPECTED.items():
+        version = others.get(package) or host.versions.get(package) or ""
+        rows = ((row, row.find(host)) for row in ROWS if row.package == package)
+        row, result = next(((row, result) for row, result in rows if result), (None, None))
+        text = row.trouble.format(host=host, version=version, result=result) if row else ""
+        findings.append(Finding(package, version, expected, text, bool(row and row.stops)))
+    return tuple(findings[: None if host.gpus else -1])
 
 
-def _python(host: MusaHost) -> str:
-    if host.has("torch_musa") or host.python == PYTHON:
-        return ""
-    later = f"vLLM {host.vllm} needs a later Python; use one before 0.32, or vllm-musa"
-    way_out = later if host.vllm and NEEDS_LATER_PYTHON.covers(host.vllm) else f"make the environment with {PYTHON}"
-    return f"Python is {host.python}, and torch_musa's wheels are for {PYTHON} only: {way_out}"
+def _without_wheel(host: MusaHost) -> bool:
+    return not host.has("torch_musa") and host.python != PYTHON
 
 
-def _torch(host: MusaHost) -> str:
-    pin, torch = host.pin, host.versions.get("torch")
-    if pin is None or torch is None or _minor(torch) in pin.torches:
-        return ""
-    requires = f"vLLM {host.vllm} requires torch {pin.torch}, found {torch}"
-    if pin.torch_musa:
-        return f"{requires}; install torch and torch_musa {pin.torch_musa} {_INDEX}"
-    newest = next(pin for pin in reversed(PINS) if pin.torch_musa)
-    return f"{requires}; no torch_musa is known for it: use a vLLM of {newest}, with torch {newest.torches[-1]}"
-
-
-def _torch_musa(host: MusaHost) -> str:
-    torch, torch_musa = host.versions.get("torch"), host.versions.get("torch_musa")
-    if torch_musa is None:
-        return f"torch_musa is not installed, and torch has no MUSA device without it; install it {_INDEX}"
-    if torch is not None and _minor(torch_musa) != _minor(torch):
-        required = f"torch_musa {torch_musa} requires torch {_minor(torch_musa)}"
-        return f"{required}, found {torch}; install matching versions {_INDEX}"
-    if host.older("torch_musa", MIN_TORCH):
-        old = f"torch_musa {torch_musa} is too old for the plugin's kernels, so torch references replace them"
-        return f"{old}; expected {MIN_TORCH} or later"
-    return ""
-
-
-def _triton(host: MusaHost) -> str:
-    triton, backends = host.versions.get("triton"), host.triton_backends
-    if trouble := triton_trouble(triton):
-        return trouble
-    if not backends or backends - _PUBLIC_BACKENDS:
-        return ""
-    public = f"Triton {triton} is the public build, which compiles only for {' and '.join(sorted(backends))}"
-    return f"{public}; install MUSA's build of {MIN_TRITON} or later {_INDEX}"
-
-
-def _mate(host: MusaHost) -> str:
-    mate = host.versions.get("mate")
-    trouble = ""
-    if host.vendors_mate is False:
-        other = f"mate {mate or 'without a version'} is another project of that name"
-        trouble = f"{other}, so there is no FLASH_ATTN; uninstall it and install Moore Threads' mate {_INDEX}"
-    elif host.vendors_mate is None and mate is None:
-        trouble = f"mate is not installed, so there is no FLASH_ATTN; install Moore Threads' mate {_INDEX}"
-    elif host.older("mate", MIN_MATE):
-        old = f"mate {mate} is too old: its attention takes no page table, so there is no FLASH_ATTN"
-        trouble = f"{old}; expected {MIN_MATE} or later"
-    return trouble
-
-
-def _mubin(host: MusaHost) -> str:
-    mate = host.versions.get("mate")
-    if not host.vendors_mate or host.has("mate-mubin") or not _number(mate) or host.older("mate", MATE_WITHOUT_KERNELS):
-        return ""
-    return (
-        f"mate-mubin is not installed, so mate {mate} downloads its kernels when they are first called; install it "
-        f"{_INDEX}"
-    )
-
-
-def _tvm_ffi(host: MusaHost) -> str:
-    version = host.versions.get("apache-tvm-ffi")
-    if not host.vendors_mate or "+musa" in (version or ""):
-        return ""
-    public = "is the public build" if version else "is not installed"
-    return (
-        f"apache-tvm-ffi {public}, and mate needs MUSA's to import, so there may be no FLASH_ATTN; install it {_INDEX} "
-        "with --no-deps, after vLLM's requirements, which bring the public build"
-    )
-
-
-def _numpy(host: MusaHost) -> str:
-    if not host.has("torch_musa") or not host.has("numpy") or host.older("numpy", Version("2")):
-        return ""
-    return (
-        f"numpy is {host.versions['numpy']}, and Moore Threads' image has 1.26: whether torch_musa runs with 2 is not "
-        "known; install 'numpy<2' after everything else"
-    )
-
-
-def _torchvision(host: MusaHost) -> str:
-    if host.vllm is None or host.has("torchvision") or not TORCHVISION_IN_WARM_UP.covers(host.vllm):
-        return ""
-    warm_up = f"torchvision is not installed, and vLLM {host.vllm} imports it during warm-up with any model"
-    return f"{warm_up}; install MUSA's build for this torch, {_INDEX}"
-
-
-def _gpus(host: MusaHost) -> str:
-    earlier = [name for name in dict.fromkeys(host.gpus) if name in EARLIER_GPUS]
-    return f"an engine does not start on the {' and '.join(earlier)}: {WIDE_WARPS}" if earlier else ""
-
-
-def _too_old(package: str, version: Version, why: str) -> Row:
-    def trouble(host: MusaHost) -> str:
-        old = host.older(package, version)
-        return f"{package} {host.versions[package]} {why}; expected {version} or later" if old else ""
-
-    return Row(package, f"{version} or later", trouble)
-
-
-ROWS: Final = (
-    Row("Python", f"{PYTHON}, for torch_musa's wheels", _python),
-    Row("torch", "the torch of torch_musa", _torch),
-    Row("torch_musa", f"the minor version of torch, and {MIN_TORCH} or later for the plugin's kernels", _torch_musa),
-    Row("triton", f"{MIN_TRITON} or later, MUSA's build", _triton),
-    Row("mate", f"{MIN_MATE} or later, Moore Threads' own", _mate),
-    Row("mate-mubin", f"mate's version, from {MATE_WITHOUT_KERNELS} on", _mubin),
-    Row("apache-tvm-ffi", "MUSA's build (+musa), for mate", _tvm_ffi),
-    Row("numpy", "1.26, as in Moore Threads' image", _numpy),
-    _too_old("torchada", MIN_TORCHADA, "is older than the versions known to support torch 2.11"),
-    _too_old(
-        "mthreads-ml-py",
-        MIN_MTML,
-        "has one handle per process: any other user of pymtml who shuts the library down takes it from vLLM",
-    ),
-    Row("torchvision", f"MUSA's build for this torch, with vLLM {TORCHVISION_IN_WARM_UP}", _torchvision, stops=True),
-    Row("GPUs", "MTT S5000 or later", _gpus, stops=True),
-)
-DISTRIBUTIONS: Final = tuple(row.package for row in ROWS if row.package not in ("Python", "GPUs"))
+def _other_torch(host: MusaHost) -> Pin | None:
+    torch = host.versions.get("torch")
+    return host.pin if host.pin is not None and torch is not None and _minor(torch) not in host.pin.torches else None
 
 
 def _number(version: str | None) -> Version | None:
@@ -322,3 +204,72 @@ def _number(version: str | None) -> Version | None:
 def _minor(version: str | None) -> str | None:
     number = _number(version)
     return version if number is None else f"{number.major}.{number.minor}"
+
+
+#: What fits, by package: distributions, Python and the driver's GPUs.
+EXPECTED: Final = {
+    "Python": f"{PYTHON}, for torch_musa's wheels",
+    "torch": "the torch of torch_musa",
+    "torch_musa": f"the minor version of torch, and {MIN_TORCH} or later for the plugin's kernels",
+    "triton": f"MUSA's build: 3.2.0, Moore Threads' pin; {MIN_TRITON} or later for TRITON_ATTN and LoRA",
+    "mate": f"{MIN_MATE} or later, Moore Threads' own",
+    "mate-mubin": f"mate's version, from {MATE_WITHOUT_KERNELS} on",
+    "apache-tvm-ffi": "MUSA's build (+musa), for mate",
+    "numpy": "1.26, as in Moore Threads' image",
+    "torchada": f"{MIN_TORCHADA} or later",
+    "mthreads-ml-py": f"{MIN_MTML} or later",
+    "torchvision": "MUSA's build for this torch, with vLLM 0.24 or later",
+    "GPUs": "MTT S5000 or later",
+}
+DISTRIBUTIONS: Final = tuple(package for package in EXPECTED if package not in ("Python", "GPUs"))
+_NEWEST: Final = next(pin for pin in reversed(PINS) if pin.torch_musa)
+_NO_FLASH_ATTN: Final = "so there is no FLASH_ATTN"
+
+ROWS: Final = (
+    Row("Python", f"Python is {{version}}, and torch_musa's wheels are for {PYTHON} only: vLLM {{host.vllm}} needs a "
+        "later Python; use one before 0.32, or vllm-musa",
+        lambda host: _without_wheel(host) and NEEDS_LATER_PYTHON.covers(host.vllm or "0")),
+    Row("Python", f"Python is {{version}}, and torch_musa's wheels are for {PYTHON} only: make the environment with it",
+        lambda host: _without_wheel(host)),
+    Row("torch", "vLLM {host.vllm} requires torch {result.torch}, found {version}; install torch and torch_musa "
+        f"{{result.torch_musa}} {_INDEX}", lambda host: host.pin and host.pin.torch_musa and _other_torch(host)),
+    Row("torch", "vLLM {host.vllm} requires torch {result.torch}, found {version}; no torch_musa is known for it: use "
+        f"a vLLM of {_NEWEST}, with torch {_NEWEST.torches[-1]}", lambda host: _other_torch(host)),
+    Row("torch_musa", f"torch_musa is not installed, and torch has no MUSA device without it; install it {_INDEX}",
+        lambda host: not host.has("torch_musa")),
+    Row("torch_musa", "torch_musa {version} requires torch {result}, found {host.versions[torch]}; install matching "
+        f"versions {_INDEX}", lambda host: host.has("torch") and (
+            required := _minor(host.versions["torch_musa"])) != _minor(host.versions["torch"]) and required),
+    Row("torch_musa", "torch_musa {version} is too old for the plugin's kernels, so torch references replace them; "
+        f"expected {MIN_TORCH} or later", lambda host: host.older("torch_musa", MIN_TORCH)),
+    Row("triton", "{result}", lambda host: triton_trouble(host.versions.get("triton"))),
+    Row("triton", "Triton {version} is the public build, which compiles only for {result}; install MUSA's build "
+        f"{_INDEX}", lambda host: not host.triton_backends - _PUBLIC_BACKENDS and " and ".join(
+            sorted(host.triton_backends))),
+    Row("mate", f"mate {{version}} is another project of that name, {_NO_FLASH_ATTN}; uninstall it and install Moore "
+        f"Threads' mate {_INDEX}", lambda host: host.vendors_mate is False),
+    Row("mate", f"mate is not installed, {_NO_FLASH_ATTN}; install Moore Threads' mate {_INDEX}",
+        lambda host: host.vendors_mate is None and not host.has("mate")),
+    Row("mate", f"mate {{version}} is too old: its attention takes no page table, {_NO_FLASH_ATTN}; expected "
+        f"{MIN_MATE} or later", lambda host: host.older("mate", MIN_MATE)),
+    Row("mate-mubin", "mate-mubin is not installed, so mate {result} downloads its kernels when they are first called; "
+        f"install it {_INDEX}", lambda host: host.vendors_mate and not host.has("mate-mubin")
+        and not host.older("mate", MATE_WITHOUT_KERNELS) and _number(host.versions.get("mate"))),
+    Row("apache-tvm-ffi", "apache-tvm-ffi {result}, and mate needs MUSA's to import, so there may be no FLASH_ATTN; "
+        f"install it {_INDEX} with --no-deps, after vLLM's requirements, which bring the public build", lambda host: (
+            host.vendors_mate and "+musa" not in (version := host.versions.get("apache-tvm-ffi") or "")
+            and ("is the public build" if version else "is not installed"))),
+    Row("numpy", "numpy is {version}, and Moore Threads' image has 1.26: whether torch_musa runs with 2 is not known; "
+        "install 'numpy<2' after everything else", lambda host: host.has("torch_musa") and host.has("numpy")
+        and not host.older("numpy", Version("2"))),
+    Row("torchada", "torchada {version} is older than the versions known to support torch 2.11; expected "
+        f"{MIN_TORCHADA} or later", lambda host: host.older("torchada", MIN_TORCHADA)),
+    Row("mthreads-ml-py", "mthreads-ml-py {version} has one handle per process: any other user of pymtml who shuts the "
+        f"library down takes it from vLLM; expected {MIN_MTML} or later", lambda host: host.older(
+            "mthreads-ml-py", MIN_MTML)),
+    Row("torchvision", "torchvision is not installed, and vLLM {host.vllm} imports it during warm-up with any model; "
+        f"install MUSA's build for this torch, {_INDEX}", lambda host: (
+            host.vllm and not host.has("torchvision") and TORCHVISION_IN_WARM_UP.covers(host.vllm)), stops=True),
+    Row("GPUs", f"an engine does not start on the {{result}}: {WIDE_WARPS}", lambda host: " and ".join(
+        name for name in dict.fromkeys(host.gpus) if name in EARLIER_GPUS), stops=True),
+)  # fmt: skip
