@@ -87,7 +87,8 @@ def test_the_snippets_of_the_page_are_yaml() -> None:
     snippets = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     compose, values = map(yaml.safe_load, snippets)
     assert compose["services"]["vllm"]["environment"]["VLLM_HWPLUGIN"] == "1"
-    assert [variable["name"] for variable in values["extraEnv"]] == ["VLLM_HWPLUGIN", "VLLM_HWPLUGIN_CACHE_DIR"]
+    assert values["extraEnv"] == [{"name": "VLLM_HWPLUGIN", "value": "1"}]
+    assert values["extraInitContainers"][0]["command"] == ["vllm-hwplugin", "doctor"]
 
 
 @pytest.mark.parametrize(
