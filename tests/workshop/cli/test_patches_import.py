@@ -478,3 +478,16 @@ def test_the_report_is_short(trees: list[str], change: Path) -> None:
     assert [text for text in short if text.startswith("hunks that do not")] == ["hunks that do not fit 0.32.0:"]
     assert "-v shows the hunks that do not fit 0.31.0" in short
     assert "hunks that do not fit 0.31.0:" in long
+
+
+def test_a_work_tree_begins_with_a_diff_from_inside_the_package_but_with_no_series(trees: list[str]) -> None:
+    Path("it.diff").write_bytes(git_diff(OLD, NEW, "v1/add.py"))
+    arguments = ("edit", "mine/add", "--vllm", tree("0.30.0"), "--into", "work", "--change")
+    result = run(*arguments, "it.diff")
+    assert result.exit_code == 0, result.output
+    assert (Path("work") / PATH).read_text() == NEW
+    series = mail("Add whole numbers", git_diff(OLD, NEW, PATH)) + mail("Round them", git_diff(NEW, OVER, PATH))
+    Path("series.mbox").write_bytes(series)
+    result = run(*arguments, "series.mbox")
+    assert result.exit_code == 2
+    assert "several changes; import them with `patches import`" in result.stderr
