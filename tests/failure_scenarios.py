@@ -366,10 +366,10 @@ def attempt():
             INSTALL
             + """
 def attempt():
-    from vllm_hwplugin.fallback import stays_stock
+    from vllm_hwplugin.fallback import report_unused
     entry = install()
     # A feature makes this call if the engine cannot use it. The made-up feature has the same switch.
-    stays_stock("draft-full-graph", "the drafter runs as in stock vLLM", "a reason")
+    report_unused("draft-full-graph", "the drafter runs as in stock vLLM", "a reason")
     return states(entry, "made-up")
 """,
             made_up,

@@ -25,7 +25,7 @@ def refuse_if_required(feature: str, reason: str) -> None:
         )
 
 
-def stays_stock(feature: str, effect: str, reason: str, level: int = logging.INFO) -> None:
+def report_unused(feature: str, effect: str, reason: str, level: int = logging.INFO) -> None:
     """Log and note that this engine has no use for ``feature``.
 
     `effect` is what happens instead, for the log and ``vllm-hwplugin doctor``.
@@ -37,6 +37,10 @@ def stays_stock(feature: str, effect: str, reason: str, level: int = logging.INF
     journal.note(feature, f"{effect}: {reason}")
     journal.use(feature, False, reason)
     logger.log(level, "%s: %s: %s", feature, effect, reason)
+
+
+# The name that `spec_decode.v2` imports.
+stays_stock = report_unused
 
 
 def gives_up(feature: str, effect: str, reason: str) -> None:

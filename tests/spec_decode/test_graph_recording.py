@@ -69,7 +69,7 @@ def test_kernels_are_kept_where_the_next_start_finds_them(
     compiles: bool, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path), raising=False)
-    monkeypatch.setattr(graph_recording, "stays_stock", lambda *_, **__: None)
+    monkeypatch.setattr(graph_recording, "report_unused", lambda *_, **__: None)
     monkeypatch.setattr(graph_recording, "_OF_USER", None)
     monkeypatch.delenv(CACHE, raising=False)
     if compiles:

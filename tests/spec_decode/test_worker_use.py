@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode
 
 from vllm_hwplugin import journal, run_records
-from vllm_hwplugin.fallback import FeatureRequired, stays_stock
+from vllm_hwplugin.fallback import FeatureRequired, report_unused
 from vllm_hwplugin.gates import PLAIN_DECODE
 from vllm_hwplugin.journal import Use
 from vllm_hwplugin.patching import Catalogue, load_catalogue, make_plan
@@ -351,10 +351,10 @@ def test_a_real_drafter_is_read_where_it_has_what_decides(make: Callable[..., An
     assert "draft-full-graph" not in used(one)
     assert "NONE" in uses()["draft-full-graph"]["reason"]
     one.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
-    stays_stock("draft-loop-graph", "step by step", "found while building")
+    report_unused("draft-loop-graph", "step by step", "found while building")
     assert "draft-full-graph" in used(one)
     assert uses()["draft-loop-graph"] == {"used": False, "reason": "found while building"}
-    stays_stock("draft-full-graph", "as in stock", "found while serving")
+    report_unused("draft-full-graph", "as in stock", "found while serving")
     assert uses()["draft-full-graph"] == {"used": False, "reason": "found while serving"}
     (kept,) = (item for item in run_records.read_all(journal._folder.parent))  # type: ignore[union-attr]
     assert kept.uses == uses()

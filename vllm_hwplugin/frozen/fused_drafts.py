@@ -29,7 +29,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
 from vllm_hwplugin import journal
-from vllm_hwplugin.fallback import stays_stock
+from vllm_hwplugin.fallback import report_unused
 from vllm_hwplugin.features import V2_FUSED_DRAFTS
 from vllm_hwplugin.spec_decode.graph_recording import attempt_capture
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
@@ -64,7 +64,7 @@ class FusedDrafts:
         """Return the routine to capture: all steps, or vLLM's single step."""
         self._generate_draft = None
         if (reason := why_not(self._speculator, Part.V2_STEPS)) is not None:
-            stays_stock(V2_FUSED_DRAFTS, _STOCK, reason)
+            report_unused(V2_FUSED_DRAFTS, _STOCK, reason)
             return generate_draft
         self._generate_draft = generate_draft
         # The capture looks up slots by it, and -1 from an earlier batch would be a row before the first.

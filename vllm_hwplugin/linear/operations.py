@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_hwplugin import features, journal
-from vllm_hwplugin.fallback import stays_stock
+from vllm_hwplugin.fallback import report_unused
 from vllm_hwplugin.ops.compile.jit import GPUS, ensure
 from vllm_hwplugin.ops.compile.spec import KERNELS
 from vllm_hwplugin.ops.define import define
@@ -106,7 +106,9 @@ def _is_loaded(x: torch.Tensor) -> bool:
             journal.note(features.LINEAR, f"linear layers of up to {MOST_TOKENS} tokens are the plugin's kernels")
         else:
             # torch.compile has not fused the norms with their neighbours then.
-            stays_stock(features.LINEAR, "linear layers are cuBLAS's", "the kernel cannot be loaded, the log says why")
+            report_unused(
+                features.LINEAR, "linear layers are cuBLAS's", "the kernel cannot be loaded, the log says why"
+            )
     return bool(_loaded) and x.device.type in GPUS
 
 

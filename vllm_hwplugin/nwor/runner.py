@@ -18,7 +18,7 @@ import torch
 
 from vllm_hwplugin import gates, journal
 from vllm_hwplugin.errors import HwpluginError
-from vllm_hwplugin.fallback import stays_stock
+from vllm_hwplugin.fallback import report_unused
 from vllm_hwplugin.features import NWOR, gate_of
 from vllm_hwplugin.nwor import obstacles
 from vllm_hwplugin.nwor.layout import ModelCaches, UnknownLayout, rows_of
@@ -123,7 +123,7 @@ class RejectedDrafts:
             except UnknownLayout as error:
                 reason = str(error)
         if reason is not None:
-            stays_stock(NWOR, "rejected drafts stay in the KV cache", reason)
+            report_unused(NWOR, "rejected drafts stay in the KV cache", reason)
             return
         self._caches = caches
         if self._hook is None:

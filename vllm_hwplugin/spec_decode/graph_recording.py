@@ -24,7 +24,7 @@ from vllm.distributed.parallel_state import get_tp_group, graph_capture, model_p
 from vllm.v1.sample.ops import topk_topp_triton
 
 from vllm_hwplugin.errors import HwpluginError
-from vllm_hwplugin.fallback import FeatureRequired, gives_up, in_a_line, stays_stock
+from vllm_hwplugin.fallback import FeatureRequired, gives_up, in_a_line, report_unused
 
 try:
     from vllm.compilation.cudagraph_pool import capture_pool
@@ -95,7 +95,7 @@ def attempt(
     that fails between kernels that talk to other ranks leaves these waiting on the device: nothing can help them.
 
     Args:
-        effect: what happens without the graphs, as for `stays_stock`.
+        effect: what happens without the graphs, as for `report_unused`.
         pool: the pool of graphs that vLLM's wrapper captures; None if `record_graph` captures.
         kernels: a context for `record`; by default `kept_kernels`.
 
@@ -124,7 +124,7 @@ def attempt(
     gc.collect()
     # Waits for what still uses the memory, and gives it back.
     reserved_memory()
-    stays_stock(feature, effect, f"capturing graphs failed: {reason}", level=logging.WARNING)
+    report_unused(feature, effect, f"capturing graphs failed: {reason}", level=logging.WARNING)
     return False
 
 
@@ -142,7 +142,7 @@ class Graphs(Generic[_C]):
 
     Attributes:
         feature: the feature's id.
-        effect: what happens without the graphs, as for `stays_stock`.
+        effect: what happens without the graphs, as for `report_unused`.
         needed: why companions have no graphs without these, with `{reason}`.
         failed: whether the last capture failed.
     """
@@ -191,7 +191,7 @@ class Graphs(Generic[_C]):
             FeatureRequired: the switch is `on`.
         """
         self.forget()
-        stays_stock(self.feature, self.effect, reason)
+        report_unused(self.feature, self.effect, reason)
         self._leave_companions(reason)
 
     def _leave_companions(self, reason: str) -> None:
