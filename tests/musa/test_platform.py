@@ -230,7 +230,7 @@ def test_an_old_triton_is_told_once(
         platform.check_and_update_config(config())
     (line,) = caplog.messages
     assert line.startswith("Triton 3.2.0 cannot compile")
-    assert "3.6 can, and FLASH_ATTN over mate needs none of them" in line
+    assert "3.6 can, and attention over mate needs none of them" in line
 
 
 @pytest.mark.usefixtures("mccl")

@@ -100,7 +100,7 @@ def test_a_triton_that_cannot_compile_a_backend_is_not_chosen_for_it_unless_it_i
     monkeypatch.setattr(attention.logger, "propagate", True)
     known = members(TRITON, FLASH, FLEX, MLA, FLASHMLA)
     assert attention.choose(None, Config(), None, known) == "vllm.made.up.FLEX_ATTENTIONBackend"
-    with pytest.raises(ValueError, match=r"TRITON_MLA: Triton .*3\.6 or later.*--attention-backend TRITON_MLA"):
+    with pytest.raises(ValueError, match=r"TRITON_MLA: Triton .*--attention-backend TRITON_MLA"):
         attention.choose(None, Config(use_mla=True), None, known)
     # vLLM warns of its own, where this test is the first to import it.
     assert [item for item in caplog.records if item.name == "vllm.hwplugin"] == []

@@ -146,7 +146,7 @@ def triton_trouble(version: str | None) -> str:
         return ""
     return (
         f"Triton {version} cannot compile vLLM's kernels (TRITON_ATTN, TRITON_MLA, LoRA, top-k and top-p); "
-        f"{MIN_TRITON} can, and FLASH_ATTN over mate needs none of them"
+        f"{MIN_TRITON} can, and attention over mate needs none of them"
     )
 
 
