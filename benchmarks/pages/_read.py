@@ -31,7 +31,7 @@ _FORMATS: Mapping[str, tuple[str, Any, tuple[str, ...]] | None] = {
     "starts-": ("format", "starts 1", _OF_ENGINES),
     "start_cost": None,
 }
-#: README.md has results from this vLLM on. docs/benchmarks.md has all.
+#: README.md's picture has results from this vLLM on. docs/benchmarks.md has all.
 _RECENT = Version("0.27")
 
 
@@ -100,7 +100,7 @@ def read_all(folder: Path, kind: str) -> list[Found]:
 
 
 def recent(files: Iterable[Found]) -> list[Found]:
-    """Return the files for README.md."""
+    """Return the files for README.md's picture."""
     return [file for file in files if Version(file.vllm) >= _RECENT]
 
 
