@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -28,6 +28,10 @@ from .stand_in import StandIn
 
 BLOCK, MAX_LEN, MAX_REQS, MAX_TOKENS, HIDDEN, VOCAB = 4, 48, 4, 24, 8, 17
 NUM_BLOCKS, DRAFTS = 24, 2
+#: Tokens back to which a token attends, itself included: in a layer, and in one with a window.
+REACH, WINDOW = 13, 5
+#: Tokens of a block of a layer with a window.
+WINDOW_BLOCK = 2 * BLOCK
 DEVICE = torch.device("cpu")
 DROPS_STEPS = "async_tokens_to_discard" in inspect.getsource(AsyncScheduler)
 
@@ -37,14 +41,18 @@ class Backend(TritonAttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(*_: Any) -> list[Any]:
-        return [BLOCK]
+        return [BLOCK, WINDOW_BLOCK]
 
 
 class Layer(AttentionLayerBase):
-    """Of the target, or of the draft."""
+    """Of the target, or of the draft.
 
-    def __init__(self) -> None:
-        self.num_heads = 1
+    Args:
+        window: whether it has a sliding window.
+    """
+
+    def __init__(self, window: bool = False) -> None:
+        self.num_heads, self._window = 1, window
         # Up to 0.29 the number is read here.
         self.impl = self
 
@@ -52,7 +60,10 @@ class Layer(AttentionLayerBase):
         return Backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        return FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        common: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+        if self._window:
+            return SlidingWindowSpec(block_size=WINDOW_BLOCK, sliding_window=WINDOW, **common)
+        return FullAttentionSpec(block_size=BLOCK, **common)
 
 
 class Head(torch.nn.Module):
@@ -67,14 +78,15 @@ class Head(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """The target, or its draft: one layer of attention.
+    """The target, or its draft: one layer of attention, and a target's second one.
 
     Args:
         layer: its name.
         context: where the modules that call it have their forward context.
+        window: the name of a layer with a sliding window; None without.
     """
 
-    def __init__(self, layer: str, context: Context) -> None:
+    def __init__(self, layer: str, context: Context, window: str | None = None) -> None:
         super().__init__()
         chance = torch.Generator().manual_seed(7)
         self.embed = torch.randn(VOCAB, HIDDEN, generator=chance)
@@ -82,7 +94,11 @@ class Model(torch.nn.Module):
         self.mix = torch.randn(HIDDEN, HIDDEN, generator=chance)
         # The last row takes what has no slot.
         self.kv = torch.zeros(NUM_BLOCKS * BLOCK + 1, HIDDEN)
-        self._layer, self._context = layer, context
+        self.window_kv = torch.zeros(NUM_BLOCKS * WINDOW_BLOCK + 1, HIDDEN)
+        self._layers = {layer: (self.kv, BLOCK, REACH)}
+        if window is not None:
+            self._layers[window] = self.window_kv, WINDOW_BLOCK, WINDOW
+        self._context = context
         self._draft = layer == "draft"
         #: Whether the first that reads the metadata of several tokens a request puts its lengths into it, as the first
         #: kernel does with FlashMLA's plan.
@@ -99,16 +115,16 @@ class Model(torch.nn.Module):
         hidden = key.clone()
         if self._draft:
             hidden = hidden + 0.1 * hidden_states @ self.mix
-        found = self._context.of(self._layer)
-        if found is not None:
-            metadata, slots = found
-            slots = slots[: len(key)]
-            self.kv[torch.where(slots < 0, len(self.kv) - 1, slots)] = key
-            hidden = hidden + self._attend(metadata, len(key))
+        for layer, (kv, block, reach) in self._layers.items():
+            if (found := self._context.of(layer)) is not None:
+                metadata, slots = found
+                slots = slots[: len(key)]
+                kv[torch.where(slots < 0, len(kv) - 1, slots)] = key
+                hidden = hidden + self._attend(metadata, kv, block, reach, len(key))
         hidden = torch.tanh(hidden)
         return (hidden, hidden) if self._draft else hidden
 
-    def _attend(self, metadata: Any, num_tokens: int) -> torch.Tensor:
+    def _attend(self, metadata: Any, kv: torch.Tensor, block: int, reach: int, num_tokens: int) -> torch.Tensor:
         """Of each token to those before it in its request."""
         starts, places = metadata.query_start_loc, torch.arange(MAX_LEN)
         tokens, lengths = torch.arange(num_tokens), metadata.seq_lens
@@ -118,11 +134,11 @@ class Model(torch.nn.Module):
             lengths = metadata.plan
         request = (torch.searchsorted(starts, tokens, right=True) - 1).clamp(0, len(lengths) - 1)
         last = lengths[request] - starts[request + 1] + tokens
-        rows = metadata.block_table[request][:, places // BLOCK] * BLOCK + places % BLOCK
+        rows = metadata.block_table[request][:, places // block] * block + places % block
         age = last[:, None] - places
         # The newest keys count most, so that one that is missed shows.
-        weight = torch.where((age < 0) | (age > 12), 0.0, 0.7**age)
-        return (self.kv[rows] * weight[..., None]).sum(1)
+        weight = torch.where((age < 0) | (age >= reach), 0.0, 0.7**age)
+        return (kv[rows] * weight[..., None]).sum(1)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden_states)
@@ -390,6 +406,7 @@ class Engine:
         drafts: of a request in a step; 0 without speculation.
         schedule: vLLM's `num_speculative_tokens_per_batch_size`.
         rank: of data parallelism, and of how many.
+        window: whether the target has a layer with a sliding window, whose keys are in a second group of blocks.
 
     Attributes:
         runner: a `GPUModelRunner` that has its KV cache.
@@ -413,17 +430,23 @@ class Engine:
         drafts: int = DRAFTS,
         schedule: list[list[int]] | None = None,
         rank: tuple[int, int] = (0, 1),
+        window: bool = False,
     ) -> None:
-        layers = {name: Layer() for name in (("target", "draft") if drafts else ("target",))}
+        names = ("target", "draft") if drafts else ("target",)
+        layers = {name: Layer() for name in names} | ({"window": Layer(window=True)} if window else {})
         self.drafts = drafts
         self.context = Context()
-        self.models = [Model(name, self.context) for name in layers]
+        self.models = [Model(name, self.context) for name in names]
+        if window:
+            self.models[0] = Model("target", self.context, "window")
         choices: dict[str, Any] = {"asynchronous": asynchronous, "drawn": drawn, "mode": mode, "drafts": drafts}
         choices["largest"] = (1 + drafts) * MAX_REQS if largest is None else largest
         self.config = config_of(layers, **choices, schedule=schedule)
         parallel = self.config.parallel_config
         parallel.data_parallel_rank, parallel.data_parallel_size = rank
-        groups = [KVCacheGroupSpec(list(layers), layers["target"].get_kv_cache_spec(None))]
+        groups = [KVCacheGroupSpec(list(names), layers["target"].get_kv_cache_spec(None))]
+        if window:
+            groups.append(KVCacheGroupSpec(["window"], layers["window"].get_kv_cache_spec(None)))
         self.kv_cache_config = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
         self._asynchronous, self._grammars = asynchronous, Grammars(VOCAB // 2, drafts)
         kv_cache_utils.init_none_hash(_hashed)
@@ -434,7 +457,9 @@ class Engine:
             vllm_config=self.config,
             kv_cache_config=self.kv_cache_config,
             structured_output_manager=self._grammars,
-            block_size=BLOCK,
+            # The least that holds whole blocks of each group.
+            block_size=max(group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups),
+            hash_block_size=BLOCK,
             mm_registry=types.SimpleNamespace(supports_multimodal_inputs=lambda config: False),
         )
         # Steps whose output has not been seen.
@@ -454,6 +479,7 @@ class Engine:
         self.runner.execute_model_state = None
         for model in self.models:
             model.kv.zero_()
+            model.window_kv.zero_()
 
     def draft(self, count: int) -> None:
         """Have each step ask for so many drafts from now on."""

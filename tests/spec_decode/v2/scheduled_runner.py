@@ -18,7 +18,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from .. import streams
-from ..engines import BLOCK, DEVICE, Engine
+from ..engines import BLOCK, DEVICE, WINDOW, WINDOW_BLOCK, Engine
 from . import released_modules
 from .released_modules import RUNNER, ReleasedModules
 
@@ -157,21 +157,25 @@ class Side(Engine):
 
     def inputs(self) -> dict[str, Any]:
         buffers, tables, batch = self.runner.input_buffers, self.runner.block_tables, self.executed.input_batch
-        padded, blocks = batch.num_reqs_after_padding, tables.num_blocks.np[0, batch.idx_mapping_np]
+        padded, blocks = batch.num_reqs_after_padding, tables.num_blocks.np[:, batch.idx_mapping_np]
         return {
             "token ids": buffers.input_ids[: batch.num_tokens].tolist(),
             "positions": buffers.positions[: batch.num_tokens].tolist(),
             # Padding has no length and no slots.
             "lengths": buffers.seq_lens[:padded].tolist(),
             "starts": buffers.query_start_loc[: padded + 1].tolist(),
-            "blocks": [row[:count].tolist() for row, count in zip(tables.input_block_tables[0], blocks, strict=False)],
+            "blocks": [
+                row[:count].tolist()
+                for table, counts in zip(tables.input_block_tables, blocks, strict=True)
+                for row, count in zip(table, counts, strict=False)
+            ],
             "slots": tables.slot_mappings[:, : batch.num_tokens_after_padding].tolist(),
         }
 
     def state(self) -> dict[str, dict[str, Any]]:
         """What the runner holds of each request: its row, and its keys of the tokens that are computed."""
         states, found = self.runner.req_states, {}
-        table = self.runner.block_tables.block_tables[0].gpu
+        table, *windows = (one.gpu for one in self.runner.block_tables.block_tables)
         for name, row in states.req_id_to_index.items():
             computed, length = (int(one.gpu[row]) for one in (states.num_computed_tokens, states.total_len))
             places = torch.arange(computed)
@@ -183,4 +187,9 @@ class Side(Engine):
                 "drafts": states.draft_tokens[row].tolist(),
                 "keys": [model.kv[slots].tolist() for model in self.models],
             }
+            # Blocks before the window are another request's.
+            places = places[max(0, computed - WINDOW + 1) :]
+            for window in windows:
+                slots = window[row, places // WINDOW_BLOCK] * WINDOW_BLOCK + places % WINDOW_BLOCK
+                found[name]["window"] = self.models[0].window_kv[slots].tolist()
         return found

@@ -242,6 +242,45 @@ def test_nor_does_it_where_the_number_of_drafts_goes_by_that_of_requests(vllm_wi
     assert tail._drafting.outcomes()["fewer_drafts"] > 0
 
 
+def assert_nothing_differs(tree: Any, kind: Callable[[ReleasedModules], Side]) -> None:
+    with both(tree, kind) as sides:
+        wander(sides, PLAIN + BEST, walks=4)
+        tail, inputs = sides.both[1].runner.tail_graphs, sides.both[1].runner.step_inputs._step_counts.outcomes()
+    assert min(inputs["served"], tail._drafting.outcomes()["served"], tail._sampling.outcomes()["served"]) > 10
+
+
+def test_nor_does_it_where_a_window_has_blocks_of_its_own(vllm_here: Any) -> None:
+    assert_nothing_differs(vllm_here, partial(Side, window=True))
+
+
+class Rotated(engines.Model):
+    """A target with M-RoPE, whose prompts begin with what counts as an image: later positions are behind the tokens."""
+
+    supports_mrope = True
+
+    def get_mrope_input_positions(self, tokens: list[int], *_: Any) -> tuple[torch.Tensor, int]:
+        behind = 1 + tokens[0] % 3
+        positions = (torch.arange(len(tokens)) - behind).clamp(min=0).repeat(3, 1)
+        positions[1, :1] += 1
+        return positions, -behind
+
+    def forward(self, *arguments: Any, positions: torch.Tensor, **named: Any) -> Any:
+        if positions.dim() == 2:
+            positions = (positions * torch.tensor([[1.0], [0.3], [0.1]])).sum(0)
+        return super().forward(*arguments, positions=positions, **named)
+
+
+def test_nor_does_it_where_positions_are_not_those_of_tokens(vllm_here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_mrope(*arguments: Any, **choices: Any) -> Any:
+        config = config_of(*arguments, **choices)
+        config.model_config.uses_mrope, config.model_config.mrope_num_dims = True, 3
+        return config
+
+    monkeypatch.setattr(engines, "config_of", with_mrope)
+    monkeypatch.setattr(engines, "Model", Rotated)
+    assert_nothing_differs(vllm_here, Side)
+
+
 @pytest.mark.parametrize("half", ["sampling", "drafting"])
 def test_one_half_is_in_graphs_without_the_other(vllm_here: Any, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if half == "drafting" and Versions("<0.31").covers(vllm_here.version):
