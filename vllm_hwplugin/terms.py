@@ -18,6 +18,7 @@ TERMS: Final = {
     "data-parallel": "there is one data parallel rank",
     "decode-graphs": "decode batches have no FULL CUDA graphs",
     "draft-loader:": "no draft was loaded by {}",
+    "draft-moe-backend": "--speculative-config names no moe_backend",
     "drafter:": "the speculative method is {}",
     "drafts-here": "another stage of the pipeline drafts",
     "dtype:": "the model is not in {}",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -307,3 +308,73 @@ def test_prompt_logprobs_are_those_of_the_target(version: str, modules: Callable
     for asked, drafts in ((False, True), (True, False)):
         read, states = prompt_states(patched, asked=asked, drafts=drafts)
         assert read is states
+
+
+# -- backport-draft-moe-backend, backport-dflash-lm-head ---------------------------------------------------------------
+
+
+class Loaded(Exception):
+    """A draft is loaded, with this configuration."""
+
+
+def _replaced(config: Any, **changes: Any) -> Any:
+    return SimpleNamespace(**{**vars(config), **changes})
+
+
+@pytest.fixture
+def tagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(set_model_tag=lambda tag: contextlib.nullcontext())
+    monkeypatch.setitem(sys.modules, "vllm.compilation.backends", module)  # type: ignore[arg-type]
+
+
+def draft_config(text: str, moe_backend: str | None) -> Any:
+    """Return the configuration with which Model Runner V2 loads a draft."""
+
+    def get_model(vllm_config: Any, **_: Any) -> None:
+        raise Loaded(vllm_config)
+
+    spec = SimpleNamespace(draft_model_config=None, moe_backend=moe_backend, kv_cache_dtype=None)
+    kernels = SimpleNamespace(moe_backend="cutlass", other=1)
+    load = take(text, "load_eagle_model", given={"get_model": get_model, "replace": _replaced})
+    with pytest.raises(Loaded) as loaded:
+        load(None, SimpleNamespace(speculative_config=spec, kernel_config=kernels))
+    return loaded.value.args[0].kernel_config
+
+
+EAGLE_UTILS = "vllm/v1/worker/gpu/spec_decode/eagle/utils.py"
+
+
+@pytest.mark.parametrize("version", versions(EAGLE_UTILS, among=between(None, "0.30.0")))
+def test_a_draft_has_its_own_moe_backend(version: str, modules: Callable[..., Any], tagged: None) -> None:
+    baseline = modules(version, VLLM_HWPLUGIN_BACKPORT_DRAFT_MOE_BACKEND="off").text(EAGLE_UTILS)
+    patched = modules(version).text(EAGLE_UTILS)
+    assert draft_config(baseline, "triton").moe_backend == "cutlass"
+    assert vars(draft_config(patched, "triton")) == {"moe_backend": "triton", "other": 1}
+    assert draft_config(patched, None).moe_backend == "cutlass"
+    names = {"replace", "VllmConfig"}
+    assert names <= {alias.name for node in ast.walk(ast.parse(patched)) for alias in getattr(node, "names", ())}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_dflash_draft_keeps_its_own_lm_head(own: bool, modules: Callable[..., Any], tagged: None) -> None:
+    path = "vllm/v1/worker/gpu/spec_decode/dflash/utils.py"
+
+    def head(**choices: str) -> Any:
+        text = modules("0.24.0", **choices)
+        heads = [SimpleNamespace(weight=torch.full((2, 2), value)) for value in (1.0, 2.0)]
+        draft = SimpleNamespace(model=SimpleNamespace(), lm_head=heads[0], has_own_lm_head=own)
+        given = {
+            "replace": _replaced,
+            "get_dflash_causal": lambda config: False,
+            "get_model": lambda **_: draft,
+            "get_pp_group": lambda: SimpleNamespace(world_size=2),
+            "_should_share": take(text.text(EAGLE_UTILS), "_should_share", given={"torch": torch}),
+        }
+        load = take(text.text(path), "load_dflash_model", given=given)
+        spec = SimpleNamespace(draft_model_config=None, attention_backend=None)
+        config = SimpleNamespace(speculative_config=spec, attention_config=SimpleNamespace())
+        made = load(SimpleNamespace(model=SimpleNamespace(), lm_head=heads[1]), config)
+        return "draft's" if made.lm_head is heads[0] else "target's"
+
+    assert head(VLLM_HWPLUGIN_BACKPORT_DFLASH_LM_HEAD="off") == "target's"
+    assert head() == ("draft's" if own else "target's")

@@ -45,7 +45,7 @@ SAMPLES = {"backport-nan-logits", "backport-top-k-top-p"}
 ON_V2 = TAIL | SCHEDULED | SAMPLES | {"nwor", "v2-mixed-graphs", "v2-draft-metadata"}
 DFLASH_V1 = ON_V1 | {"dflash-full-graph", "dflash-context-norm"}
 #: It makes the metadata that it captures with, and drafts in one pass.
-DFLASH_V2 = ON_V2 - {"v2-fused-drafts", "v2-capture-metadata"} | {"dflash-context-norm"}
+DFLASH_V2 = ON_V2 - {"v2-fused-drafts", "v2-capture-metadata"} | {"dflash-context-norm", "backport-dflash-lm-head"}
 
 
 def patched_in(names: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -216,6 +216,7 @@ def test_what_an_engine_uses_follows_from_runner_method_and_mode(
         (False, {"model_config__has_inner_state": True, DP: 2}, "backport-vacated-row"),
         (False, {"drafter": SimpleNamespace(model=Loaded())}, "backport-eagle-bias"),
         (True, {METHOD: "dflash", "drafter": WINDOWED}, "backport-draft-schedule"),
+        (True, {METHOD: "mtp", "speculative_config__moe_backend": "triton"}, "backport-draft-moe-backend"),
     ],
 )
 def test_a_backport_is_used_where_its_fault_would_be(v2: bool, changes: dict[str, Any], added: str) -> None:
