@@ -52,7 +52,7 @@ STARTS: dict[str, tuple[str, dict[str, Any], list[str], list[str], list[str]]] =
     "no drafting": (
         "V2",
         options("eagle3", "FULL_AND_PIECEWISE"),
-        [f"{_V2}.tail_graph:TailGraphs._draft"],
+        [f"{_V2}.tail_capture:TailRecorder._draft"],
         ["v2-tail-graph", "v2-step-inputs"],
         [],
     ),

@@ -76,7 +76,7 @@ CASES: dict[str, dict[str, Any]] = {
 #: On the second rank no graph can hold them.
 BROKEN = {
     "tp broken": "vllm_hwplugin.spec_decode.v1.draft_phase_graphs:PhaseRecorder._draft",
-    "tp broken v2": "vllm_hwplugin.spec_decode.v2.tail_graph:TailGraphs._draft",
+    "tp broken v2": "vllm_hwplugin.spec_decode.v2.tail_capture:TailRecorder._draft",
 }
 
 

@@ -32,7 +32,7 @@ ENGINES = {
     },
     "V2": {
         "short sizes": _load(graphs_of=(1, 2)),
-        "no drafting": _load("v2.tail_graph:TailGraphs._draft"),
+        "no drafting": _load("v2.tail_capture:TailRecorder._draft"),
         "no inputs": _load("v2.step_inputs:prepare_pos_seq_lens"),
     },
 }

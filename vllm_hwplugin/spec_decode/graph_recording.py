@@ -154,7 +154,7 @@ class Graphs(Generic[_C]):
 
     def __init__(self, owner: Any):
         self._owner = owner
-        self._companions: list[Graphs[Any]] = []
+        self._companions: list[Any] = []
         self.forget()
 
     def add(self, make: Callable[[Any, Any], _G]) -> _G:
@@ -168,14 +168,6 @@ class Graphs(Generic[_C]):
         self._captured: _C | None = None
         for companion in self._companions:
             companion.forget()
-
-    def capture(self, *arguments: Any, **settings: Any) -> None:
-        """Capture the graphs again.
-
-        Raises:
-            FeatureRequired: nothing can be captured, and the feature's switch is `on`.
-        """
-        raise NotImplementedError
 
     def attempt(self, record: Callable[[], object], pool: Any = None) -> bool:
         """Run `record` as the function `attempt` does; without graphs, leave out companions."""

@@ -12,9 +12,12 @@ import multiprocessing.util
 import threading
 import time
 from enum import IntEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from vllm_hwplugin import journal
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -73,9 +76,10 @@ class StepCounts:
     def served(self) -> None:
         self._counts[0] += 1
 
-    def missed(self, reason: Reason) -> None:
-        """Count a step that took vLLM's own way."""
-        self._counts[reason] += 1
+    def missed(self, outcome: object) -> TypeIs[Reason]:
+        """Count a step; return whether it takes vLLM's own way, for the reason `outcome`."""
+        self._counts[outcome if isinstance(outcome, Reason) else 0] += 1
+        return isinstance(outcome, Reason)
 
     def outcomes(self) -> dict[str, int]:
         """Return nonzero counts by outcome: `SERVED`, or a reason's label."""

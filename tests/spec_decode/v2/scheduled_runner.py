@@ -101,9 +101,9 @@ def read_by_the_plugin(modules: ReleasedModules, monkeypatch: pytest.MonkeyPatch
     """Have the plugin's modules use what `modules` have of Model Runner V2, not the installed vLLM's."""
     # V1's runner takes stand-ins from here, also where vLLM is too old for these.
     from vllm_hwplugin.spec_decode import graph_recording
-    from vllm_hwplugin.spec_decode.v2 import mixed_graphs, recording, step_inputs, tail_graph
+    from vllm_hwplugin.spec_decode.v2 import mixed_graphs, recording, step_inputs, tail_capture, tail_graph
 
-    for module in (mixed_graphs, recording, step_inputs, tail_graph):
+    for module in (mixed_graphs, recording, step_inputs, tail_capture):
         for name, value in list(vars(module).items()):
             origin = getattr(value, "__module__", None) or ""
             if origin.startswith(f"{RUNNER}."):

@@ -17,7 +17,7 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 from vllm_hwplugin import journal
 from vllm_hwplugin.spec_decode import capture_sizes, graph_recording, obstacles
-from vllm_hwplugin.spec_decode.v2 import mixed_graphs, step_inputs, tail_graph
+from vllm_hwplugin.spec_decode.v2 import mixed_graphs, step_inputs, tail_capture
 from vllm_hwplugin.spec_decode.v2.mixed_sizes import LEFT_OUT
 from vllm_hwplugin.versions import SUPPORTED
 
@@ -70,10 +70,10 @@ CAPTURES: dict[str, tuple[tuple[Any, str], Callable[..., bool], set[str]]] = {
     "mixed graphs, before": ((Model, "forward"), mixed(False, False), {"v2-mixed-graphs"}),
     "mixed graphs": ((Model, "forward"), mixed(False, True), {"v2-mixed-graphs"}),
     "mixed graphs of the first pass": ((Model, "forward"), mixed(True, True), set()),
-    "sampling": ((tail_graph.TailGraphs, "_sample"), capturing, {"v2-tail-graph", "v2-step-inputs"}),
-    "drafting, before": ((tail_graph.TailGraphs, "_draft"), lambda *_: True, {"v2-tail-graph", "v2-step-inputs"}),
-    "drafting": ((tail_graph.TailGraphs, "_draft"), capturing, {"v2-tail-graph", "v2-step-inputs"}),
-    "buffers": ((tail_graph, "TailBuffers"), lambda *_: True, {"v2-tail-graph", "v2-step-inputs"}),
+    "sampling": ((tail_capture.TailRecorder, "_sample"), capturing, {"v2-tail-graph", "v2-step-inputs"}),
+    "drafting, before": ((tail_capture.TailRecorder, "_draft"), lambda *_: True, {"v2-tail-graph", "v2-step-inputs"}),
+    "drafting": ((tail_capture.TailRecorder, "_draft"), capturing, {"v2-tail-graph", "v2-step-inputs"}),
+    "buffers": ((tail_capture, "TailBuffers"), lambda *_: True, {"v2-tail-graph", "v2-step-inputs"}),
     # No graph is captured then.
     "an obstacle": ((obstacles, "get_offloader"), lambda *_: True, {"v2-tail-graph", "v2-step-inputs"}),
     "inputs": ((step_inputs.StepInputs, "_preparing"), lambda *_: True, {"v2-step-inputs"}),

@@ -21,6 +21,9 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 from vllm_hwplugin.frozen import capture_metadata
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.spec_decode.v2 import runner as overrides
+from vllm_hwplugin.spec_decode.v2 import tail_graph
+from vllm_hwplugin.spec_decode.v2.step_inputs import _Step
+from vllm_hwplugin.spec_decode.v2.tail_capture import Served
 from vllm_hwplugin.versions import SUPPORTED
 
 from ..called_text import Seen, Text
@@ -123,7 +126,7 @@ def patched(tree: Any) -> str:
 def test_without_graphs_vllm_is_called_as_by_its_own_lines(tree: Any, patched: str) -> None:
     stock, expected = runner_of(text_of(tree, V2, **OFF), {})
     runner, calls = runner_of(patched, {})
-    assert not runner.tail_graphs._served
+    assert runner.tail_graphs._captured is None
     # Twice, as vLLM does it from 0.29 on.
     for name in ("initialize_kv_cache", "initialize_kv_cache", "add_requests", "execute_model", "sample_tokens"):
         call(runner, name)
@@ -199,10 +202,11 @@ def test_graphs_prepare_a_step(tree: Any, patched: str) -> None:
 
     def steady(scheduled: Any, desc: Any) -> Any:
         descs.append(repr(desc))
-        inputs._batch = Seen("batch", runner.text)
-        return inputs._batch
+        captured = types.SimpleNamespace(metadata_is_vllms=False, reads_slots=False)
+        inputs._step = _Step(captured, Seen("batch", runner.text), embedded=True)
+        return inputs._step.batch
 
-    inputs._graphs, inputs._embeds, inputs._embedded, inputs.steady = {(4, 1): object()}, True, True, steady
+    inputs._captured, inputs.steady = types.SimpleNamespace(tells_of_each_step=False), steady
     call(runner, "execute_model")
     assert descs == ["dispatch_cg_and_sync_dp()[0]"]
     # Nor is anything asked of what these would have made.
@@ -221,8 +225,8 @@ def test_a_dummy_batch_takes_nothing_from_the_step_before(patched: str) -> None:
     """Not what was sampled last, and not that a graph has postprocessed it."""
     runner, calls = runner_of(patched, {})
     tail, batch = runner.tail_graphs, object()
-    tail._drafting_graph = types.SimpleNamespace(replay=lambda: calls.append("replayed"))
-    tail._batch, tail._sampled = batch, True
+    graph: Any = types.SimpleNamespace(replay=lambda: calls.append("replayed"))
+    tail._step = tail_graph._Step(batch, Served(graph, None), Served(graph, None), updated=True)
     runner._dummy_run(4)
     assert "replayed" not in calls
     assert "self.speculator.propose" in names_of(calls)

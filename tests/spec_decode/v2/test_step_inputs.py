@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from vllm_hwplugin.spec_decode.step_counts import Reason
-from vllm_hwplugin.spec_decode.v2.step_inputs import StepInputs
+from vllm_hwplugin.spec_decode.v2.step_inputs import StepInputs, _Captured
 
 DRAFTS = 3
 WIDTH = 1 + DRAFTS
@@ -37,26 +37,18 @@ class Batch:
 class Tail:
     """`TailGraphs` with graphs of four requests, which serve whatever they are asked to hold unless `refuses` says."""
 
-    most_reqs: Mapping[int, int] = {WIDTH: 4}
-
     def __init__(self) -> None:
         self.held: Any = None
         self.refuses: Reason | None = None
 
-    def add(self, companion: Any) -> None:
-        """Captures nothing."""
-
     def follow_weights(self) -> None:
         """They stay where they are."""
 
-    def hold(self, req_ids: list[str], rows: np.ndarray, query_len: int, num_tokens: int) -> Any:
+    def hold(self, _: Any, req_ids: list[str], rows: np.ndarray, query_len: int, num_tokens: int) -> Any:
         assert num_tokens == 4 * query_len
         if self.held is None or self.held.req_ids != req_ids:
             self.held = self.refuses or SimpleNamespace(req_ids=req_ids, rows=rows)
         return self.held
-
-    def held_batch(self) -> Batch:
-        return Batch()
 
 
 class Graph:
@@ -90,6 +82,18 @@ def decoding(names: str) -> dict[str, Any]:
     }
 
 
+def captured(graph: Any, width: int = WIDTH, **changed: Any) -> _Captured:
+    """A graph of four requests. What is not told is not so."""
+    usual: dict[str, Any] = dict.fromkeys((one.name for one in dataclasses.fields(_Captured)), False)
+    tail = SimpleNamespace(most_reqs={width: 4}, batch_of=lambda *_: Batch())
+    return _Captured(**usual | {"tail": tail, "graphs": {(width, 4): graph}, "moving": (), "fixed": ()} | changed)
+
+
+def change(inputs: StepInputs, **changed: Any) -> None:
+    assert inputs._captured is not None
+    inputs._captured = dataclasses.replace(inputs._captured, **changed)
+
+
 FULL = BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=4 * WIDTH, num_reqs=4, uniform_token_count=WIDTH)
 
 
@@ -108,8 +112,7 @@ def served() -> tuple[StepInputs, Tail, Graph]:
     )
     tail, graph = Tail(), Graph()
     inputs = StepInputs(runner, tail)  # type: ignore[arg-type]
-    inputs._graphs = {(WIDTH, 4): graph}  # type: ignore[dict-item]
-    inputs._moving, inputs._fixed = (blocks,), (torch.zeros(1, 2, dtype=torch.int64),)
+    inputs._captured = captured(graph, moving=(blocks,), fixed=(torch.zeros(1, 2, dtype=torch.int64),))
     step(inputs, scheduled())
     inputs._step_counts.reset()
     graph.replays = 0
@@ -120,6 +123,14 @@ def step(inputs: StepInputs, output: Any, desc: Any = FULL) -> Any:
     """What `execute_model` has the overrides call, in its order."""
     inputs.begin_step(output)
     return inputs.steady(output, desc)
+
+
+def applied(inputs: StepInputs) -> list[str]:
+    """What vLLM applies of what it has staged, where it is told to."""
+    names: list[str] = []
+    inputs.apply_sampling(lambda: names.append("sampling"))
+    inputs.apply_blocks(lambda: names.append("blocks"))
+    return names
 
 
 def vllms(*_: Any, **__: Any) -> str:
@@ -136,8 +147,8 @@ def test_the_same_requests_are_served_with_their_lengths(served: tuple[StepInput
     assert batch.seq_lens_cpu_upper_bound.tolist() == [20 + WIDTH, 50 + WIDTH, 0, 0]
     assert inputs.prepare_metadata(vllms, batch) is None
     assert inputs.prepare_model_inputs(vllms, batch) == {}
-    inputs._metadata_is_vllms = True
-    assert inputs.prepare_metadata(vllms, batch) == "vLLM's"
+    change(inputs, metadata_is_vllms=True)
+    assert inputs.prepare_metadata(vllms, step(inputs, scheduled())) == "vLLM's"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +180,7 @@ def test_what_the_tail_cannot_hold_is_left_to_vllm(served: tuple[StepInputs, Tai
 def test_the_first_step_of_a_request_is_left_to_vllm(served: tuple[StepInputs, Tail, Graph]) -> None:
     """A scheduler may give it as many tokens as a decode has, and the others are then the same as before."""
     inputs, _, graph = served
-    inputs._runner.req_states.num_computed_prefill_tokens[5] = 8
+    inputs._owner.req_states.num_computed_prefill_tokens[5] = 8
     assert step(inputs, scheduled(scheduled_new_reqs=["b"])) is None
     assert graph.replays == 0
     assert inputs._step_counts.outcomes() == {"prompt": 1}
@@ -199,15 +210,15 @@ def test_what_is_no_decode_with_all_drafts_is_left_to_vllm(
 
 
 def test_requests_of_an_engine_without_drafts_have_none(served: tuple[StepInputs, Tail, Graph]) -> None:
-    inputs, tail, graph = served
-    tail.most_reqs, inputs._graphs = {1: 4}, {(1, 4): graph}  # type: ignore[dict-item]
+    inputs, _, graph = served
+    inputs._captured = captured(graph, 1)
     plain = BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=4, num_reqs=4, uniform_token_count=1)
     asked = {"num_scheduled_tokens": {"a": 1, "b": 1}, "total_num_scheduled_tokens": 2}
     asked |= {"scheduled_spec_decode_tokens": {}, "num_spec_tokens_to_schedule": 0}
     batch = step(inputs, scheduled(**asked), plain)
     assert batch.seq_lens_cpu_upper_bound.tolist() == [21, 51, 0, 0]
     asked |= {"num_scheduled_tokens": {"a": 1, "b": 2}, "total_num_scheduled_tokens": 3}
-    inputs._runner.req_states.num_computed_prefill_tokens[5] = 8
+    inputs._owner.req_states.num_computed_prefill_tokens[5] = 8
     assert step(inputs, scheduled(**asked), plain) is None
     assert inputs._step_counts.outcomes() == {"served": 1, "prompt": 1}
 
@@ -222,7 +233,7 @@ def test_vllm_is_told_of_a_grammar(served: tuple[StepInputs, Tail, Graph]) -> No
 
 def test_a_prompt_is_told_from_fewer_drafts(served: tuple[StepInputs, Tail, Graph]) -> None:
     inputs, _, _ = served
-    inputs._runner.req_states.num_computed_prefill_tokens[5] = 8
+    inputs._owner.req_states.num_computed_prefill_tokens[5] = 8
     assert step(inputs, scheduled(scheduled_spec_decode_tokens={"a": [-1] * DRAFTS})) is None
     assert inputs._step_counts.outcomes() == {"prompt": 1}
 
@@ -236,7 +247,7 @@ def test_a_target_without_its_graph_is_left_to_vllm(served: tuple[StepInputs, Ta
     ):
         assert step(inputs, scheduled(), desc) is None
     # Its prompt is in the prefix cache, but for the last token.
-    inputs._runner.req_states.num_computed_prefill_tokens[5] = 8
+    inputs._owner.req_states.num_computed_prefill_tokens[5] = 8
     assert step(inputs, scheduled(), desc) is None
     assert inputs._step_counts.outcomes() == {"no_full_graph": 3, "prompt": 1}
 
@@ -244,22 +255,21 @@ def test_a_target_without_its_graph_is_left_to_vllm(served: tuple[StepInputs, Ta
 def test_blocks_are_taken_over_when_a_request_has_new_ones(served: tuple[StepInputs, Tail, Graph]) -> None:
     inputs, _, _ = served
     step(inputs, scheduled())
-    assert inputs._fixed[0].tolist() == [[3, 4]]
-    inputs._runner.block_tables.num_blocks.gpu = torch.tensor([[9, 9]])
+    assert inputs._captured.fixed[0].tolist() == [[3, 4]]
+    inputs._owner.block_tables.num_blocks.gpu = torch.tensor([[9, 9]])
     step(inputs, scheduled())
-    assert inputs._fixed[0].tolist() == [[3, 4]]
+    assert inputs._captured.fixed[0].tolist() == [[3, 4]]
     grown = scheduled(scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None, ([7],)]))
-    assert inputs.changes_blocks(grown)
     step(inputs, grown)
-    assert inputs._fixed[0].tolist() == [[9, 9]]
+    assert inputs._captured.fixed[0].tolist() == [[9, 9]]
     # In a step that vLLM prepares, too: the next one that graphs serve has them.
-    inputs._runner.block_tables.num_blocks.gpu = torch.tensor([[11, 9]])
-    inputs._runner.req_states.num_computed_prefill_tokens[2] = 7
+    inputs._owner.block_tables.num_blocks.gpu = torch.tensor([[11, 9]])
+    inputs._owner.req_states.num_computed_prefill_tokens[2] = 7
     fewer = {**vars(grown), "scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS}}
     assert step(inputs, SimpleNamespace(**fewer)) is None
-    inputs._runner.req_states.num_computed_prefill_tokens[2] = 8
+    inputs._owner.req_states.num_computed_prefill_tokens[2] = 8
     step(inputs, scheduled())
-    assert inputs._fixed[0].tolist() == [[11, 9]]
+    assert inputs._captured.fixed[0].tolist() == [[11, 9]]
 
 
 @pytest.mark.parametrize("leaves_parts_out", [True, False])
@@ -283,7 +293,7 @@ def test_offsets_of_positions_are_taken_over_after_a_step_with_a_video(
 def test_vllm_clears_the_rows_of_block_tables_that_a_graph_wrote(served: tuple[StepInputs, Tail, Graph]) -> None:
     """Up to 0.32 it clears none, and has no count of them."""
     inputs, _, _ = served
-    tables = inputs._runner.block_tables
+    tables = inputs._owner.block_tables
     step(inputs, scheduled())
     assert not hasattr(tables, "_num_dirty_rows")
     for before, after in ((2, 4), (7, 7)):
@@ -296,18 +306,19 @@ def test_vllm_clears_the_rows_of_block_tables_that_a_graph_wrote(served: tuple[S
 
 def test_vllm_takes_everything_over_in_each_step_where_there_are_no_graphs() -> None:
     inputs = StepInputs(SimpleNamespace(), Tail())  # type: ignore[arg-type]
-    assert inputs.changes_sampling(scheduled())
-    assert inputs.changes_blocks(scheduled())
     assert step(inputs, scheduled()) is None
+    assert applied(inputs) == ["sampling", "blocks"]
 
 
 def test_the_sampler_is_told_of_requests_and_processors_that_are_not_vllms_own_of_each_step(
     served: tuple[StepInputs, Tail, Graph],
 ) -> None:
     inputs, _, _ = served
-    assert [inputs.changes_sampling(scheduled(scheduled_new_reqs=new)) for new in ([], ["c"])] == [False, True]
-    inputs._tells_of_each_step = True
-    assert inputs.changes_sampling(scheduled())
+    inputs.begin_step(scheduled())
+    assert applied(inputs) == []
+    change(inputs, tells_of_each_step=True)
+    inputs.begin_step(scheduled())
+    assert applied(inputs) == ["sampling"]
 
 
 def test_vllm_applies_what_it_has_staged_where_a_step_has_something_new(
@@ -315,32 +326,26 @@ def test_vllm_applies_what_it_has_staged_where_a_step_has_something_new(
 ) -> None:
     """And outside of a step, as when it tries the sampler out."""
     inputs, _, _ = served
-    applied: list[str] = []
-
-    def apply() -> list[str]:
-        applied.clear()
-        inputs.apply_sampling(lambda: applied.append("sampling"))
-        inputs.apply_blocks(lambda: applied.append("blocks"))
-        return applied
-
     inputs.begin_step(scheduled())
-    assert apply() == []
-    assert apply() == ["sampling", "blocks"]
+    assert applied(inputs) == []
+    assert applied(inputs) == ["sampling", "blocks"]
     inputs.begin_step(scheduled(scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None, ([7],)])))
-    assert apply() == ["blocks"]
+    assert applied(inputs) == ["blocks"]
     inputs.begin_step(scheduled(scheduled_new_reqs=["c"]))
-    assert apply() == ["sampling", "blocks"]
+    assert applied(inputs) == ["sampling", "blocks"]
 
 
 def test_slots_are_there_for_who_reads_them(served: tuple[StepInputs, Tail, Graph]) -> None:
     inputs, _, _ = served
-    tables = inputs._runner.block_tables
+    tables = inputs._owner.block_tables
     tables.input_block_tables, tables.slot_mappings = [torch.zeros(9, 2)], torch.zeros(1, 40)
     batch = step(inputs, scheduled())
     batch.num_tokens_after_padding = 4 * WIDTH
     (blocks,), slots = inputs.attention_inputs(batch)
     assert (len(blocks), slots) == (4, ())
-    inputs._reads_slots = True
+    change(inputs, reads_slots=True)
+    batch = step(inputs, scheduled())
+    batch.num_tokens_after_padding = 4 * WIDTH
     _, slots = inputs.attention_inputs(batch)
     assert slots.shape == (1, 4 * WIDTH)
 
@@ -358,7 +363,7 @@ def test_vllm_embeds_where_an_image_is_to_be_encoded(served: tuple[StepInputs, T
     inputs, _, _ = served
     found = []
     for embeds, images in ((True, {}), (True, {"c": [0]}), (False, {})):
-        inputs._embeds = embeds
+        change(inputs, embeds=embeds)
         batch = step(inputs, scheduled(scheduled_encoder_inputs=images))
         found.append(inputs.prepare_embeddings(vllms, images, batch))
         assert inputs.prepare_embeddings(vllms, images, Batch()) == "vLLM's"

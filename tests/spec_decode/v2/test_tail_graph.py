@@ -24,16 +24,31 @@ from vllm_hwplugin import journal
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
 from vllm_hwplugin.spec_decode.obstacles import Part
 from vllm_hwplugin.spec_decode.step_counts import Reason
-from vllm_hwplugin.spec_decode.v2 import tail_graph
+from vllm_hwplugin.spec_decode.v2 import tail_capture, tail_graph
 from vllm_hwplugin.spec_decode.v2.recording import SamplerParts
 from vllm_hwplugin.spec_decode.v2.step_inputs import StepInputs
-from vllm_hwplugin.spec_decode.v2.tail_graph import TailGraphs, _Graphs
-from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters, around_graphs
+from vllm_hwplugin.spec_decode.v2.tail_capture import Captured, Served, ShapeGraphs, TailRecorder
+from vllm_hwplugin.spec_decode.v2.tail_graph import TailGraphs
+from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters, Touched, around_graphs
 from vllm_hwplugin.versions import SUPPORTED
 
 from ..released import Modules, texts
 
 HIDDEN, OTHER = torch.ones(8, 2), torch.ones(8, 4)
+
+
+def captured(**changed: Any) -> Captured:
+    """A capture without graphs, but for what is changed."""
+    usual: dict[str, Any] = {one.name: None for one in dataclasses.fields(Captured)}
+    usual |= {"left": {}, "graphs": {}, "adapts_logits": False, "drawn_by_host": False}
+    usual |= {"fused": FusedWeights(None), "touched": Touched(), "parameters": Parameters()}
+    return Captured(**usual | changed)
+
+
+def shape_graphs(width: int, size: int, *parts: SamplerParts, graph: Any, outputs: Any = None) -> ShapeGraphs:
+    """Graphs that all are `graph`."""
+    served = Served(graph, outputs, Output())
+    return ShapeGraphs(uniform_shape(width, size), dict.fromkeys(parts, served), served)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +63,7 @@ HIDDEN, OTHER = torch.ones(8, 2), torch.ones(8, 4)
 def test_drafting_starts_from_the_states_that_vllm_gives_a_drafter(model: Any) -> None:
     if not hasattr(utils, "get_drafter_hidden_states"):
         pytest.skip("this vLLM has no function for it")
-    graphs = TailGraphs(SimpleNamespace(max_num_reqs=2, model=model))
-    assert graphs._draft_hidden_states(HIDDEN).equal(utils.get_drafter_hidden_states(model, HIDDEN))
+    assert tail_capture.draft_hidden_states(model, HIDDEN).equal(utils.get_drafter_hidden_states(model, HIDDEN))
 
 
 def test_fused_weights_that_do_not_fit_leave_the_step_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,16 +71,16 @@ def test_fused_weights_that_do_not_fit_leave_the_step_to_vllm(monkeypatch: pytes
     monkeypatch.setattr(journal, "use", lambda *said: noted.append(said))
     draft = SimpleNamespace(model=SimpleNamespace(fused=torch.ones(2, 3)))
     graphs = TailGraphs(SimpleNamespace(max_num_reqs=2, sample=lambda *_: "vLLM's"))
-    graphs._fused = FusedWeights(draft)
-    inputs = StepInputs(graphs._runner, graphs)
-    inputs._graphs[4, 1] = object()  # type: ignore[assignment]
+    graphs._captured = captured(fused=FusedWeights(draft))
+    inputs = graphs.add(StepInputs)
+    inputs._captured = object()  # type: ignore[assignment]
     graphs.held = object()  # type: ignore[assignment]
     draft.model.fused = torch.ones(2, 4)
     # Before the step's inputs are made: vLLM's drafter takes attention metadata, which a graph of them leaves out.
     assert inputs.steady(SimpleNamespace(), None) is None
     assert graphs.sample(HIDDEN, SimpleNamespace(num_reqs=1, has_structured_output_reqs=False), None) == "vLLM's"
     assert graphs.held is None
-    assert not inputs._graphs
+    assert inputs._captured is None
     assert graphs._sampling.outcomes() == {"not_captured": 1}
     reason = "the draft model's fused has another shape or type than at capture"
     assert noted == [("v2-step-inputs", False, reason), ("v2-tail-graph", False, reason)]
@@ -115,7 +129,7 @@ def test_a_head_that_is_put_in_the_place_of_another_leaves_the_step_to_vllm(monk
     assert "weight" in str(parameters.moved())
     monkeypatch.setattr(journal, "use", lambda *_: None)
     graphs = TailGraphs(SimpleNamespace(max_num_reqs=2, sample=lambda *_: "vLLM's"))
-    graphs._parameters = parameters
+    graphs._captured = captured(parameters=parameters)
     graphs.held = object()  # type: ignore[assignment]
     assert graphs.sample(HIDDEN, SimpleNamespace(num_reqs=1, has_structured_output_reqs=False), None) == "vLLM's"
     assert graphs.held is None
@@ -136,15 +150,14 @@ def test_no_graph_of_vllm_reads_a_weight_of_a_draft_model(
         speculative_config=SimpleNamespace(method=method),
         lora_config=None,
     )
-    monkeypatch.setattr(tail_graph, "TailBuffers", lambda *_: None)
-    monkeypatch.setattr(tail_graph, "idx_dtype", lambda _: torch.int32)
+    monkeypatch.setattr(tail_capture, "TailBuffers", lambda *_: None)
+    monkeypatch.setattr(tail_capture, "idx_dtype", lambda _: torch.int32)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    graphs = TailGraphs(runner)
-    monkeypatch.setattr(graphs, "_capture_shape", lambda *_: None)
-    graphs._record([uniform_shape(4, 1)])
+    shape = uniform_shape(4, 1)
+    monkeypatch.setattr(TailRecorder, "_capture_shape", lambda *_: ShapeGraphs(shape, {}, Reason.NOT_CAPTURED))
+    parameters = TailRecorder(runner, runner, {}, [shape]).record().watched(runner).parameters
     draft[0].weight.data = torch.ones(2, 2)
-    assert graphs._parameters is not None
-    assert (graphs._parameters.moved() is not None) == watched
+    assert (parameters.moved() is not None) == watched
 
 
 class Headed(torch.nn.Module):
@@ -176,21 +189,19 @@ def test_a_head_is_watched_however_it_is_read_and_by_its_own_graphs_alone(
     left: dict[Part, str], of_draft: bool, whole: bool
 ) -> None:
     target, draft = Headed(by_name=True), Headed(by_name=False)
-    graphs = TailGraphs(SimpleNamespace(max_num_reqs=2, model=target, speculator=SimpleNamespace(model=draft)))
-    graphs._vllms = left
-    with graphs._touched:
+    made = captured(left=left)
+    with made.touched:
         target.compute_logits()
         draft.compute_logits()
-    graphs._watch()
-    assert graphs._parameters is not None
-    assert graphs._parameters.moved() is None
+    parameters = made.watched(SimpleNamespace(model=target, speculator=SimpleNamespace(model=draft))).parameters
+    assert parameters.moved() is None
     model = draft if of_draft else target
     if whole:
         model.lm_head = torch.nn.Linear(2, 3)
     else:
         model.lm_head.weight = torch.nn.Parameter(torch.ones(3, 2))
     read = (Part.V2_DRAFTING if of_draft else Part.V2_SAMPLING) not in left
-    assert (graphs._parameters.moved() is not None) is read
+    assert (parameters.moved() is not None) is read
 
 
 #: From 0.29 on vLLM captures some of the target's graphs, and what follows them, before there is a KV cache.
@@ -256,11 +267,12 @@ def test_graphs_are_of_shapes_whose_states_the_target_keeps(
 
     active: list[set[Any]] = [{"that of the target's last graph"}]
 
-    def record_shape(rung: Any, _: Any) -> None:
+    def record_shape(_: TailRecorder, rung: Any) -> ShapeGraphs:
         # A kernel that is recorded for an adapter would be one for all requests.
         assert active[-1] == set()
-        assert graphs._target()[0][: rung.num_tokens].shape[0] == rung.num_tokens
+        assert tail_capture.target_states(graphs._owner)[0][: rung.num_tokens].shape[0] == rung.num_tokens
         recorded.append(rung.num_reqs)
+        return ShapeGraphs(rung, {}, Reason.NOT_CAPTURED)
 
     graphs = TailGraphs(
         SimpleNamespace(
@@ -279,10 +291,10 @@ def test_graphs_are_of_shapes_whose_states_the_target_keeps(
     )
     monkeypatch.setattr(tail_graph, "why_not", lambda *_: None)
     monkeypatch.setattr(tail_graph, "graph_capture", lambda **_: contextlib.nullcontext())
-    monkeypatch.setattr(tail_graph, "TailBuffers", lambda *_: None)
-    monkeypatch.setattr(tail_graph, "idx_dtype", lambda _: torch.int32)
+    monkeypatch.setattr(tail_capture, "TailBuffers", lambda *_: None)
+    monkeypatch.setattr(tail_capture, "idx_dtype", lambda _: torch.int32)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(graphs, "_capture_shape", record_shape)
+    monkeypatch.setattr(TailRecorder, "_capture_shape", record_shape)
     graphs.capture()
     assert recorded == ([most] if most else [])
 
@@ -318,15 +330,15 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
     )
     graphs = TailGraphs(runner)
     graphs._plain[:] = True
-    graph: Any = SimpleNamespace(replay=lambda: None)
-    one, three = (_Graphs(uniform_shape(width, size), {SamplerParts.PLAIN: graph}, graph) for size in (1, 3))
-    graphs._served = {(width, 1): one, (width, 2): three, (width, 3): three}
-    graphs.most_reqs = {width: 3}
     kept = SimpleNamespace(**dict.fromkeys(("sampled_token_ids", "num_sampled", "num_rejected"), torch.zeros(4)))
     written: list[Any] = []
-    buffers: Any = SimpleNamespace(write=lambda *given: written.append(given), outputs=kept)
-    graphs._buffers = buffers
-    graphs._output = Output()
+    graph: Any = SimpleNamespace(replay=lambda: None)
+    one, three = (shape_graphs(width, size, SamplerParts.PLAIN, graph=graph, outputs=kept) for size in (1, 3))
+    graphs._captured = captured(
+        graphs={(width, 1): one, (width, 2): three, (width, 3): three},
+        most_reqs={width: 3},
+        buffers=SimpleNamespace(write=lambda *given: written.append(given)),
+    )
 
     def step(
         count: int,
@@ -393,7 +405,8 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
     step(2, has_structured_output_reqs=True)
     assert graphs.drafts_of(torch.arange(2)).data_ptr() != runner.speculator.draft_tokens.data_ptr()
     # The second request has an adapter, which may be one of the head.
-    graphs._plain[1] = graphs._adapts_logits = True
+    graphs._plain[1] = True
+    graphs._captured = dataclasses.replace(graphs._captured, adapts_logits=True)
     runner.lora_state = SimpleNamespace(lora_ids=np.array([0, 7, 0, 0]))
     step(1)
     step(2)
@@ -411,12 +424,12 @@ def test_the_same_requests_are_held_anew_with_another_number_of_drafts(monkeypat
     """What the graphs read differs, for as many requests."""
     graphs = TailGraphs(SimpleNamespace(max_num_reqs=8, req_states=SimpleNamespace(free_indices=[7])))
     graph, written = SimpleNamespace(), []
-    made = {width: _Graphs(uniform_shape(width, 2), {}, graph) for width in (4, 2)}  # type: ignore[arg-type]
-    graphs._served = {(width, 2): one for width, one in made.items()}
+    made = {width: shape_graphs(width, 2, graph=graph) for width in (4, 2)}
+    capture = captured(graphs={(width, 2): one for width, one in made.items()})
     monkeypatch.setattr(graphs, "_needed", lambda *_: SamplerParts.PLAIN)
-    monkeypatch.setattr(graphs, "_write", lambda rows, query_len: written.append(query_len))
+    monkeypatch.setattr(graphs, "_write", lambda _, rows, query_len: written.append(query_len))
     for width in (4, 4, 2, 2, 4):
-        held = graphs.hold(["a", "b"], np.array([0, 1]), width, 2 * width)
+        held = graphs.hold(capture, ["a", "b"], np.array([0, 1]), width, 2 * width)
         assert not isinstance(held, Reason)
         assert held.graphs is made[width]
     assert written == [4, 2, 4]
@@ -427,10 +440,8 @@ def test_a_graph_with_far_more_logits_than_a_batch_has_is_not_replayed(monkeypat
     runner: Any = SimpleNamespace(max_num_reqs=8)
     graphs = TailGraphs(runner)
     graph: Any = object()
-    graphs._served = {
-        (width, 2): _Graphs(uniform_shape(width, 2), {SamplerParts.PLAIN: graph}, graph) for width in (4, 2)
-    }
-    graphs.most_reqs = {4: 2, 2: 2}
+    made = {(width, 2): shape_graphs(width, 2, SamplerParts.PLAIN, graph=graph) for width in (4, 2)}
+    capture = captured(graphs=made, most_reqs={4: 2, 2: 2})
     needed: Any = Reason.NO_FREE_ROW
     monkeypatch.setattr(graphs, "_needed", lambda *_: needed)
     batch = SimpleNamespace(
@@ -440,13 +451,13 @@ def test_a_graph_with_far_more_logits_than_a_batch_has_is_not_replayed(monkeypat
         cu_num_logits_np=np.array([0, 4, 5]),
         has_structured_output_reqs=False,
     )
-    assert graphs._sampling_alone(HIDDEN, batch, Reason.PROMPT) is needed
+    assert graphs._sampling_alone(capture, HIDDEN, batch, Reason.PROMPT) is needed
     monkeypatch.setattr(tail_graph, "_SURPLUS", 2)
-    assert graphs._sampling_alone(HIDDEN, batch, Reason.PROMPT) is Reason.PROMPT
+    assert graphs._sampling_alone(capture, HIDDEN, batch, Reason.PROMPT) is Reason.PROMPT
     # With a schedule the smallest that holds its logits is replayed.
     few = SimpleNamespace(**{**vars(batch), "cu_num_logits_np": np.array([0, 2, 3])})
-    assert graphs._sampling_alone(HIDDEN, few, Reason.PROMPT) is needed
+    assert graphs._sampling_alone(capture, HIDDEN, few, Reason.PROMPT) is needed
     monkeypatch.setattr(tail_graph, "_SURPLUS", 3)
-    assert graphs._sampling_alone(HIDDEN, batch, Reason.PROMPT) is needed
-    del graphs._served[4, 2]
-    assert graphs._sampling_alone(HIDDEN, batch, Reason.PROMPT) is Reason.LARGER_BATCH
+    assert graphs._sampling_alone(capture, HIDDEN, batch, Reason.PROMPT) is needed
+    del made[4, 2]
+    assert graphs._sampling_alone(capture, HIDDEN, batch, Reason.PROMPT) is Reason.LARGER_BATCH

@@ -116,10 +116,8 @@ class DraftLoop(Graphs[CUDAGraphWrapper]):
         """
         proposer, batch = self._owner, metadata.num_reqs
         num_reqs = self._graph_for(metadata, sampling_metadata)
-        if isinstance(num_reqs, Reason):
-            self._step_counts.missed(num_reqs)
+        if self._step_counts.missed(num_reqs):
             return None
-        self._step_counts.served()
         buffers = self._buffers
         buffers.write_seq_lens(metadata.seq_lens, num_reqs)
         if num_rejected_tokens is not None:

@@ -212,11 +212,8 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return hidden states at `indices` and logits; None if a graph samples."""
         step = self._step = self._step_for(scheduler_output, spec_decode_metadata, hidden_states)
-        kind = step if isinstance(step, Reason) else step.kind
-        if not isinstance(kind, Reason):
-            self._sampling.served()
+        if not self._sampling.missed(step if isinstance(step, Reason) else step.kind):
             return None, None
-        self._sampling.missed(kind)
         sample_hidden_states = hidden_states[indices]
         return sample_hidden_states, self._owner.model.compute_logits(sample_hidden_states)
 
@@ -261,8 +258,7 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
         states = TargetStates(hidden_states, tuple(aux_hidden_states or ()))
         if not isinstance(step, Reason):
             step = self._against(step.graphs, scheduler_output, states, metadata) or step
-        if isinstance(step, Reason):
-            self._drafting.missed(step)
+        if self._drafting.missed(step):
             return runner.propose_draft_token_ids(
                 scheduler_output,
                 sampled_token_ids,
@@ -274,7 +270,6 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
                 metadata,
                 slot_mappings,
             )
-        self._drafting.served()
         buffers, count = step.plan.buffers, metadata.num_reqs
         if isinstance(step.kind, Reason):
             _wait_for(runner.async_output_copy_stream)

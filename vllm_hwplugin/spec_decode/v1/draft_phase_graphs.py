@@ -159,7 +159,7 @@ class PhaseBuffers:
         self.greedy_noise = Noise(max_num_reqs)
         self.noise = Noise(max_num_reqs)
         self.draft_noise = Noise(max_num_reqs)
-        self._draft_probs: torch.Tensor | None = None
+        self._draft_probs = rows(query_len - 1, 0, dtype=torch.float32)
         self.none_discarded = rows(dtype=torch.bool)
         self.start_loc = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device) * query_len
         self._dead = torch.ones(max_num_reqs, dtype=torch.bool, device=device)
@@ -168,8 +168,7 @@ class PhaseBuffers:
 
     def draft_probs(self, num_reqs: int, like: torch.Tensor | None = None) -> torch.Tensor:
         """Return float32 [num_reqs, query_len - 1, vocabulary] draft distributions, made like `like`."""
-        if self._draft_probs is None:
-            assert like is not None
+        if like is not None and not self._draft_probs.shape[-1]:
             self._draft_probs = like.new_zeros(*self.drafts.shape, like.shape[-1])
         return self._draft_probs[:num_reqs]
 

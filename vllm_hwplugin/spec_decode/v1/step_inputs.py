@@ -263,13 +263,11 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         """Do `_prepare_inputs`; `num_scheduled_tokens` is int32 [number of requests]."""
         mixed = self._not_uniform(scheduled, num_scheduled_tokens)
         step = mixed or self._step_for(scheduled)
-        if isinstance(step, Reason):
-            self._step_counts.missed(step)
+        if self._step_counts.missed(step):
             self._step = None
             made: tuple[Any, ...] = self._owner._prepare_inputs(scheduled, num_scheduled_tokens)
             self._kept = self._keep(made) if mixed is None else None
             return made
-        self._step_counts.served()
         self._step, batch = step
         self._owner.query_start_loc.np[:] = batch.starts
         if any(blocks is not None for blocks in scheduled.scheduled_cached_reqs.new_block_ids):

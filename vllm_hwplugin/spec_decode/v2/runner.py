@@ -90,7 +90,7 @@ def _with_step_inputs(tail_graph_runner: Any) -> Any:
             super().__init__(vllm_config, device)
             from .step_inputs import StepInputs
 
-            self.step_inputs = StepInputs(self, self.tail_graphs)
+            self.step_inputs = self.tail_graphs.add(StepInputs)
 
         def initialize_kv_cache(self, *arguments: Any, **settings: Any) -> None:
             super().initialize_kv_cache(*arguments, **settings)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,15 +28,13 @@ from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens, pre
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 
 from vllm_hwplugin import journal
-from vllm_hwplugin.fallback import gives_up, stays_stock
 from vllm_hwplugin.features import V2_STEP_INPUTS
-from vllm_hwplugin.spec_decode.graph_recording import attempt, record_graph
+from vllm_hwplugin.spec_decode.graph_recording import Graphs, record_graph
 from vllm_hwplugin.spec_decode.obstacles import Part, custom_processors, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v2.tail_buffers import StandIn, TailBuffers
-from vllm_hwplugin.spec_decode.v2.tail_graph import Held, TailGraphs
-
-_STOCK: Final = "vLLM prepares every step"
+from vllm_hwplugin.spec_decode.v2.tail_capture import Captured, Held
+from vllm_hwplugin.spec_decode.v2.tail_graph import TailGraphs
 
 
 def shows_metadata(runner: Any) -> bool:
@@ -61,103 +59,121 @@ def _embeds_tokens(runner: Any) -> bool:
     )
 
 
-class StepInputs:
+@dataclasses.dataclass(frozen=True)
+class _Captured:
+    """The graphs of one capture.
+
+    Attributes:
+        tail: the sampling and drafting graphs, whose buffers hold the requests' rows.
+        graphs: by (tokens of a request, number of requests).
+        moving: vLLM's tensors whose addresses change.
+        fixed: the copies of these that the graphs read.
+        metadata_is_vllms: whether vLLM builds attention metadata in each step.
+        reads_slots: whether metadata that vLLM builds reads slots.
+        embeds: whether the graphs embed tokens.
+        tells_of_each_step: whether the sampler has processors that count steps.
+        moves_positions: whether steps with prompts change offsets of positions.
+    """
+
+    tail: Captured
+    graphs: Mapping[tuple[int, int], torch.cuda.CUDAGraph]
+    moving: tuple[Any, ...]
+    fixed: tuple[torch.Tensor, ...]
+    metadata_is_vllms: bool
+    reads_slots: bool
+    embeds: bool
+    tells_of_each_step: bool
+    moves_positions: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A step whose inputs a graph made. `embedded`: also the embeddings of all its tokens."""
+
+    captured: _Captured
+    batch: Any
+    embedded: bool
+
+
+class StepInputs(Graphs[_Captured]):
     """The input graphs of one `GPUModelRunner`, which holds them as `step_inputs`.
 
     The runner's `TailGraphs` capture these graphs after their own.
     """
 
+    feature, effect = V2_STEP_INPUTS, "vLLM prepares every step"
+
     def __init__(self, runner: Any, tail: TailGraphs):
-        self._runner, self._tail = runner, tail
+        super().__init__(runner)
+        self._tail = tail
         self._step_counts = StepCounts(V2_STEP_INPUTS, "inputs")
-        tail.add(self)
-        self.forget()
 
     def forget(self) -> None:
-        """Drop the graphs and everything made for them."""
-        # By (tokens of a request, number of requests).
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        # vLLM's tensors whose addresses change, and the copies that the graphs read.
-        self._moving: tuple[Any, ...] = ()
-        self._fixed: tuple[torch.Tensor, ...] = ()
-        self._metadata_is_vllms = False
-        self._reads_slots = False
-        self._tells_of_each_step = False
-        self._embeds = self._embedded = self._moves_positions = False
+        super().forget()
         # The requests of the last covered step, and their batch.
         self._held: Held | None = None
         self._template: Any = None
-        # Since the last copy to `_fixed`.
+        # Since the last copy to `fixed`.
         self._blocks_changed = True
-        # Whether vLLM's next call of `apply_staged_writes` has nothing to apply.
-        self._same_sampling = self._same_blocks = False
-        self._batch: Any = None
+        # Owners of `apply_staged_writes` that have nothing to apply in their next call.
+        self._unchanged: set[str] = set()
+        # None if vLLM prepared the step.
+        self._step: _Step | None = None
 
     # -- a start ------------------------------------------------------------------------------------------------------
 
-    def stay_stock(self, reason: str) -> None:
-        """Report in the run record why there are no graphs.
-
-        Raises:
-            FeatureRequired: the feature's switch is `on`.
-        """
-        stays_stock(V2_STEP_INPUTS, _STOCK, reason)
-
-    def give_up(self, reason: str) -> None:
-        """Drop a running engine's graphs, and report why in the run record."""
-        if self._graphs:
-            self.forget()
-            gives_up(V2_STEP_INPUTS, _STOCK, reason)
-
-    def capture(
-        self, batches: Mapping[tuple[int, int], Any], buffers: TailBuffers, pool: Any, metadata_asked_for: str | None
-    ) -> None:
-        """Capture the graphs for these shapes.
+    def capture(self, tail: Captured, metadata_asked_for: str | None) -> None:
+        """Capture a graph for each batch of `tail`.
 
         Args:
-            batches: (tokens of a request, number of requests) -> batch with which `TailGraphs` captured.
-            buffers: the buffers of `TailGraphs`, which hold the requests' rows.
-            pool: the memory pool of `TailGraphs`.
+            tail: the sampling and drafting graphs.
             metadata_asked_for: what reads each step's attention metadata on the host; None if nothing does.
 
         Raises:
             FeatureRequired: no graph can be captured, and the feature's switch is `on`.
         """
         self.forget()
-        if (reason := why_not(self._runner, Part.V2_INPUTS)) is not None:
+        runner = self._owner
+        if (reason := why_not(runner, Part.V2_INPUTS)) is not None:
             self.stay_stock(reason)
             return
-        runner = self._runner
         reason = why_not(runner, Part.V2_METADATA) or metadata_asked_for
         if reason is None and shows_metadata(runner):
             reason = "a KV connector is shown each step"
-        self._embeds = _embeds_tokens(runner)
-        self._tells_of_each_step = bool(custom_processors(runner))
-        self._moves_positions = getattr(runner.model_state, "mm_pruner", None) is not None
-        rope = getattr(runner.model_state, "rope_state", None)
-        # Both change when a request arrives, `num_blocks` also when a request gets blocks.
-        self._moving = (runner.block_tables.num_blocks, *(() if rope is None else (rope.prefill_delta,)))
-
-        def record_all() -> None:
-            self._fixed = tuple(moving.gpu.to(runner.device, copy=True) for moving in self._moving)
-            with buffers.stand_in(), StandIn(self._moving, self._fixed):
-                for shape, batch in batches.items():
-                    buffers.clear(shape[0])
-                    prepare = self._preparing(batch, buffers, reason is None)
-                    self._graphs[shape] = record_graph(prepare, pool, runner.vllm_config)
-
-        if not attempt(V2_STEP_INPUTS, _STOCK, record_all, self.forget):
+        if not self.attempt(lambda: self._record(tail, reason is not None)):
             return
         if reason is not None:
-            self._metadata_is_vllms = True
             journal.note(V2_STEP_INPUTS, f"{reason}; attention metadata is vLLM's in each step")
-        # With `ubatch_runner` vLLM builds metadata for each half of a batch, also if a graph has made the inputs.
-        self._reads_slots = self._metadata_is_vllms or getattr(runner, "ubatch_runner", None) is not None
         journal.use(V2_STEP_INPUTS, True)
 
-    def _preparing(self, batch: Any, buffers: TailBuffers, metadata: bool) -> Callable[[], None]:
+    def _record(self, tail: Captured, metadata_is_vllms: bool) -> None:
+        runner, embeds = self._owner, _embeds_tokens(self._owner)
+        rope = getattr(runner.model_state, "rope_state", None)
+        # Both change when a request arrives, `num_blocks` also when a request gets blocks.
+        moving = (runner.block_tables.num_blocks, *(() if rope is None else (rope.prefill_delta,)))
+        fixed = tuple(source.gpu.to(runner.device, copy=True) for source in moving)
+        graphs = {}
+        with tail.buffers.stand_in(), StandIn(moving, fixed):
+            for shape, batch in tail.batches.items():
+                tail.buffers.clear(shape[0])
+                prepare = self._preparing(batch, tail.buffers, not metadata_is_vllms, embeds)
+                graphs[shape] = record_graph(prepare, tail.pool, runner.vllm_config)
+        self._captured = _Captured(
+            tail=tail,
+            graphs=graphs,
+            moving=moving,
+            fixed=fixed,
+            metadata_is_vllms=metadata_is_vllms,
+            # With `ubatch_runner` vLLM builds metadata for each half of a batch, also if a graph has made the inputs.
+            reads_slots=metadata_is_vllms or getattr(runner, "ubatch_runner", None) is not None,
+            embeds=embeds,
+            tells_of_each_step=bool(custom_processors(runner)),
+            moves_positions=getattr(runner.model_state, "mm_pruner", None) is not None,
+        )
+
+    def _preparing(self, batch: Any, buffers: TailBuffers, metadata: bool, embeds: bool) -> Callable[[], None]:
         """Return the device work of vLLM's `prepare_inputs` and `prepare_attn`."""
-        runner = self._runner
+        runner = self._owner
         inputs, states = runner.input_buffers, runner.req_states
         num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
         padding = buffers.padding(num_reqs, num_tokens // num_reqs)
@@ -197,7 +213,7 @@ class StepInputs:
                 runner.model_state.prepare_attn(
                     attended, CUDAGraphMode.FULL, block_tables, slots, runner.attn_groups, runner.kv_cache_config
                 )
-            if self._embeds:
+            if embeds:
                 runner.model_state.encoder_runner.get_inputs_embeds(inputs.input_ids[:num_tokens], [], no_image)
             runner.model_state.prepare_inputs(attended, states)
 
@@ -207,32 +223,27 @@ class StepInputs:
 
     def begin_step(self, scheduled: Any) -> None:
         """Decide whether vLLM has parameters and blocks to apply in this step."""
-        self._same_sampling = not self.changes_sampling(scheduled)
-        self._same_blocks = not self.changes_blocks(scheduled)
+        captured, new_requests = self._captured, bool(scheduled.scheduled_new_reqs)
+        new_blocks = new_requests or any(blocks is not None for blocks in scheduled.scheduled_cached_reqs.new_block_ids)
+        self._blocks_changed |= new_blocks
+        self._unchanged = set()
+        if captured is not None:
+            changed = {"sampler": new_requests or captured.tells_of_each_step, "block tables": new_blocks}
+            self._unchanged = {owner for owner, changes in changed.items() if not changes}
 
     def apply_sampling(self, vllms: Callable[[], None]) -> None:
         """Apply the sampler's staged parameters, unless this step has none."""
-        same, self._same_sampling = self._same_sampling, False
-        if not same:
-            vllms()
+        self._apply("sampler", vllms)
 
     def apply_blocks(self, vllms: Callable[[], None]) -> None:
         """Apply staged rows of the block tables, unless this step has none."""
-        same, self._same_blocks = self._same_blocks, False
-        if not same:
+        self._apply("block tables", vllms)
+
+    def _apply(self, owner: str, vllms: Callable[[], None]) -> None:
+        if owner in self._unchanged:
+            self._unchanged.remove(owner)
+        else:
             vllms()
-
-    def changes_sampling(self, scheduled: Any) -> bool:
-        """Whether the sampler has a new request's parameters, or step-counting processors."""
-        return not self._graphs or self._tells_of_each_step or bool(scheduled.scheduled_new_reqs)
-
-    def changes_blocks(self, scheduled: Any) -> bool:
-        """Whether a request has new blocks to copy to the device."""
-        changed = bool(scheduled.scheduled_new_reqs) or any(
-            blocks is not None for blocks in scheduled.scheduled_cached_reqs.new_block_ids
-        )
-        self._blocks_changed |= changed
-        return changed or not self._graphs
 
     def steady(self, scheduled: Any, desc: Any) -> Any:
         """Return the step's `InputBatch` with inputs on the device, or None.
@@ -240,46 +251,46 @@ class StepInputs:
         None: vLLM must prepare the inputs. `scheduled` is the `SchedulerOutput`, `desc` the target's
         `BatchExecutionDescriptor`.
         """
-        self._batch = None
-        held = self._hold(scheduled, desc)
-        if isinstance(held, Reason):
-            self._step_counts.missed(held)
+        self._step = None
+        found = self._hold(scheduled, desc)
+        if self._step_counts.missed(found):
             # A step that computes a part of a video changes offsets of positions, if vLLM leaves out other parts.
-            self._blocks_changed |= self._moves_positions
+            self._blocks_changed |= self._captured is not None and self._captured.moves_positions
             return None
-        self._step_counts.served()
-        runner = self._runner
+        captured, held = found
+        runner = self._owner
         if self._blocks_changed:
-            for moving, fixed in zip(self._moving, self._fixed, strict=True):
+            for moving, fixed in zip(captured.moving, captured.fixed, strict=True):
                 fixed.copy_(moving.gpu, non_blocking=True)
             self._blocks_changed = False
         if held is not self._held:
-            self._held, self._template = held, self._tail.held_batch()
-        self._graphs[desc.uniform_token_count, desc.num_reqs].replay()
+            self._held, self._template = held, captured.tail.batch_of(runner, held)
+        captured.graphs[desc.uniform_token_count, desc.num_reqs].replay()
         tables = runner.block_tables
         if hasattr(tables, "_num_dirty_rows"):
             # From 0.33 vLLM clears rows that a larger batch wrote, and a replay does not count its rows.
             tables._num_dirty_rows = max(tables._num_dirty_rows, desc.num_reqs)
-        self._embedded = self._embeds and not scheduled.scheduled_encoder_inputs
         computed = runner.req_states.num_computed_tokens_np[held.rows]
         upper = np.zeros(self._template.num_reqs_after_padding, dtype=np.int32)
         np.add(computed, desc.uniform_token_count, out=upper[: len(computed)])
-        self._batch = dataclasses.replace(
+        batch = dataclasses.replace(
             self._template,
             has_structured_output_reqs=scheduled.has_structured_output_requests,
             num_computed_tokens_np=computed,
             seq_lens_cpu_upper_bound=torch.from_numpy(upper),
         )
-        return self._batch
+        self._step = _Step(captured, batch, captured.embeds and not scheduled.scheduled_encoder_inputs)
+        return batch
 
-    def _hold(self, scheduled: Any, desc: Any) -> Held | Reason:
+    def _hold(self, scheduled: Any, desc: Any) -> tuple[_Captured, Held] | Reason:
         """Put this step's requests into the buffers, or return a reason."""
         self._tail.follow_weights()
-        if not self._graphs:
+        captured = self._captured
+        if captured is None:
             return Reason.NOT_CAPTURED
         # vLLM sorts a batch by its requests' token counts, which are equal here.
         order, width = list(scheduled.num_scheduled_tokens), max(scheduled.num_scheduled_tokens.values())
-        drafts, most_reqs = scheduled.scheduled_spec_decode_tokens, self._tail.most_reqs.get(width)
+        drafts, most_reqs = scheduled.scheduled_spec_decode_tokens, captured.tail.most_reqs.get(width)
         if (
             most_reqs is None
             or scheduled.total_num_scheduled_tokens != len(order) * width
@@ -294,7 +305,7 @@ class StepInputs:
         if len(order) > most_reqs:
             return Reason.LARGER_BATCH
         shape = (desc.uniform_token_count, desc.num_reqs)
-        if desc.cg_mode != CUDAGraphMode.FULL or shape[0] != width or shape not in self._graphs:
+        if desc.cg_mode != CUDAGraphMode.FULL or shape[0] != width or shape not in captured.graphs:
             # The prefix cache may hold a prompt except for its last token.
             return Reason.PROMPT if self._has_prompt(self._rows(order)) else Reason.NO_FULL_GRAPH
         held = self._tail.held
@@ -304,45 +315,51 @@ class StepInputs:
             rows = self._rows(order)
             if self._has_prompt(rows):
                 return Reason.PROMPT
-        return self._tail.hold(order, rows, width, desc.num_tokens)
+        held_or_reason = self._tail.hold(captured.tail, order, rows, width, desc.num_tokens)
+        return held_or_reason if isinstance(held_or_reason, Reason) else (captured, held_or_reason)
 
     def _rows(self, req_ids: list[str]) -> np.ndarray:
         """Return the requests' rows in the runner's state, [number of requests]."""
-        index = self._runner.req_states.req_id_to_index
+        index = self._owner.req_states.req_id_to_index
         rows: np.ndarray = np.array([index[req_id] for req_id in req_ids], dtype=np.intp)
         return rows
 
     def _has_prompt(self, rows: np.ndarray) -> bool:
-        states = self._runner.req_states
+        states = self._owner.req_states
         return bool((states.num_computed_prefill_tokens[rows] < states.prefill_len.np[rows]).any())
 
     def prepare_metadata(self, vllms: Callable[..., Any], input_batch: Any, *arguments: Any, **settings: Any) -> Any:
         """Return the target's attention metadata, or None if a graph replaces it."""
-        if self._serves(input_batch) and not self._metadata_is_vllms:
-            return None
-        return vllms(input_batch, *arguments, **settings)
+        step = self._step_of(input_batch)
+        if step is None or step.captured.metadata_is_vllms:
+            return vllms(input_batch, *arguments, **settings)
+        return None
 
     def prepare_embeddings(
         self, vllms: Callable[..., Any], scheduled_encoder_inputs: Any, input_batch: Any, *arguments: Any
     ) -> Any:
         """Return the target's embeddings, or None if a graph has made them."""
-        if self._serves(input_batch) and self._embedded:
-            return None
-        return vllms(scheduled_encoder_inputs, input_batch, *arguments)
+        step = self._step_of(input_batch)
+        if step is None or not step.embedded:
+            return vllms(scheduled_encoder_inputs, input_batch, *arguments)
+        return None
 
     def prepare_model_inputs(self, vllms: Callable[..., Any], input_batch: Any, *arguments: Any) -> Any:
         """Return further inputs of the target; a graph reads none."""
-        return {} if self._serves(input_batch) else vllms(input_batch, *arguments)
+        return vllms(input_batch, *arguments) if self._step_of(input_batch) is None else {}
 
-    def _serves(self, batch: Any) -> bool:
-        return batch is not None and batch is self._batch
+    def _step_of(self, batch: Any) -> _Step | None:
+        """Return the step if its batch is `batch`, else None: vLLM prepared the batch."""
+        step = self._step
+        return step if step is not None and step.batch is batch else None
 
     def attention_inputs(self, batch: Any) -> Any:
         """Return block tables and slots of a prepared batch, or None."""
-        if not self._serves(batch):
+        step = self._step_of(batch)
+        if step is None:
             return None
-        tables = self._runner.block_tables
+        tables = self._owner.block_tables
         block_tables = tuple(table[: batch.num_reqs_after_padding] for table in tables.input_block_tables)
         # vLLM would make a dict of each layer's slots for metadata, which nothing builds here.
-        slots = tables.slot_mappings[:, : batch.num_tokens_after_padding] if self._reads_slots else ()
+        slots = tables.slot_mappings[:, : batch.num_tokens_after_padding] if step.captured.reads_slots else ()
         return block_tables, slots
