@@ -165,7 +165,7 @@ class Graphs(Generic[_C]):
 
     def forget(self) -> None:
         """Drop the graphs and everything made for them, also the companions'."""
-        self._captured: _C | None = None
+        self.captured: _C | None = None
         for companion in self._companions:
             companion.forget()
 
@@ -192,7 +192,7 @@ class Graphs(Generic[_C]):
 
     def give_up(self, reason: str) -> None:
         """Drop the graphs of a running engine, and record why."""
-        if self._captured is not None:
+        if self.captured is not None:
             for companion in self._companions:
                 companion.give_up(reason)
             self.forget()

@@ -77,7 +77,7 @@ class StepCounts:
         self._counts[0] += 1
 
     def missed(self, outcome: object) -> TypeIs[Reason]:
-        """Count a step; return whether it takes vLLM's own way, for the reason `outcome`."""
+        """Count a step; return whether `outcome` is a reason for vLLM's way."""
         self._counts[outcome if isinstance(outcome, Reason) else 0] += 1
         return isinstance(outcome, Reason)
 

@@ -55,7 +55,7 @@ def compare_all(stock, graphed, batches):
 
 
 def graphs_of(proposer):
-    return proposer.draft_graphs._captured._graphs, proposer.draft_context._captured
+    return proposer.draft_graphs.captured._graphs, proposer.draft_context.captured
 
 
 @MODES

@@ -62,7 +62,7 @@ def made(one) -> type:
 def uniform_of(proposer) -> dict[int, tuple[int, ...]]:
     """The request counts that the passes were captured for, by query length."""
     found: dict[int, list[int]] = {}
-    for key in RecordedGraphs.instances[-2 if proposer.draft_loop._captured else -1].captured:
+    for key in RecordedGraphs.instances[-2 if proposer.draft_loop.captured else -1].captured:
         found.setdefault(key.num_tokens // key.num_reqs, []).append(key.num_reqs)
     return {length: tuple(sorted(rungs)) for length, rungs in found.items()}
 

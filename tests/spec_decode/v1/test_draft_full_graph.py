@@ -435,7 +435,7 @@ def test_a_reassigned_input_buffer_is_seen(pair, input_name):
 
 def test_a_reassigned_metadata_buffer_is_seen(pair):
     stock, graphed, runner = pair("passes", EAGLE, 2, DECODE_ONLY)
-    for buffers in graphed.draft_graphs._captured.buffers._passes.values():
+    for buffers in graphed.draft_graphs.captured.buffers._passes.values():
         buffers.seq_lens = buffers.seq_lens.clone()
     with pytest.raises(AssertionError):
         compare(stock, graphed, runner.batch(2))

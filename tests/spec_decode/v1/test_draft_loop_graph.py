@@ -109,11 +109,11 @@ def test_rows_come_and_go(pair):
     for size in (8, 1, 2, 1, 8, 3, 4, 3, 7, 1):
         batch = runner.batch(3, size=size)
         assert propose(graphed, batch).tolist() == propose(stock, batch).tolist()
-        inert = graphed.draft_loop._inert
+        inert = graphed.draft_loop.captured._inert
         rung = RecordedGraphs.instances[1].replayed[-1].num_reqs
         assert inert[:rung].tolist() == [False] * size + [True] * (rung - size)
         # No inert row has gained a sequence, nor a slot to write to.
-        assert graphed.draft_loop._buffers.seq_lens[size:rung].tolist() == [0] * (rung - size)
+        assert graphed.draft_loop.captured.buffers.seq_lens[size:rung].tolist() == [0] * (rung - size)
         assert graphed._slot_mapping_buffer[size:rung].tolist() == [-1] * (rung - size)
 
 
@@ -204,7 +204,7 @@ def test_nothing_runs_before_capture(make):
 @pytest.mark.parametrize("name", ["_sample_hidden", "_drafts", "_inert"])
 def test_a_reassigned_buffer_of_the_chain_is_seen(pair, name):
     stock, graphed, runner = pair(3)
-    setattr(graphed.draft_loop, name, getattr(graphed.draft_loop, name).clone())
+    setattr(graphed.draft_loop.captured, name, getattr(graphed.draft_loop.captured, name).clone())
     wrong = 0
     for size in (1, 3, 8, 5):
         batch = runner.batch(3, size=size)

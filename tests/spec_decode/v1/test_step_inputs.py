@@ -136,7 +136,7 @@ class Served:
         self.inputs = StepInputs(self.runner)
         with mock.patch.object(step_inputs, "record_graph", lambda run, *_: Graph(run, self.runner)):
             self.inputs.capture()
-        self.graph: Any = self.inputs._captured[2].graph if self.inputs._captured else None
+        self.graph: Any = self.inputs.captured[2].graph if self.inputs.captured else None
         self.runner.built = 0
         self.step()
         self.inputs._step_counts.reset()
@@ -400,5 +400,5 @@ def test_recording_leaves_requests_that_are_under_way_as_they_were() -> None:
     served.runner.num_computed_tokens.copy_(torch.tensor([50, 20]))
     with mock.patch.object(step_inputs, "record_graph", lambda run, *_: Graph(run, served.runner)):
         served.inputs.capture()
-    assert set(served.inputs._captured) == {1, 2}
+    assert set(served.inputs.captured) == {1, 2}
     assert served.runner.num_computed_tokens.tolist() == [50, 20]

@@ -194,9 +194,9 @@ def test_a_batch_is_served_at_the_padding_of_another_ranks(
     if not by_padding:
         hold = TailGraphs.hold
 
-        def by_its_own(self: TailGraphs, req_ids: Any, rows: Any, query_len: int, num_tokens: int) -> Any:
-            own = self._served[query_len, len(req_ids)].shape.num_tokens
-            return hold(self, req_ids, rows, query_len, num_tokens) if own == num_tokens else Reason.NO_FULL_GRAPH
+        def by_its_own(self: TailGraphs, captured: Any, req_ids: Any, rows: Any, width: int, num_tokens: int) -> Any:
+            own = captured.graphs[width, len(req_ids)].shape.num_tokens
+            return hold(self, captured, req_ids, rows, width, num_tokens) if own == num_tokens else Reason.NO_FULL_GRAPH
 
         monkeypatch.setattr(TailGraphs, "hold", by_its_own)
     with both(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY) as engines:

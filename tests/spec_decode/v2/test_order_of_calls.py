@@ -136,10 +136,10 @@ class Alternating(Side):
             self._steps += 1
             by_vllm = self._steps % 2 == 0
             tail.held = dataclasses.replace(
-                held, sampling=Reason.SAMPLING_PARAMETERS if by_vllm else tail._needed(tail._captured, held.rows)
+                held, sampling=Reason.SAMPLING_PARAMETERS if by_vllm else tail._needed(tail.captured, held.rows)
             )
             # What the step before left is copied to the host, as far as it had requests.
-            written, outputs = max(len(held.req_ids), self._written), tail._captured.buffers.outputs
+            written, outputs = max(len(held.req_ids), self._written), tail.captured.buffers.outputs
             for counts in (outputs.num_sampled, outputs.num_rejected) if by_vllm else ():
                 counts[written:].fill_(DRAFTS)
         self._written = self.executed.input_batch.num_reqs
@@ -162,7 +162,7 @@ def test_nor_does_it_whoever_samples_and_whatever_is_left_of_other_batches(
         tail = sides.both[1].runner.tail_graphs
     counts = tail._sampling.outcomes()
     assert min(counts["served"], counts["sampling_parameters"]) > 20
-    assert {(one.query_len, one.shape.num_reqs) for one in tail._captured.graphs.values()} == {(3, 2), (2, 3)}
+    assert {(one.query_len, one.shape.num_reqs) for one in tail.captured.graphs.values()} == {(3, 2), (2, 3)}
 
 
 class Matrix(torch.nn.Module):
@@ -227,7 +227,7 @@ def test_nor_does_it_behind_a_module_that_takes_anothers_place(
             setattr(model, name, other)
         wander(sides, PLAIN, walks=2)
     assert served > 3
-    assert (tail._captured is None) == seen
+    assert (tail.captured is None) == seen
     assert (tail._sampling.outcomes()["served"] == served) == seen
     assert ("not_captured" in tail._sampling.outcomes()) == seen
 
@@ -236,7 +236,7 @@ def test_nor_does_it_where_the_number_of_drafts_goes_by_that_of_requests(vllm_wi
     with both(vllm_with_schedules, partial(Side, schedule=[[1, 1, 2], [2, 4, 1]])) as sides:
         walks = walk(sides, PLAIN + BEST + MORE, examples=15)
         tail = sides.both[1].runner.tail_graphs
-    assert tail._captured.most_reqs == {3: 1, 2: 3}
+    assert tail.captured.most_reqs == {3: 1, 2: 3}
     assert tail._drafting.outcomes()["served"] > 2 * walks
     # Where the number changes.
     assert tail._drafting.outcomes()["fewer_drafts"] > 0

@@ -126,7 +126,7 @@ def patched(tree: Any) -> str:
 def test_without_graphs_vllm_is_called_as_by_its_own_lines(tree: Any, patched: str) -> None:
     stock, expected = runner_of(text_of(tree, V2, **OFF), {})
     runner, calls = runner_of(patched, {})
-    assert runner.tail_graphs._captured is None
+    assert runner.tail_graphs.captured is None
     # Twice, as vLLM does it from 0.29 on.
     for name in ("initialize_kv_cache", "initialize_kv_cache", "add_requests", "execute_model", "sample_tokens"):
         call(runner, name)
@@ -206,7 +206,7 @@ def test_graphs_prepare_a_step(tree: Any, patched: str) -> None:
         inputs._step = _Step(captured, Seen("batch", runner.text), embedded=True)
         return inputs._step.batch
 
-    inputs._captured, inputs.steady = types.SimpleNamespace(tells_of_each_step=False), steady
+    inputs.captured, inputs.steady = types.SimpleNamespace(tells_of_each_step=False), steady
     call(runner, "execute_model")
     assert descs == ["dispatch_cg_and_sync_dp()[0]"]
     # Nor is anything asked of what these would have made.

@@ -85,13 +85,13 @@ def decoding(names: str) -> dict[str, Any]:
 def captured(graph: Any, width: int = WIDTH, **changed: Any) -> _Captured:
     """A graph of four requests. What is not told is not so."""
     usual: dict[str, Any] = dict.fromkeys((one.name for one in dataclasses.fields(_Captured)), False)
-    tail = SimpleNamespace(most_reqs={width: 4}, batch_of=lambda *_: Batch())
-    return _Captured(**usual | {"tail": tail, "graphs": {(width, 4): graph}, "moving": (), "fixed": ()} | changed)
+    base = SimpleNamespace(most_reqs={width: 4}, batch_of=lambda *_: Batch())
+    return _Captured(**usual | {"base": base, "graphs": {(width, 4): graph}, "moving": (), "fixed": ()} | changed)
 
 
 def change(inputs: StepInputs, **changed: Any) -> None:
-    assert inputs._captured is not None
-    inputs._captured = dataclasses.replace(inputs._captured, **changed)
+    assert inputs.captured is not None
+    inputs.captured = dataclasses.replace(inputs.captured, **changed)
 
 
 FULL = BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=4 * WIDTH, num_reqs=4, uniform_token_count=WIDTH)
@@ -112,7 +112,7 @@ def served() -> tuple[StepInputs, Tail, Graph]:
     )
     tail, graph = Tail(), Graph()
     inputs = StepInputs(runner, tail)  # type: ignore[arg-type]
-    inputs._captured = captured(graph, moving=(blocks,), fixed=(torch.zeros(1, 2, dtype=torch.int64),))
+    inputs.captured = captured(graph, moving=(blocks,), fixed=(torch.zeros(1, 2, dtype=torch.int64),))
     step(inputs, scheduled())
     inputs._step_counts.reset()
     graph.replays = 0
@@ -211,7 +211,7 @@ def test_what_is_no_decode_with_all_drafts_is_left_to_vllm(
 
 def test_requests_of_an_engine_without_drafts_have_none(served: tuple[StepInputs, Tail, Graph]) -> None:
     inputs, _, graph = served
-    inputs._captured = captured(graph, 1)
+    inputs.captured = captured(graph, 1)
     plain = BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=4, num_reqs=4, uniform_token_count=1)
     asked = {"num_scheduled_tokens": {"a": 1, "b": 1}, "total_num_scheduled_tokens": 2}
     asked |= {"scheduled_spec_decode_tokens": {}, "num_spec_tokens_to_schedule": 0}
@@ -255,13 +255,13 @@ def test_a_target_without_its_graph_is_left_to_vllm(served: tuple[StepInputs, Ta
 def test_blocks_are_taken_over_when_a_request_has_new_ones(served: tuple[StepInputs, Tail, Graph]) -> None:
     inputs, _, _ = served
     step(inputs, scheduled())
-    assert inputs._captured.fixed[0].tolist() == [[3, 4]]
+    assert inputs.captured.fixed[0].tolist() == [[3, 4]]
     inputs._owner.block_tables.num_blocks.gpu = torch.tensor([[9, 9]])
     step(inputs, scheduled())
-    assert inputs._captured.fixed[0].tolist() == [[3, 4]]
+    assert inputs.captured.fixed[0].tolist() == [[3, 4]]
     grown = scheduled(scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None, ([7],)]))
     step(inputs, grown)
-    assert inputs._captured.fixed[0].tolist() == [[9, 9]]
+    assert inputs.captured.fixed[0].tolist() == [[9, 9]]
     # In a step that vLLM prepares, too: the next one that graphs serve has them.
     inputs._owner.block_tables.num_blocks.gpu = torch.tensor([[11, 9]])
     inputs._owner.req_states.num_computed_prefill_tokens[2] = 7
@@ -269,7 +269,7 @@ def test_blocks_are_taken_over_when_a_request_has_new_ones(served: tuple[StepInp
     assert step(inputs, SimpleNamespace(**fewer)) is None
     inputs._owner.req_states.num_computed_prefill_tokens[2] = 8
     step(inputs, scheduled())
-    assert inputs._captured.fixed[0].tolist() == [[11, 9]]
+    assert inputs.captured.fixed[0].tolist() == [[11, 9]]
 
 
 @pytest.mark.parametrize("leaves_parts_out", [True, False])
@@ -278,16 +278,16 @@ def test_offsets_of_positions_are_taken_over_after_a_step_with_a_video(
 ) -> None:
     """vLLM computes them anew in such a step if it leaves out parts, and the step may bring no new blocks."""
     inputs, _, _ = served
-    inputs._moves_positions = leaves_parts_out
+    change(inputs, moves_positions=leaves_parts_out)
     step(inputs, scheduled())
-    inputs._runner.req_states.num_computed_prefill_tokens[2] = 7
+    inputs._owner.req_states.num_computed_prefill_tokens[2] = 7
     fewer = {**vars(scheduled()), "scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS}}
     assert step(inputs, SimpleNamespace(**fewer)) is None
     # When the step's inputs are made.
-    inputs._runner.block_tables.num_blocks.gpu = torch.tensor([[5, 6]])
-    inputs._runner.req_states.num_computed_prefill_tokens[2] = 8
+    inputs._owner.block_tables.num_blocks.gpu = torch.tensor([[5, 6]])
+    inputs._owner.req_states.num_computed_prefill_tokens[2] = 8
     step(inputs, scheduled())
-    assert inputs._fixed[0].tolist() == ([[5, 6]] if leaves_parts_out else [[3, 4]])
+    assert inputs.captured.fixed[0].tolist() == ([[5, 6]] if leaves_parts_out else [[3, 4]])
 
 
 def test_vllm_clears_the_rows_of_block_tables_that_a_graph_wrote(served: tuple[StepInputs, Tail, Graph]) -> None:

@@ -71,16 +71,16 @@ def test_fused_weights_that_do_not_fit_leave_the_step_to_vllm(monkeypatch: pytes
     monkeypatch.setattr(journal, "use", lambda *said: noted.append(said))
     draft = SimpleNamespace(model=SimpleNamespace(fused=torch.ones(2, 3)))
     graphs = TailGraphs(SimpleNamespace(max_num_reqs=2, sample=lambda *_: "vLLM's"))
-    graphs._captured = captured(fused=FusedWeights(draft))
+    graphs.captured = captured(fused=FusedWeights(draft))
     inputs = graphs.add(StepInputs)
-    inputs._captured = object()  # type: ignore[assignment]
+    inputs.captured = object()  # type: ignore[assignment]
     graphs.held = object()  # type: ignore[assignment]
     draft.model.fused = torch.ones(2, 4)
     # Before the step's inputs are made: vLLM's drafter takes attention metadata, which a graph of them leaves out.
     assert inputs.steady(SimpleNamespace(), None) is None
     assert graphs.sample(HIDDEN, SimpleNamespace(num_reqs=1, has_structured_output_reqs=False), None) == "vLLM's"
     assert graphs.held is None
-    assert inputs._captured is None
+    assert inputs.captured is None
     assert graphs._sampling.outcomes() == {"not_captured": 1}
     reason = "the draft model's fused has another shape or type than at capture"
     assert noted == [("v2-step-inputs", False, reason), ("v2-tail-graph", False, reason)]
@@ -129,7 +129,7 @@ def test_a_head_that_is_put_in_the_place_of_another_leaves_the_step_to_vllm(monk
     assert "weight" in str(parameters.moved())
     monkeypatch.setattr(journal, "use", lambda *_: None)
     graphs = TailGraphs(SimpleNamespace(max_num_reqs=2, sample=lambda *_: "vLLM's"))
-    graphs._captured = captured(parameters=parameters)
+    graphs.captured = captured(parameters=parameters)
     graphs.held = object()  # type: ignore[assignment]
     assert graphs.sample(HIDDEN, SimpleNamespace(num_reqs=1, has_structured_output_reqs=False), None) == "vLLM's"
     assert graphs.held is None
@@ -334,7 +334,7 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
     written: list[Any] = []
     graph: Any = SimpleNamespace(replay=lambda: None)
     one, three = (shape_graphs(width, size, SamplerParts.PLAIN, graph=graph, outputs=kept) for size in (1, 3))
-    graphs._captured = captured(
+    graphs.captured = captured(
         graphs={(width, 1): one, (width, 2): three, (width, 3): three},
         most_reqs={width: 3},
         buffers=SimpleNamespace(write=lambda *given: written.append(given)),
@@ -406,7 +406,7 @@ def test_each_step_is_counted_and_what_was_in_its_way() -> None:
     assert graphs.drafts_of(torch.arange(2)).data_ptr() != runner.speculator.draft_tokens.data_ptr()
     # The second request has an adapter, which may be one of the head.
     graphs._plain[1] = True
-    graphs._captured = dataclasses.replace(graphs._captured, adapts_logits=True)
+    graphs.captured = dataclasses.replace(graphs.captured, adapts_logits=True)
     runner.lora_state = SimpleNamespace(lora_ids=np.array([0, 7, 0, 0]))
     step(1)
     step(2)

@@ -65,8 +65,8 @@ class ContextGraphs(Graphs[CUDAGraphWrapper]):
         self._sizes = tuple(count * block for count in keys.requests(block) if count * block <= proposer.max_num_tokens)
 
         def record(size: int) -> None:
-            graphs = self._captured or full_graphs(self.precompute, proposer.vllm_config, passes.graph_pool)
-            self._captured = graphs
+            graphs = self.captured or full_graphs(self.precompute, proposer.vllm_config, passes.graph_pool)
+            self.captured = graphs
             proposer._context_slot_mapping_buffer[:size].fill_(PADDING_SLOT_ID)
             for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
                 self._launch(graphs, size, mode)
@@ -88,7 +88,7 @@ class ContextGraphs(Graphs[CUDAGraphWrapper]):
         """
         proposer, count = self._owner, states.shape[0]
         padded = pad_up(self._sizes, count) if self._draft_graphs.ready else None
-        graphs = self._captured
+        graphs = self.captured
         if graphs is None or padded is None or not self.keep_fused_in_place():
             proposer.model.precompute_and_store_context_kv(states, positions, slots)
             return

@@ -127,18 +127,18 @@ class DraftGraphs(Graphs[PassGraphs]):
         table, slots = template.block_table_tensor, proposer._slot_mapping_buffer
 
         def record(shape: GraphShape | None) -> None:
-            passes = self._captured or PassGraphs(proposer, first, DraftBuffers(keys, table, slots, proposer.device))
-            self._captured = passes
+            passes = self.captured or PassGraphs(proposer, first, DraftBuffers(keys, table, slots, proposer.device))
+            self.captured = passes
             if shape is not None:
                 passes.capture(shape, template)
 
         # The buffers by themselves first: ranks agree after each call, before they talk to each other in the next.
         for shape in (None, *keys.all()):
-            if not self.attempt(partial(record, shape), self._captured and self._captured.graph_pool):
+            if not self.attempt(partial(record, shape), self.captured and self.captured.graph_pool):
                 return False
         for companion in self._companions:
             if not companion.failed:
-                companion.capture(self._captured, keys, template)
+                companion.capture(self.captured, keys, template)
         self._keys, self._first_query_len = keys, first.query_len
         self._parameters = Parameters(places=around_graphs(proposer.model))
         return True
@@ -157,7 +157,7 @@ class DraftGraphs(Graphs[PassGraphs]):
     @property
     def num_captured(self) -> int:
         """How many passes are captured."""
-        return 0 if self._captured is None else self._captured.num_captured
+        return 0 if self.captured is None else self.captured.num_captured
 
     def may_replay(self, metadata: Any) -> bool:
         """Whether this batch is where the captured kernels read it.
@@ -165,10 +165,10 @@ class DraftGraphs(Graphs[PassGraphs]):
         A batch that lies elsewhere is passed over. A block table or a weight that moved stays there, so it turns the
         graphs off.
         """
-        if self._captured is None or self._keys is None:
+        if self.captured is None or self._keys is None:
             return False
         reason = self._parameters.moved()
-        if self._captured.buffers.block_table_moved(metadata):
+        if self.captured.buffers.block_table_moved(metadata):
             reason = "the drafter's block table moved after the graphs were captured"
         if reason is not None:
             self.give_up(reason)
@@ -184,11 +184,11 @@ class DraftGraphs(Graphs[PassGraphs]):
         width = self._first_query_len
         uniform = metadata.max_query_len == width and metadata.num_actual_tokens == width * metadata.num_reqs
         self._shape = self._find(num_tokens, width if uniform else None, metadata)
-        if self._captured is None or self._shape is None:
+        if self.captured is None or self._shape is None:
             self._step_counts.missed(self._why_not(uniform, metadata))
         else:
             self._step_counts.served()
-            self._captured.buffers.of(self._shape).write(metadata, self._shape)
+            self.captured.buffers.of(self._shape).write(metadata, self._shape)
 
     def begin_steps(self, metadata: Any) -> None:
         """Choose the graph of the one-token steps, if any.
@@ -198,8 +198,8 @@ class DraftGraphs(Graphs[PassGraphs]):
         reads the buffers of mixed batches.
         """
         self._shape = self._find(metadata.num_reqs, STEP_QUERY_LEN, metadata)
-        if self._captured is not None and self._shape is not None:
-            buffers = self._captured.buffers.of(self._shape)
+        if self.captured is not None and self._shape is not None:
+            buffers = self.captured.buffers.of(self._shape)
             buffers.write_steps(metadata, self._shape)
             metadata.seq_lens = buffers.seq_lens[: metadata.num_reqs]
 
@@ -219,9 +219,9 @@ class DraftGraphs(Graphs[PassGraphs]):
 
     def padded(self, metadata: Any) -> Any:
         """Return `metadata` as the pass's graph reads it, or unchanged without."""
-        if self._captured is None or self._shape is None:
+        if self.captured is None or self._shape is None:
             return metadata
-        return self._captured.buffers.view(metadata, self._shape)
+        return self.captured.buffers.view(metadata, self._shape)
 
     def determine_batch_execution_and_padding(self, num_tokens: int) -> tuple[CUDAGraphMode, int, torch.Tensor | None]:
         """Return runtime mode, padded tokens and other ranks', else vLLM's answer."""
@@ -236,7 +236,7 @@ class DraftGraphs(Graphs[PassGraphs]):
 
     def __call__(self, **inputs: Any) -> Any:
         """Call the draft model, by its graph if the context says FULL."""
-        return self._owner.model(**inputs) if self._captured is None else self._captured(**inputs)
+        return self._owner.model(**inputs) if self.captured is None else self.captured(**inputs)
 
     # -- graphs that cannot be used -----------------------------------------------------------------------------------
 

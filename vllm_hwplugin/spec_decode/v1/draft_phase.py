@@ -178,7 +178,7 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
         started, reserved = time.perf_counter(), reserved_memory()
 
         def record() -> None:
-            self._captured = {**(self._captured or {}), num_tokens: plan.recorder.record(shape, states, template)}
+            self.captured = {**(self.captured or {}), num_tokens: plan.recorder.record(shape, states, template)}
 
         if not self.attempt(record):
             return
@@ -186,13 +186,13 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
         self._spent = seconds + time.perf_counter() - started, used + reserved_memory() - reserved
         if profiling:
             settle_all_reduce()
-            self._captured = None
+            self.captured = None
             # vLLM takes the drop in the device's free memory at the next size as the memory of each further graph. So
             # the allocator must hold again what vLLM's own runs had left it, or the next size would allocate it again.
             have_again = partial(torch.empty, cached - reserved, dtype=torch.uint8, device=self._owner.device)
             self.attempt(have_again)
             return
-        sizes = [graphs.shape.num_reqs for graphs in (self._captured or {}).values()]
+        sizes = [graphs.shape.num_reqs for graphs in (self.captured or {}).values()]
         journal.note(
             V1_DRAFT_PHASE,
             f"{len(sizes)} shapes of at most {max(sizes)} requests, captured in {self._spent[0]:.1f} s, "
@@ -305,7 +305,7 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
         self, scheduler_output: Any, spec_decode_metadata: Any, hidden_states: torch.Tensor
     ) -> _Step | Reason:
         """Return graphs if all requests decode with all drafts, or why not."""
-        plan, captured = self._plan, self._captured
+        plan, captured = self._plan, self.captured
         if plan is None or captured is None:
             return Reason.NOT_CAPTURED
         if (reason := plan.weights.moved()) is not None:

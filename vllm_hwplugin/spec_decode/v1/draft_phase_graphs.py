@@ -262,14 +262,17 @@ class PhaseRecorder:
         self._proposer = runner.drafter
         self._passes = passes
         self._buffers = buffers
+        # None: no one-token steps follow the drafter's first pass.
+        steps = buffers.query_len > 2 and not runner.drafter.parallel_drafting
+        self._chain = runner.drafter.draft_loop.captured if steps else None
 
     def hold(self, count: int, shape: GraphShape) -> None:
         """Make the first `count` requests of `shape` real, the rest padding."""
         num_reqs, query_len = shape.num_reqs, self._buffers.query_len
         self._buffers.hold(count, num_reqs)
         self._passes.buffers.of(shape).write_even_starts(count, num_reqs, query_len)
-        if self._chains():
-            self._proposer.draft_loop.prepare(count, num_reqs)
+        if self._chain is not None:
+            self._chain.prepare(count, num_reqs)
 
     def record(self, shape: GraphShape, states: TargetStates, template: Any) -> PhaseGraphs:
         """Capture the graphs of `shape`, in a stream of vLLM's `graph_capture`.
@@ -327,10 +330,6 @@ class PhaseRecorder:
     def noise_of(self, kind: Sampling) -> Noise:
         """Return what the sampling graphs of this kind read."""
         return self._buffers.greedy_noise if kind is Sampling.GREEDY else self._buffers.noise
-
-    def _chains(self) -> bool:
-        """Whether one-token steps follow the drafter's first pass."""
-        return self._buffers.query_len > 2 and not self._proposer.parallel_drafting
 
     # -- what is recorded ---------------------------------------------------------------------------------------------
 
@@ -400,10 +399,10 @@ class PhaseRecorder:
         proposer, num_reqs = self._proposer, shape.num_reqs
         sample = proposer._greedy_sample if kind is Drafting.BEST else self._drawing(shape)
         indices, last_hidden, hidden = self._first_pass(shape, states, batch, metadata)
-        if not self._chains():
+        if self._chain is None:
             drafts: torch.Tensor = sample(last_hidden[indices])
             return drafts.view(num_reqs, self._buffers.query_len - 1)
-        return proposer.draft_loop.draft(
+        return self._chain.draft(
             num_reqs,
             last_hidden[indices],
             proposer.positions[indices],

@@ -135,7 +135,7 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
 
         def record_all() -> None:
             most, pool = self._make_buffers(), torch.cuda.graph_pool_handle()
-            self._captured = {size: self._record(size, reason is None, pool) for size in range(most, 0, -1)}
+            self.captured = {size: self._record(size, reason is None, pool) for size in range(most, 0, -1)}
 
         with torch.inference_mode(), graph_capture(device=self._owner.device):
             # Requests may be running: when ranks of data parallelism come or go, vLLM captures again.
@@ -143,11 +143,11 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
             self.attempt(record_all)
             self._owner.num_computed_tokens.copy_(computed)
         torch.accelerator.synchronize()
-        if self._captured is None:
+        if self.captured is None:
             return
         journal.note(
             V1_STEP_INPUTS,
-            f"graphs of 1 to {len(self._captured)} requests, captured in {time.perf_counter() - started:.1f} s, "
+            f"graphs of 1 to {len(self.captured)} requests, captured in {time.perf_counter() - started:.1f} s, "
             + (f"without attention metadata: {reason}" if reason else "with attention metadata"),
         )
         journal.use(V1_STEP_INPUTS, True)
@@ -296,7 +296,7 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         if metadata is not None and _alike(metadata.asked, asked):
             return metadata.of_length(self._max_seq_len)
         made = self._owner._build_attention_metadata(**asked)
-        if self._captured is not None and batch is not None and self._captured[asked["num_reqs"]].metadata:
+        if self.captured is not None and batch is not None and self.captured[asked["num_reqs"]].metadata:
             layers, common = made
             in_one_graph = asked["num_tokens_padded"] is not None and asked["ubatch_slices"] is None
             batch.metadata = _Metadata.of(asked, layers, common) if in_one_graph and common is not None else None
@@ -306,7 +306,7 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
 
     def _not_uniform(self, scheduled: Any, num_scheduled_tokens: np.ndarray) -> Reason | None:
         """Return why no graph fits (draft count, too many requests), or None."""
-        if self._captured is None:
+        if self.captured is None:
             return Reason.NOT_CAPTURED
         count, query_len = len(num_scheduled_tokens), self._query_len
         drafts = scheduled.scheduled_spec_decode_tokens
@@ -317,7 +317,7 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
             or (num_scheduled_tokens != query_len).any()
         ):
             return Reason.PROMPT if has_prompt(self._owner.input_batch, count) else Reason.FEWER_DRAFTS
-        return None if count in self._captured else Reason.LARGER_BATCH
+        return None if count in self.captured else Reason.LARGER_BATCH
 
     def _keep(self, made: tuple[Any, ...]) -> _Kept | None:
         """Return the uniform batch to keep, or None if it lacks data."""
@@ -338,7 +338,7 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
     def _step_for(self, scheduled: Any) -> tuple[_Recorded, _Kept] | Reason:
         """Return this batch's graph and the step before, or a reason."""
         runner, batch = self._owner, self._owner.input_batch
-        if self._captured is None or self._kept is None:
+        if self.captured is None or self._kept is None:
             return Reason.STEP_BEFORE
         if (
             batch.req_ids != self._kept.req_ids
@@ -356,7 +356,7 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         if (lengths < known).any():
             # vLLM throws away what is sampled for such a request.
             return Reason.PROMPT
-        return self._captured[num_reqs], self._kept
+        return self.captured[num_reqs], self._kept
 
     def _has_drafted(self, num_reqs: int) -> bool:
         """Whether the last step left, row by row, what the graph needs."""

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.sampling_params import SamplingParams
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -94,6 +95,16 @@ def rungs(full_graphs: Collection[tuple[int, int | None]], query_lens: Sequence[
         if sizes:
             shapes.add(uniform_shape(query_len, min(sizes)))
     return sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_reqs), reverse=True)
+
+
+def decode_shapes(runner: Any) -> list[GraphShape]:
+    """Return the shapes of the target's FULL decode graphs, largest first.
+
+    Planned graphs count, also before their capture. With a schedule of draft counts, each count has the shapes of its
+    batch sizes.
+    """
+    planned = runner.cudagraph_manager._capture_descs.get(CUDAGraphMode.FULL, ())
+    return rungs([(desc.num_reqs, desc.uniform_token_count) for desc in planned], scheduled_query_lens(runner))
 
 
 def decode_query_len(batch: Any, known: Container[int]) -> int | Reason:

@@ -64,10 +64,10 @@ class _Captured:
     """The graphs of one capture.
 
     Attributes:
-        tail: the sampling and drafting graphs, whose buffers hold the requests' rows.
+        base: the sampling and drafting graphs, whose buffers hold the requests' rows.
         graphs: by (tokens of a request, number of requests).
         moving: vLLM's tensors whose addresses change.
-        fixed: the copies of these that the graphs read.
+        fixed: their copies, which the graphs read.
         metadata_is_vllms: whether vLLM builds attention metadata in each step.
         reads_slots: whether metadata that vLLM builds reads slots.
         embeds: whether the graphs embed tokens.
@@ -75,7 +75,7 @@ class _Captured:
         moves_positions: whether steps with prompts change offsets of positions.
     """
 
-    tail: Captured
+    base: Captured
     graphs: Mapping[tuple[int, int], torch.cuda.CUDAGraph]
     moving: tuple[Any, ...]
     fixed: tuple[torch.Tensor, ...]
@@ -122,11 +122,11 @@ class StepInputs(Graphs[_Captured]):
 
     # -- a start ------------------------------------------------------------------------------------------------------
 
-    def capture(self, tail: Captured, metadata_asked_for: str | None) -> None:
-        """Capture a graph for each batch of `tail`.
+    def capture(self, base: Captured, metadata_asked_for: str | None) -> None:
+        """Capture a graph for each batch of `base`.
 
         Args:
-            tail: the sampling and drafting graphs.
+            base: the sampling and drafting graphs.
             metadata_asked_for: what reads each step's attention metadata on the host; None if nothing does.
 
         Raises:
@@ -140,26 +140,26 @@ class StepInputs(Graphs[_Captured]):
         reason = why_not(runner, Part.V2_METADATA) or metadata_asked_for
         if reason is None and shows_metadata(runner):
             reason = "a KV connector is shown each step"
-        if not self.attempt(lambda: self._record(tail, reason is not None)):
+        if not self.attempt(lambda: self._record(base, reason is not None)):
             return
         if reason is not None:
             journal.note(V2_STEP_INPUTS, f"{reason}; attention metadata is vLLM's in each step")
         journal.use(V2_STEP_INPUTS, True)
 
-    def _record(self, tail: Captured, metadata_is_vllms: bool) -> None:
+    def _record(self, base: Captured, metadata_is_vllms: bool) -> None:
         runner, embeds = self._owner, _embeds_tokens(self._owner)
         rope = getattr(runner.model_state, "rope_state", None)
         # Both change when a request arrives, `num_blocks` also when a request gets blocks.
         moving = (runner.block_tables.num_blocks, *(() if rope is None else (rope.prefill_delta,)))
         fixed = tuple(source.gpu.to(runner.device, copy=True) for source in moving)
         graphs = {}
-        with tail.buffers.stand_in(), StandIn(moving, fixed):
-            for shape, batch in tail.batches.items():
-                tail.buffers.clear(shape[0])
-                prepare = self._preparing(batch, tail.buffers, not metadata_is_vllms, embeds)
-                graphs[shape] = record_graph(prepare, tail.pool, runner.vllm_config)
-        self._captured = _Captured(
-            tail=tail,
+        with base.buffers.stand_in(), StandIn(moving, fixed):
+            for shape, batch in base.batches.items():
+                base.buffers.clear(shape[0])
+                prepare = self._preparing(batch, base.buffers, not metadata_is_vllms, embeds)
+                graphs[shape] = record_graph(prepare, base.pool, runner.vllm_config)
+        self.captured = _Captured(
+            base=base,
             graphs=graphs,
             moving=moving,
             fixed=fixed,
@@ -223,7 +223,7 @@ class StepInputs(Graphs[_Captured]):
 
     def begin_step(self, scheduled: Any) -> None:
         """Decide whether vLLM has parameters and blocks to apply in this step."""
-        captured, new_requests = self._captured, bool(scheduled.scheduled_new_reqs)
+        captured, new_requests = self.captured, bool(scheduled.scheduled_new_reqs)
         new_blocks = new_requests or any(blocks is not None for blocks in scheduled.scheduled_cached_reqs.new_block_ids)
         self._blocks_changed |= new_blocks
         self._unchanged = set()
@@ -252,19 +252,19 @@ class StepInputs(Graphs[_Captured]):
         `BatchExecutionDescriptor`.
         """
         self._step = None
-        found = self._hold(scheduled, desc)
-        if self._step_counts.missed(found):
+        covered = self._hold(scheduled, desc)
+        if self._step_counts.missed(covered):
             # A step that computes a part of a video changes offsets of positions, if vLLM leaves out other parts.
-            self._blocks_changed |= self._captured is not None and self._captured.moves_positions
+            self._blocks_changed |= self.captured is not None and self.captured.moves_positions
             return None
-        captured, held = found
+        captured, held = covered
         runner = self._owner
         if self._blocks_changed:
             for moving, fixed in zip(captured.moving, captured.fixed, strict=True):
                 fixed.copy_(moving.gpu, non_blocking=True)
             self._blocks_changed = False
         if held is not self._held:
-            self._held, self._template = held, captured.tail.batch_of(runner, held)
+            self._held, self._template = held, captured.base.batch_of(runner, held)
         captured.graphs[desc.uniform_token_count, desc.num_reqs].replay()
         tables = runner.block_tables
         if hasattr(tables, "_num_dirty_rows"):
@@ -285,12 +285,12 @@ class StepInputs(Graphs[_Captured]):
     def _hold(self, scheduled: Any, desc: Any) -> tuple[_Captured, Held] | Reason:
         """Put this step's requests into the buffers, or return a reason."""
         self._tail.follow_weights()
-        captured = self._captured
+        captured = self.captured
         if captured is None:
             return Reason.NOT_CAPTURED
         # vLLM sorts a batch by its requests' token counts, which are equal here.
         order, width = list(scheduled.num_scheduled_tokens), max(scheduled.num_scheduled_tokens.values())
-        drafts, most_reqs = scheduled.scheduled_spec_decode_tokens, captured.tail.most_reqs.get(width)
+        drafts, most_reqs = scheduled.scheduled_spec_decode_tokens, captured.base.most_reqs.get(width)
         if (
             most_reqs is None
             or scheduled.total_num_scheduled_tokens != len(order) * width
@@ -315,7 +315,7 @@ class StepInputs(Graphs[_Captured]):
             rows = self._rows(order)
             if self._has_prompt(rows):
                 return Reason.PROMPT
-        held_or_reason = self._tail.hold(captured.tail, order, rows, width, desc.num_tokens)
+        held_or_reason = self._tail.hold(captured.base, order, rows, width, desc.num_tokens)
         return held_or_reason if isinstance(held_or_reason, Reason) else (captured, held_or_reason)
 
     def _rows(self, req_ids: list[str]) -> np.ndarray:
@@ -349,7 +349,7 @@ class StepInputs(Graphs[_Captured]):
         return vllms(input_batch, *arguments) if self._step_of(input_batch) is None else {}
 
     def _step_of(self, batch: Any) -> _Step | None:
-        """Return the step if its batch is `batch`, else None: vLLM prepared the batch."""
+        """Return the step of `batch`, or None if vLLM prepared it."""
         step = self._step
         return step if step is not None and step.batch is batch else None
 

@@ -94,7 +94,7 @@ class Captured:
             with drafts.
         scratch: keeps memory alive that kernels of the graphs work in.
         touched: the modules that captures called.
-        read_whole: a module of which all weights are read.
+        read_whole: a module whose weights are all read.
         parameters: the weights that were captured, if they are watched.
     """
 
@@ -113,7 +113,7 @@ class Captured:
     parameters: Parameters = dataclasses.field(default_factory=Parameters)
 
     def watched(self, runner: Any) -> Captured:
-        """Return this with the weights watched of the modules captured so far, and of heads."""
+        """Watch the weights of the modules captured so far, and of heads."""
         models = {
             Part.V2_SAMPLING: runner.model,
             Part.V2_DRAFTING: getattr(runner.speculator, "model", None),

@@ -32,7 +32,6 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 
 from vllm_hwplugin import journal
@@ -42,14 +41,8 @@ from vllm_hwplugin.spec_decode.decode_batch import GraphShape, asks_for_nothing_
 from vllm_hwplugin.spec_decode.graph_recording import Graphs, reserved_memory
 from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
-from vllm_hwplugin.spec_decode.v2.recording import (
-    SamplerParts,
-    decode_query_len,
-    rungs,
-    scheduled_query_lens,
-    splits_top_p,
-)
-from vllm_hwplugin.spec_decode.v2.tail_buffers import LogitsRows, Outputs
+from vllm_hwplugin.spec_decode.v2.recording import SamplerParts, decode_query_len, decode_shapes, splits_top_p
+from vllm_hwplugin.spec_decode.v2.tail_buffers import LogitsRows
 from vllm_hwplugin.spec_decode.v2.tail_capture import Captured, Held, Served, TailRecorder, target_states
 
 #: Surplus rows of logits that a graph may compute for a batch that it does not draft for. The GPU should take less time
@@ -131,7 +124,7 @@ class TailGraphs(Graphs[Captured]):
         parts = _HALVES if runner.speculator is not None else (Part.V2_SAMPLING,)
         by_vllm = {_HALVES[part]: reason for part, reason in left.items() if part in parts}
         reason = why_not(runner, Part.V2_SAMPLING | Part.V2_DRAFTING) if len(left) == len(_HALVES) else None
-        shapes = [] if reason else self._shapes()[: 1 if profile_only else None]
+        shapes = [] if reason else decode_shapes(runner)[: 1 if profile_only else None]
         if not shapes:
             if not profile_only:
                 self.stay_stock(reason or "the target has no FULL graph of a decode batch")
@@ -140,19 +133,19 @@ class TailGraphs(Graphs[Captured]):
         with graph_capture(device=runner.device):
             # Inside the context, so that the ranks leave it together if the capture fails.
             self.attempt(lambda: self._record(shapes, left))
-            captured = self._captured
+            captured = self.captured
             if captured is not None and not profile_only:
                 for companion in self._companions:
                     with captured.touched:
                         # vLLM's drafter reads the target's attention metadata.
                         companion.capture(captured, _DRAFTS if _DRAFTS in by_vllm else None)
-                self._captured = captured.watched(runner)
+                self.captured = captured.watched(runner)
         runner.req_states.draft_tokens.zero_()
         torch.accelerator.synchronize()
         if captured is None:
             return
         if profile_only:
-            self._profiled, self._captured = captured, None
+            self._profiled, self.captured = captured, None
             self._estimated = time.perf_counter() - started
             return
         journal.note(
@@ -165,18 +158,7 @@ class TailGraphs(Graphs[Captured]):
         journal.use(V2_TAIL_GRAPH, True)
 
     def _record(self, shapes: Sequence[GraphShape], left: Mapping[Part, str]) -> None:
-        self._captured = TailRecorder(self._owner, self._vllm, left, shapes).record()
-
-    def _shapes(self) -> list[GraphShape]:
-        """Return the shapes of the target's FULL decode graphs, largest first.
-
-        Planned graphs count, also before their capture. With a schedule of draft counts, each count has the shapes of
-        its batch sizes.
-        """
-        manager = self._owner.cudagraph_manager
-        planned = manager._capture_descs.get(CUDAGraphMode.FULL, ())
-        full_graphs = [(desc.num_reqs, desc.uniform_token_count) for desc in planned]
-        return rungs(full_graphs, scheduled_query_lens(self._owner))
+        self.captured = TailRecorder(self._owner, self._vllm, left, shapes).record()
 
     # -- a request ----------------------------------------------------------------------------------------------------
 
@@ -195,13 +177,17 @@ class TailGraphs(Graphs[Captured]):
         if self._sampling.missed(step.sampling):
             sampled = self._vllm.sample(hidden_states, batch, grammar_output)
             if not isinstance(step.drafting, Reason):
-                self._hand_over(step.drafting.outputs, *sampled[1:])
+                # Drafting reads the counts there. Another stream may still copy a graph's previous counts to the host.
+                self._owner.main_stream.wait_stream(self._owner.output_copy_stream)
+                outputs, count = step.drafting.outputs, len(sampled[1])
+                outputs.num_sampled[:count].copy_(sampled[1])
+                outputs.num_rejected[:count].copy_(sampled[2])
             return sampled
         # Another stream copies the previous step's outputs to the host.
         self._owner.main_stream.wait_stream(self._owner.output_copy_stream)
         self._step = dataclasses.replace(step, updated=True)
         step.sampling.graph.replay()
-        count, outputs = batch.num_reqs, step.sampling.outputs
+        outputs, count = step.sampling.outputs, batch.num_reqs
         num_sampled, num_rejected = outputs.num_sampled[:count], outputs.num_rejected[:count]
         nwor.replayed(self._owner, num_rejected)
         output = dataclasses.replace(
@@ -211,14 +197,6 @@ class TailGraphs(Graphs[Captured]):
             num_rejected=num_rejected,
         )
         return output, num_sampled, num_rejected
-
-    def _hand_over(self, outputs: Outputs, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> None:
-        """Copy vLLM's sampled and rejected counts to where drafting reads them."""
-        count = len(num_sampled)
-        # Another stream may still copy these outputs to the host, if a graph sampled in the previous step.
-        self._owner.main_stream.wait_stream(self._owner.output_copy_stream)
-        outputs.num_sampled[:count].copy_(num_sampled)
-        outputs.num_rejected[:count].copy_(num_rejected)
 
     def postprocess_sampled(self, *arguments: Any, **settings: Any) -> None:
         """Update the requests' state, unless the sampling graph did."""
@@ -248,8 +226,8 @@ class TailGraphs(Graphs[Captured]):
         all_drafts = speculator.drafts if hasattr(speculator, "drafts") else speculator.draft_tokens
         drafts: torch.Tensor = all_drafts[: input_batch.num_reqs]
         # Another stream copies a batch's drafts to the host if it has a grammar.
-        kept = drafts.clone() if input_batch.has_structured_output_reqs else drafts
-        self._step = dataclasses.replace(step, drafts=kept)
+        own = drafts.clone() if input_batch.has_structured_output_reqs else drafts
+        self._step = dataclasses.replace(step, drafts=own)
         return drafts
 
     def keep_drafts(self, *, idx_mapping: torch.Tensor, draft_tokens: torch.Tensor) -> None:
@@ -268,7 +246,7 @@ class TailGraphs(Graphs[Captured]):
         Called before a step's inputs are prepared, because vLLM's drafter needs more of the inputs than a graph writes.
         If no graph prepares inputs, called before sampling.
         """
-        captured = self._captured
+        captured = self.captured
         if captured is not None and (reason := captured.parameters.moved() or captured.fused.keep_in_place()):
             self.give_up(reason)
 
@@ -279,7 +257,7 @@ class TailGraphs(Graphs[Captured]):
 
         They sample and draft. Either may be the reason why vLLM does that part.
         """
-        captured = self._captured
+        captured = self.captured
         if captured is None:
             return Reason.NOT_CAPTURED, Reason.NOT_CAPTURED
         len_or_reason = decode_query_len(batch, captured.most_reqs)
