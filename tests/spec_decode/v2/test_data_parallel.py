@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin.spec_decode.step_counts import Reason
@@ -176,6 +177,8 @@ def load(engines: tuple[Ranks, Ranks], kinds: list[dict[str, Any]]) -> None:
 @pytest.mark.each_vllm("v2-step-inputs")
 @pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE])
 def test_ranks_run_the_same_passes_and_sample_in_graphs(vllm_here: Any, mode: CUDAGraphMode) -> None:
+    if Version(vllm_here.version) < Version("0.29"):
+        pytest.skip("unpatched vLLM has padding overwrite the first keys of a request in the draft")
     with both(vllm_here, mode) as engines:
         load(engines, PLAIN + BEST + MORE)
         for side in engines[1].sides:
