@@ -62,9 +62,9 @@ def drift(arguments: Sequence[str]) -> int:
                 frozen = [feature.id for feature in catalogue.features if feature.is_frozen]
                 if frozen and not options.quiet and any(report.error is None for report in checked):
                     line(f"{distribution}: ended before 0.29, fixes only: {', '.join(frozen)}")
-            for feature in () if options.quiet else selection.chosen:
-                if feature.condition and feature.distribution == distribution:
-                    line(f"{distribution}: {feature.id}: only {feature.condition}; drift checks only the text")
+                for feature in () if options.quiet else catalogue.features:
+                    if feature.condition:
+                        line(f"{distribution}: {feature.id}: only {feature.condition}; drift checks only the text")
             say_failures(checked)
             pages.append(as_markdown(catalogue, checked))
     say_troubles(selection)

@@ -107,6 +107,7 @@ def test_drift_says_where_else_a_patch_is_off(acme: Path, publish: Callable[...,
         f"vllm: acme/total: {condition}; drift checks only the text",
     ]
     assert result.exit_code == 0
+    assert json.loads(run("drift", "--catalogue", str(acme), "0.33.0", "--json", "-").stdout)["exit_status"] == 0
 
 
 def test_drift_of_all_that_the_environment_has(
