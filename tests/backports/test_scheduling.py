@@ -20,7 +20,7 @@ K = 3
 FILES = ("vllm/v1/core/", "vllm/v1/request.py", "vllm/config/speculative.py")
 NO_LOOKAHEAD = SUPPORTED[: SUPPORTED.index("0.23.0")]
 GROWS_HITS = SUPPORTED[: SUPPORTED.index("0.26.0")]
-BEFORE_30 = SUPPORTED[: SUPPORTED.index("0.30.0")]
+BEFORE_29 = SUPPORTED[: SUPPORTED.index("0.29.0")]
 PADS = SUPPORTED[SUPPORTED.index("0.25.0") : SUPPORTED.index("0.29.0")]
 OFF = {
     "lookahead": "VLLM_HWPLUGIN_BACKPORT_DRAFT_LOOKAHEAD",
@@ -178,7 +178,7 @@ def test_placeholders_that_are_cut_are_dropped(version: str, modules: Callable[.
 def uncached_keys(modules: Any) -> int:
     """How many blocks of keys and values of a prefix that counts as cached are not the first request's."""
     cache = Off(num_gpu_blocks=64, enable_prefix_caching=True, mamba_cache_mode="align", block_size=BLOCK_SIZE)
-    scheduler = make_scheduler(modules, "mtp", K, hybrid=True, cache_config=cache)
+    scheduler = make_scheduler(modules, "eagle3", K, hybrid=True, cache_config=cache)
     scheduler.max_num_scheduled_tokens = 2 * BLOCK_SIZE
 
     def run(name: str, prompt: int) -> tuple[int, list[int]]:
@@ -197,7 +197,7 @@ def uncached_keys(modules: Any) -> int:
     return sum(ours != theirs for ours, theirs in zip(second[:computed], first, strict=False))
 
 
-@pytest.mark.parametrize("version", versions(*FILES, among=BEFORE_30))
+@pytest.mark.parametrize("version", versions(*FILES, among=BEFORE_29))
 def test_a_cached_prefix_has_keys_and_values(version: str, modules: Callable[..., Any]) -> None:
     assert uncached_keys(modules(version, **{OFF["hit"]: "off"})) == (version in GROWS_HITS)
     assert uncached_keys(modules(version)) == 0
