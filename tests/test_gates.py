@@ -220,6 +220,7 @@ NOT_COMPILED = {
     "VLLM_HWPLUGIN_ATTENTION": "vLLM's key has the attention backend",
     "VLLM_HWPLUGIN_OPS": "another kernel under the same operation",
     "VLLM_HWPLUGIN_OPS_SKIP": "another kernel under the same operation",
+    "VLLM_HWPLUGIN_SELF_TEST": "it decides whether a process ends",
     "VLLM_HWPLUGIN_SLP": "kernels have a key of their own",
     "VLLM_HWPLUGIN_LOAD_CLUSTER": "kernels have a key of their own",
     "VLLM_HWPLUGIN_CAPTURE_SIZES": "vLLM's key has the sizes that it compiles for",

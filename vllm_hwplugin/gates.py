@@ -228,6 +228,15 @@ GATES: Final[tuple[Gate, ...]] = (
         affects=("operations",),
     ),
     Gate(
+        "VLLM_HWPLUGIN_SELF_TEST",
+        "bool",
+        True,
+        "Compare a MUSA GPU with torch on the CPU when a worker starts, once for each set of versions, and refuse what "
+        "it computes wrongly.",
+        affects=("errors",),
+        since="0.3.0",
+    ),
+    Gate(
         "VLLM_HWPLUGIN_SLP",
         "bool",
         True,

@@ -366,6 +366,7 @@ def test_the_worker_is_vllms_own_with_the_device_it_looks_for(
     stock = ModuleType("vllm.v1.worker.gpu_worker")
     stock.Worker = Worker  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", stock)
+    monkeypatch.setenv("VLLM_HWPLUGIN_SELF_TEST", "0")
     worker = own("vllm_hwplugin.musa.worker").MusaWorker()
     is_available = torch.cuda.is_available
     worker.init_device()

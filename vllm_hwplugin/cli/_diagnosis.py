@@ -21,6 +21,7 @@ import vllm_hwplugin
 from .. import cachedir, gates, platforms, run_records
 from ..journal import RunRecord
 from ..musa import host as musa_host
+from ..musa import self_test
 from ..musa import versions as musa_versions
 from ..ops.compile import built
 from ..ops.operations import GATE as OPS
@@ -178,7 +179,7 @@ def diagnose(
         host=_host.this_host(),
         platform=platform,
         platform_class=platform_class,
-        musa=_musa(platform.kind, installed, platform_class["class"], look),
+        musa=_musa(platform.kind, installed, platform_class["class"], cache, look),
         toolchains=tools,
         kernels=kernel_rows(platform.kind, libraries, tools),
         operations=operation_rows(platform.kind, settings, tools, libraries, extension=extension),
@@ -382,7 +383,7 @@ def _plan(command: str, gpu: str | None, installed: Installed | None, look: _Loo
 
 
 def _musa(
-    kind: str, installed: Installed | None, offered: str | None, look: _Look
+    kind: str, installed: Installed | None, offered: str | None, cache: _Cache, look: _Look
 ) -> tuple[musa_versions.Finding, ...]:
     """Check the packages of a host with Moore Threads GPUs or torch_musa."""
     if kind != "musa" and musa_versions.installed("torch_musa") is None:
@@ -392,6 +393,7 @@ def _musa(
     for finding in findings:
         if finding.trouble:
             look.lines(finding.stops and offered == platforms.CLASSES["musa"]).append(finding.trouble)
+    look.warnings += self_test.find_failures(cache.trusted)
     return findings
 
 

@@ -45,6 +45,16 @@ def total_memory(index: int) -> int:
         return int(pymtml.mtmlMemoryGetTotal(memory))
 
 
+def driver() -> str:
+    """Return the driver's version; empty: this pymtml does not tell."""
+    ask = getattr(pymtml, "nvmlSystemGetDriverVersion", None)
+    with _library():
+        try:
+            return "" if ask is None else str(ask())
+        except pymtml.MTMLError:
+            return ""
+
+
 def pci_bus_id(index: int) -> str:
     """Return segment, bus, device and function, such as ``0000:3b:00.0``."""
     with _device(index) as device:

@@ -10,7 +10,7 @@ import functools
 import importlib
 import logging
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.model_executor.kernels import linear
@@ -31,6 +31,8 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 
 from .scaled_mm import dequantized_mm, scaled_mm_trouble
+from .self_test import find_wrong
+from .self_test_checks import DOTS, SCALED
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -40,7 +42,7 @@ _EXPERTS: Any = _triton[0] if isinstance(_triton, list) else _triton
 
 
 def _supports_current_device() -> bool:
-    return True
+    return find_wrong(*DOTS) is None
 
 
 # vLLM's check demands CUDA, ROCm or XPU, but the kernel needs only Triton.
@@ -61,6 +63,8 @@ class MusaUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[
             ValueError: The kernel does not support the layer, for example its activation; with vLLM's reason.
         """
         super().__init__(moe)
+        if reason := find_wrong(*DOTS):
+            raise ValueError(f"experts refused on MUSA: {reason}")
         served, reason = _EXPERTS.is_supported_config(_EXPERTS, moe, None, None, FusedMoEActivationFormat.Standard)
         if not served:
             raise ValueError(f"no kernel on MUSA for these unquantized experts: {_EXPERTS.__name__} refuses: {reason}")
@@ -73,23 +77,31 @@ def _warn(trouble: str) -> None:
 
 
 class _OnMusa:
-    """Accept the device for a kernel whose check demands CUDA or ROCm but which needs only Triton or torch."""
+    """Accept the device for a kernel whose check demands CUDA or ROCm but which needs only Triton or torch.
+
+    Attributes:
+        checks: The checks of the self-test that the kernel needs.
+    """
+
+    checks: ClassVar[tuple[str, ...]] = DOTS
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        return True, None
+        reason = find_wrong(*cls.checks)
+        return reason is None, reason
 
 
 class _ScaledMM(_OnMusa):
     """``torch._scaled_mm`` where it is right on this device, else a product of dequantized numbers."""
 
+    checks = ()
     result_dtype: torch.dtype | None = None
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)  # type: ignore[call-arg]
         divisible = all(size % 32 == 0 for size in config.weight_shape)
         dtype = self.result_dtype or config.out_dtype or config.input_dtype
-        self.trouble = scaled_mm_trouble(current_platform.device_type, dtype, divisible)
+        self.trouble = find_wrong(*SCALED) or scaled_mm_trouble(current_platform.device_type, dtype, divisible)
         if self.trouble:
             _warn(f"FP8 weights are dequantized in each step: {self.trouble}")
 
@@ -133,6 +145,8 @@ class MusaW4A16Kernel(TritonW4A16LinearKernel):  # type: ignore[misc]
 
     @classmethod
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+        if reason := find_wrong(*DOTS):
+            return False, reason
         # vLLM checks the platform (ROCm, in every version) before the layer.
         current_platform.is_rocm = _supports_current_device
         try:

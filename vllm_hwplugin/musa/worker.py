@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu_worker import Worker
 
-from . import _vllm_api, versions
+from .. import gates
+from . import _vllm_api, self_test, versions
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -35,6 +36,17 @@ class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the t
         if capability < versions.MIN_CAPABILITY:
             number = ".".join(map(str, capability))
             raise ValueError(f"this GPU has MUSA {number}, expected 3.1 or later: {versions.WIDE_WARPS}")
+        if gates.read(self_test.GATE).flag:
+            self._test_device()
+
+    def _test_device(self) -> None:
+        """Refuse what this GPU is found to compute wrongly."""
+        checks: Any = importlib.import_module("vllm_hwplugin.musa.self_test_checks")
+        device = torch.device(self.device)
+        self_test.note_results(self_test.keep_results(checks.this_host(device), lambda: checks.run(device)))
+        if self_test.find_wrong(checks.TOP_K):
+            _vllm_api.sample_without_triton()
+        checks.check_config(self.vllm_config)
 
     def load_model(self, *args: Any, **options: Any) -> None:
         _vllm_api.capture_by_thread(torch.musa)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import importlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -42,6 +43,8 @@ def probe(
     """Check each attention backend's declared capabilities against a PyTorch reference.
 
     Runs each value of each capability through vLLM's backend on random batches, and compares with attention in float64.
+    ``probe musa`` compares a Moore Threads GPU with torch on the CPU instead.
+
     Exit status: 0 as declared, 1 a backend differs from its declaration (printed with the shape), 2 no backend could be
     tried.
     """
@@ -94,4 +97,46 @@ def _sum_up(report: Mapping[str, Any], console: Console) -> None:
         console.print("no backend of this host could be tried", style="red")
 
 
-run = runs("probe", probe, "vllm-hwplugin probe", "vllm-hwplugin probe --json probe.json")
+def probe_musa(json_file: JsonFile = None) -> None:
+    """Compare each Moore Threads GPU with torch on the CPU.
+
+    The checks are of what the vendor's sources report as wrong.
+
+    Exit status: 0 nothing wrong, 1 a result is wrong or a check cannot run, 2 the host has no Moore Threads GPU.
+    """
+    console = console_for(json_file)
+    import torch
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type != "musa":
+        console.print(f"no Moore Threads GPU: vLLM's platform is {current_platform.device_type}", style="red")
+        raise typer.Exit(FAILURE)
+    checks = importlib.import_module("vllm_hwplugin.musa.self_test_checks")
+    gpus, ok = [], True
+    for index in range(torch.musa.device_count()):
+        device = torch.device(f"musa:{index}")
+        host, results = checks.this_host(device), checks.run(device)
+        gpus.append({"host": host, "checks": [result._asdict() for result in results]})
+        console.out(f"{host['gpu']} {host['uuid']}, driver {host['driver'] or 'unknown'}", highlight=False)
+        for result in results:
+            ok &= result.state in ("right", "skipped")
+            console.out(f"    {result} ({result.seconds:.3f} s)", highlight=False)
+    if json_file is not None:
+        write_text(results_text({**provenance(), "gpus": gpus, "ok": ok}, tables=False), json_file)
+    if not ok:
+        raise typer.Exit(1)
+
+
+_run = runs(
+    "probe",
+    probe,
+    "vllm-hwplugin probe",
+    "vllm-hwplugin probe --json probe.json",
+    "vllm-hwplugin probe musa --json gpu.json",
+)
+_run_musa = runs("probe musa", probe_musa, "vllm-hwplugin probe musa --json gpu.json")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the probe of attention backends, or of a Moore Threads GPU."""
+    return _run_musa(arguments[1:]) if arguments[:1] == ["musa"] else _run(arguments)

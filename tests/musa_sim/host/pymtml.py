@@ -44,6 +44,11 @@ def mtmlLibraryInitDeviceByIndex(index):
     return types.SimpleNamespace(index=index)
 
 
+def nvmlSystemGetDriverVersion():
+    _check()
+    return "5.2.0"
+
+
 def mtmlDeviceGetName(device):
     _check()
     return "MTT S5000"

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ask a Moore Threads GPU whether it computes right what the vendor's sources report as wrong.
+
+Each check compares with torch on the CPU, in well under a second. A worker runs them once for each GPU and set of
+versions; ``vllm-hwplugin probe musa`` runs them again. A wrong result refuses what needs it. A check that cannot run is
+reported, and refuses nothing. Not run on MUSA hardware.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ..spec_decode.drafters import CACHED_METHODS
+from . import _mtml
+from .self_test import Result, describe_host, find_wrong
+
+
+class Check(NamedTuple):
+    """A check of the device.
+
+    Attributes:
+        run: takes the device; returns what is wrong, or an empty text.
+        refuses: what a wrong result refuses; empty: nothing of the plugin's needs it.
+        needs: whether an engine with this `VllmConfig` needs it; None: the code that needs it asks `wrong`.
+        way_out: what to do instead.
+    """
+
+    name: str
+    run: Callable[[torch.device], str]
+    refuses: str = ""
+    needs: Callable[[Any], bool] | None = None
+    way_out: str = ""
+
+
+class _Skipped(Exception):
+    """The check does not concern this host."""
+
+
+# -- checks
+
+
+def _differs(result: torch.Tensor, expected: torch.Tensor, tolerance: float = 0.0) -> str:
+    result, expected = result.cpu().double(), expected.double()
+    largest = float((result - expected).abs().max())
+    # Also if it is NaN.
+    if largest <= tolerance * max(float(expected.abs().max()), 1e-9):
+        return ""
+    return (
+        f"found {result.flatten()[:4].tolist()}, expected {expected.flatten()[:4].tolist()} (largest error {largest:g})"
+    )
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _mm(device: torch.device) -> str:
+    left, right = _random(16, 256).half(), _random(256, 64, seed=1).half()
+    result = torch.mm(left.to(device), right.to(device), out_dtype=torch.float32)
+    return _differs(result, left.float() @ right.float(), 1e-2)
+
+
+def _kernel(name: str) -> Any:
+    return getattr(importlib.import_module("vllm_hwplugin.musa._self_test_kernels"), name)
+
+
+def _count(name: str, device: torch.device) -> str:
+    values = torch.arange(-3, 61, dtype=torch.int32)
+    count = torch.zeros(1, dtype=torch.int32, device=device)
+    _kernel(name)[(1,)](values.to(device), count, WIDTH=64)
+    return _differs(count, (values >= 0).sum()[None])
+
+
+def _in_place(device: torch.device) -> str:
+    values = _random(64)
+    given = values.to(device)
+    _kernel("in_place_kernel")[(1,)](None, 1, given, given, WIDTH=64)
+    return _differs(given, (values + 1) * 2, 1e-6)
+
+
+def _dot(stages: int, device: torch.device) -> str:
+    left, right = _random(32, 256).half(), _random(256, 32, seed=1).half()
+    result = torch.zeros(32, 32, device=device)
+    _kernel("dot_kernel")[(1,)](left.to(device), right.to(device), result, DEPTH=256, SIZE=32, num_stages=stages)
+    return _differs(result, left.float() @ right.float(), 1e-2)
+
+
+def _scaled_mm(rows: int, device: torch.device) -> str:
+    left, right = (_random(count, 256, seed=seed).to(torch.float8_e4m3fn) for seed, count in ((0, rows), (1, 64)))
+    scale = torch.ones((), device=device)
+    result = torch._scaled_mm(left.to(device), right.to(device).t(), scale, scale, out_dtype=torch.float32)
+    return _differs(result, left.float() @ right.float().t(), 1e-2)
+
+
+def _overflow(device: torch.device) -> str:
+    values = torch.tensor([10000.0, -10000.0, 1.0])
+    return _differs(values.to(device).to(torch.float8_e4m3fn).float(), values.clamp(-448, 448))
+
+
+def _event(device: torch.device) -> str:
+    musa: Any = torch.musa
+    size = 512
+    left, result = torch.eye(size, device=device), torch.zeros(size, device=device)
+    musa.synchronize(device)
+    main, other, done = musa.current_stream(device), musa.Stream(device), torch.Event(device.type)
+    with musa.stream(other):
+        value = left
+        for _ in range(8):
+            value = torch.mm(value, left)
+        result.copy_(value.sum(0))
+        done.record(other)
+    main.wait_event(done)
+    read = result.clone()
+    musa.synchronize(device)
+    return _differs(read, torch.ones(size))
+
+
+def _replays(device: torch.device, step: Callable[[], torch.Tensor], change: Callable[[], torch.Tensor]) -> str:
+    """Compare a captured step's replay with what `change` expects."""
+    musa: Any = torch.musa
+    with musa.stream(musa.Stream(device)):
+        # Kernels are compiled before the capture.
+        step()
+    musa.synchronize(device)
+    graph = musa.MUSAGraph()
+    with musa.graph(graph):
+        output = step()
+    expected = change()
+    graph.replay()
+    musa.synchronize(device)
+    return _differs(output.float(), expected, 2e-2)
+
+
+def _graph(device: torch.device) -> str:
+    weight, first, second = _random(64, 64), _random(8, 64, seed=1), _random(8, 64, seed=2)
+    given, right = first.to(device), weight.to(device)
+
+    def change() -> torch.Tensor:
+        given.copy_(second)
+        return (second @ weight).relu()
+
+    return _replays(device, lambda: (given @ right).relu(), change)
+
+
+def _mate(length: int, device: torch.device) -> str:
+    try:
+        attend = importlib.import_module("mate").flash_attn_varlen_func
+    except (ImportError, AttributeError) as error:
+        raise _Skipped(f"no FLASH_ATTN: {error}") from error
+    pages, heads, groups, width, scale = 64, 2, 2, 128, 128**-0.5
+    lengths, before = [70, 133], [66, 10]
+    cache = _random(2, 6, pages, heads, width).bfloat16()
+    table = torch.tensor([[3, 1, 0], [4, 5, 2]], dtype=torch.int32)
+    queries = _random(2 * length, heads * groups, width, seed=1).bfloat16()
+    on_device = [tensor.to(device) for tensor in (queries, cache[0], cache[1], table)]
+    used = torch.tensor(before, dtype=torch.int32, device=device)
+    starts = torch.arange(3, dtype=torch.int32, device=device) * length
+
+    def step() -> torch.Tensor:
+        query, keys, values, pages_of = on_device
+        options = {"max_seqlen_q": length, "max_seqlen_k": 3 * pages, "softmax_scale": scale, "causal": True}
+        result = attend(query, keys, values, cu_seqlens_q=starts, seqused_k=used, page_table=pages_of, **options)
+        return result[0] if isinstance(result, tuple) else result
+
+    def change() -> torch.Tensor:
+        used.copy_(torch.tensor(lengths, dtype=torch.int32))
+        parts = []
+        for request, total in enumerate(lengths):
+            keys, values = (
+                tensor[table[request].long()].flatten(0, 1)[:total].float().repeat_interleave(groups, 1)
+                for tensor in cache
+            )
+            query = queries[request * length : (request + 1) * length].float()
+            mask = torch.arange(total)[None, :] > torch.arange(total - length, total)[:, None]
+            scores = torch.einsum("qhd,khd->hqk", query, keys).mul(scale).masked_fill(mask, float("-inf"))
+            parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+        return torch.cat(parts)
+
+    return _replays(device, step, change)
+
+
+# -- what needs a check
+
+
+def _drafts(config: Any) -> bool:
+    return config.speculative_config is not None and config.speculative_config.method in CACHED_METHODS
+
+
+def _full_graphs(config: Any) -> bool:
+    return bool(config.compilation_config.cudagraph_mode.has_full_cudagraphs())
+
+
+def _any_graphs(config: Any) -> bool:
+    return bool(config.compilation_config.cudagraph_mode.name != "NONE")
+
+
+def _drafts_ahead(config: Any) -> bool:
+    return _drafts(config) and bool(config.scheduler_config.async_scheduling)
+
+
+def _full_draft_graphs(config: Any) -> bool:
+    return _full_graphs(config) and _drafts(config)
+
+
+def _hybrid(config: Any) -> bool:
+    return bool(config.model_config.is_hybrid)
+
+
+_NO_FULL: Final = """set --compilation-config '{"cudagraph_mode": "PIECEWISE"}'"""
+TOP_K: Final = "Triton: sum of a mask"
+DOTS: Final = ("Triton: dot, 1 stage", "Triton: dot, 3 stages")
+SCALED: Final = ("_scaled_mm, 1 row", "_scaled_mm, 17 rows")
+_USE_DOTS: Final = "experts, FP8 by block, INT8, W4A16"
+_USE_SCALED: Final = "_scaled_mm in FP8 layers (dequantized weights replace it)"
+
+# `needs` is None if a kernel's own class asks, or nothing of the plugin's needs the check.
+CHECKS: Final = (
+    Check("mm of float16 in float32", _mm),
+    Check(TOP_K, partial(_count, "count_bits_kernel"), "top-k and top-p by Triton (torch's sort replaces it)"),
+    Check(
+        "Triton: sum of a mask in int32",
+        partial(_count, "count_kernel"),
+        "speculation with a draft model",
+        _drafts,
+        "run without --speculative-config",
+    ),
+    Check("Triton: in place, behind a None", _in_place, "hybrid models", _hybrid, "serve another model"),
+    Check(DOTS[0], partial(_dot, 1), _USE_DOTS),
+    Check(DOTS[1], partial(_dot, 3), _USE_DOTS),
+    Check(SCALED[0], partial(_scaled_mm, 1), _USE_SCALED),
+    Check(SCALED[1], partial(_scaled_mm, 17), _USE_SCALED),
+    # The plugin's definitions clamp before they convert.
+    Check("e4m3: overflow", _overflow),
+    Check(
+        "event between two streams",
+        _event,
+        "async scheduling with a draft model",
+        _drafts_ahead,
+        "set --no-async-scheduling",
+    ),
+    Check("graph: replay", _graph, "graphs", _any_graphs, "set --enforce-eager"),
+    Check("graph: attention, 1 token", partial(_mate, 1), "FULL graphs", _full_graphs, _NO_FULL),
+    Check(
+        "graph: attention, 4 tokens", partial(_mate, 4), "FULL graphs with a draft model", _full_draft_graphs, _NO_FULL
+    ),
+)
+
+
+# -- running
+
+
+def run(device: torch.device) -> list[Result]:
+    """Run every check on a device that this process has started."""
+    return [_result(check, device) for check in CHECKS]
+
+
+def _result(check: Check, device: torch.device) -> Result:
+    begin = time.perf_counter()
+    try:
+        with torch.musa.device(device), torch.inference_mode():
+            detail = check.run(device)
+        state = "wrong" if detail else "right"
+    except _Skipped as reason:
+        state, detail = "skipped", str(reason)
+    except Exception as error:
+        state, detail = "error", f"{type(error).__name__}: {error}".partition("\n")[0]
+    return Result(check.name, state, detail, check.refuses, round(time.perf_counter() - begin, 3))
+
+
+def this_host(device: torch.device) -> dict[str, str]:
+    """Return what the results on a device depend on."""
+    from vllm.platforms import current_platform
+
+    uuid = current_platform.get_device_uuid(device.index)
+    return describe_host(torch.musa.get_device_name(device), uuid, _mtml.driver())
+
+
+def check_config(config: Any) -> None:
+    """Refuse an engine that needs a check with a wrong result.
+
+    Raises:
+        ValueError: names the check, what it refuses, and the way out.
+    """
+    for check in CHECKS:
+        if check.needs is not None and (reason := find_wrong(check.name)) and check.needs(config):
+            raise ValueError(f"{check.refuses} refused on MUSA: {reason}; {check.way_out}")
