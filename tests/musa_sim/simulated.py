@@ -111,10 +111,10 @@ def environment(
     (metadata / "RECORD").write_text("vllm/__init__.py,,\n")
     links = {"vllm": package, **({"mate": HERE / "mate"} if mate else {})}
     if mate:
-        version = MATE if mate is True else mate
-        metadata = folder / f"mate-{version}.dist-info"
+        of_mate = MATE if mate is True else mate
+        metadata = folder / f"mate-{of_mate}.dist-info"
         metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: mate\nVersion: {version}\n")
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: mate\nVersion: {of_mate}\n")
     for name, target in links.items():
         (folder / name).symlink_to(target)
     ours = (str(folder), str(HERE / "host"), str(HERE.parents[1]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from vllm_hwplugin.features import gate_of
 from vllm_hwplugin.gates import PLAIN_DECODE
 from vllm_hwplugin_lab.bench._shapes import NO_DRAFTS, SHAPES, Recurrent, write_configs
 
-from .. import releases
 from . import loads
 from .loads import Load, Process, Request
 from .test_engines import V1
@@ -125,9 +123,8 @@ def test_nor_do_they_without_a_drafter(musa_host: None, tmp_path: Path) -> None:
     assert "attention metadata is vLLM's" in found.noted["v2-step-inputs"]
 
 
-@pytest.mark.parametrize("version", [releases.NEWEST, pytest.param("0.26.0", marks=pytest.mark.slow)])
 def test_on_v1_drafts_are_verified_in_pieces_and_in_full_graphs_where_they_are_named(
-    version: str, released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path: Path
+    musa_host: None, newest: tuple[str, Path], tmp_path: Path
 ) -> None:
     """By default, and as vllm-musa's recipe names it; over mate. Whether a device does either right, is not shown."""
     made = options(tmp_path / "model") | {"enable_prefix_caching": False}
@@ -141,7 +138,7 @@ def test_on_v1_drafts_are_verified_in_pieces_and_in_full_graphs_where_they_are_n
         name: Load(made | {"compilation_config": asked}, ASKED, delta_rule=True, autotuned=False, initialised=True)
         for name, asked in graphs.items()
     }
-    runs = Process(engines, loads.musa(tmp_path / "host", released(version), **V1)).run(tmp_path / "engines")
+    runs = Process(engines, loads.musa(tmp_path / "host", newest, **V1)).run(tmp_path / "engines")
     for run in runs.values():
         assert (run.runner, run.platform) == ("V1", "MusaPlatform")
         assert "MusaFlashAttentionBackend" in run.attention
