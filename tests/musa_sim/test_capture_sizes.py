@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from vllm_hwplugin.features import CAPTURE_SIZES, gate_of
@@ -29,11 +31,18 @@ RUNNERS = {"V1": loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "0", gate_of("en
 
 
 @pytest.fixture(scope="module", params=RUNNERS)
-def runs(request: pytest.FixtureRequest, musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def runs(
+    request: pytest.FixtureRequest,
+    musa_host: None,
+    newest: tuple[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Run]:
     """The load without the feature, and with it for prompts, too."""
     folder = tmp_path_factory.mktemp("capture sizes")
     sides = {gate: RUNNERS[request.param] | {gate_of(CAPTURE_SIZES): gate} for gate in ("off", "mixed")}
-    processes = {gate: Process({gate: LOAD}, loads.musa(folder / f"host, {gate}", **sides[gate])) for gate in sides}
+    processes = {
+        gate: Process({gate: LOAD}, loads.musa(folder / f"host, {gate}", newest, **sides[gate])) for gate in sides
+    }
     return {gate: found[gate] for gate, found in loads.side_by_side(processes, folder).items()}
 
 

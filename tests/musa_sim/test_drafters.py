@@ -213,7 +213,9 @@ def adapter(folder: Path, targets: Sequence[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Run]]:
+def runs(
+    musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Run]]:
     """By side, each engine's."""
     folder = tmp_path_factory.mktemp("drafters")
     # Room for all requests at a time, also for their windows.
@@ -250,7 +252,7 @@ def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     graphs = {gate_of(feature): "on" for feature in ("engine-report", "v2-graph-addresses", *GRAPHS)}
     sides = {"stock": loads.UNPATCHED, "graphs": loads.UNPATCHED | graphs}
     return loads.side_by_side(
-        {side: Process(asked, loads.musa(folder / f"host, {side}", **sides[side])) for side in sides}, folder
+        {side: Process(asked, loads.musa(folder / f"host, {side}", newest, **sides[side])) for side in sides}, folder
     )
 
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 DRAFTS = 3
 
 
-def test_graphs_change_nothing(musa_host: None, tmp_path: Path) -> None:
+def test_graphs_change_nothing(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
     """Behind an image the three positions of a token are less than what comes before it."""
     target, drafter = images.write_model(tmp_path / "model", DRAFTS)
     speculation = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": DRAFTS}
@@ -39,7 +39,7 @@ def test_graphs_change_nothing(musa_host: None, tmp_path: Path) -> None:
     stock = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     gates = {gate_of(one): "on" for one in ("v2-tail-graph", "v2-step-inputs", "v2-graph-addresses")}
     gates[gate_of("engine-report")] = "auto"
-    expected, found = loads.compare_runs(load, stock, stock | gates, tmp_path)
+    expected, found = loads.compare_runs(load, stock, stock | gates, tmp_path, newest)
     assert (expected.runner, found.runner) == ("V2", "V2")
     assert {"v2-tail-graph", "v2-step-inputs"} <= set(found.used)
     assert 0 < expected.accepted()[-1] < expected.accepted()[0]

@@ -90,11 +90,13 @@ def eagle3(musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.T
 
 
 @pytest.fixture(scope="module")
-def sides(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Run]]:
+def sides(
+    musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Run]]:
     """By process, the runs of its engines."""
     folder, short = tmp_path_factory.mktemp("v2"), "eagle3, KV connector"
-    graphs = process(folder / "host with graphs", ["dflash", "dflash, new weights", short], variables=WITH_GRAPHS)
-    stock = process(folder / "stock host", ["dflash, new weights, eager", short, "dflash"])
+    graphs = process(folder / "host with graphs", ["dflash", "dflash, new weights", short], newest, WITH_GRAPHS)
+    stock = process(folder / "stock host", ["dflash, new weights, eager", short, "dflash"], newest)
     return loads.side_by_side({"graphs": graphs, "stock": stock}, folder)
 
 
@@ -165,14 +167,14 @@ def test_nor_with_dflash(sides: dict[str, dict[str, Run]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def not_known(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def not_known(musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Of one load: stock vLLM, and the plugin where it does not know something of the engine."""
     folder, load = tmp_path_factory.mktemp("not known"), LOADS["eagle3, mixed"]
     wanted = WITH_GRAPHS | {gate_of("v2-step-inputs"): "auto"}
-    processes = {"stock": Process({"eagle3": load}, loads.musa(folder / "host, stock", **loads.UNPATCHED))}
+    processes = {"stock": Process({"eagle3": load}, loads.musa(folder / "host, stock", newest, **loads.UNPATCHED))}
     for what in ("drafter", "builders", "updates alone"):
         made = dataclasses.replace(load, unknown=what)
-        processes[what] = Process({"eagle3": made}, loads.musa(folder / f"host, {what}", **wanted))
+        processes[what] = Process({"eagle3": made}, loads.musa(folder / f"host, {what}", newest, **wanted))
     return {name: runs["eagle3"] for name, runs in loads.side_by_side(processes, folder).items()}
 
 

@@ -5,10 +5,11 @@ step all bytes of the KV cache are those of a run that never wrote a rejected dr
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from vllm_hwplugin.features import gate_of
-from vllm_hwplugin_lab import bench
 
 from ..nwor.runs import GRAPHS, Job, Run, differing, side_by_side
 from . import loads
@@ -23,14 +24,14 @@ TOLD = Job(OPTIONS, loads.mixed(), oracle="restore")
 
 @pytest.fixture(scope="module", params=["V1", "V2"])
 def runs(
-    request: pytest.FixtureRequest, musa_host: None, cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp(f"nwor on {request.param}")
     common = {"VLLM_USE_V2_MODEL_RUNNER": "1" if request.param == "V2" else "0"}
 
     def host(mode: str, **variables: str) -> dict[str, str]:
         made = {**loads.UNPATCHED, gate_of("engine-report"): "auto", **common, "VLLM_HWPLUGIN_NWOR_MODE": mode}
-        return loads.musa(folder / f"host of {mode}", **{**made, **variables})
+        return loads.musa(folder / f"host of {mode}", newest, **{**made, **variables})
 
     graphs = {gate_of(feature): "auto" for feature in GRAPHS[request.param]}
     restoring = host("restore", VLLM_HWPLUGIN_NWOR_DEBUG_SYNC="1", **graphs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -39,14 +40,16 @@ ENGINES = {
 
 
 @pytest.fixture(scope="module")
-def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, Run]]:
+def runs(
+    musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, Mapping[str, Run]]:
     """By model runner: stock vLLM, and each engine with gates as they are by default."""
     folder, processes = tmp_path_factory.mktemp("starts"), {}
     for runner, engines in ENGINES.items():
         chosen = {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2"))}
-        stock = loads.musa(folder / f"stock host, {runner}", VLLM_HWPLUGIN="1", **loads.UNPATCHED, **chosen)
+        stock = loads.musa(folder / f"stock host, {runner}", newest, VLLM_HWPLUGIN="1", **loads.UNPATCHED, **chosen)
         processes[f"stock {runner}"] = Process({"stock": _load()}, stock)
-        processes[runner] = Process(engines, loads.musa(folder / f"host, {runner}", **chosen))
+        processes[runner] = Process(engines, loads.musa(folder / f"host, {runner}", newest, **chosen))
     found = loads.side_by_side(processes, folder)
     return {runner: {**found[f"stock {runner}"], **found[runner]} for runner in ENGINES}
 

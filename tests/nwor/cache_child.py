@@ -9,13 +9,14 @@ writes them; vLLM itself does the rest. With `zeros` its own attention layers wr
 """
 
 import hashlib
+import importlib.util
 import json
 import sys
 import time
 from pathlib import Path
 from unittest import mock
 
-from tests.musa_sim.load_child import collect_seldom, known, name_of, serve
+from tests.musa_sim.load_child import collect_seldom, known, leave_out_step5, name_of, serve
 
 #: Seconds for another process to start its engine and serve its load.
 PATIENCE = 300
@@ -132,6 +133,8 @@ def one(job: dict, found_by_others: Path, others_follow: bool) -> dict:
     from vllm_hwplugin import journal
     from vllm_hwplugin_lab.bench._inside import model_runner, runner_generation
 
+    if importlib.util.find_spec("torchvision") is None:
+        leave_out_step5()
     llm = LLM(**known(job["options"]))
     runner = model_runner(llm)
     found: list[dict] = []

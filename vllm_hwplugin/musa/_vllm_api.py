@@ -112,6 +112,20 @@ def capture_by_thread(musa: Any) -> None:
     musa.MUSAGraph.capture_begin = capture_begin
 
 
+def set_streams_by_vllm(cuda: Any, musa: Any) -> None:
+    """Make stream contexts call vLLM's `set_stream`.
+
+    vLLM captures graphs on that stream. Contexts of torch_musa call ``torch.musa.set_stream``, vLLM replaces
+    ``torch.cuda.set_stream``. So once vLLM has copied a step's outputs on another stream, it would take the default
+    stream for the current one, and an engine that starts later in this process could capture nothing.
+
+    Args:
+        cuda: ``torch.cuda``, patched by torchada.
+        musa: ``torch.musa``.
+    """
+    musa.set_stream = cuda.set_stream
+
+
 @contextmanager
 def taken_for_cuda(device_config: Any, cuda: Any, musa: Any) -> Iterator[None]:
     """Present the device as ``cuda`` while vLLM's GPU worker starts it.

@@ -50,6 +50,7 @@ class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the t
 
     def load_model(self, *args: Any, **options: Any) -> None:
         _vllm_api.capture_by_thread(torch.musa)
+        _vllm_api.set_streams_by_vllm(torch.cuda, torch.musa)
         # Imported late: it imports most of vLLM.
         importlib.import_module("vllm_hwplugin.musa.layers")
         super().load_model(*args, **options)

@@ -3,6 +3,8 @@ import time
 
 import torch
 
+import torch_musa
+
 from ._utils import _get_musa_device_index
 
 
@@ -62,12 +64,13 @@ class StreamContext:
         if self.stream is not None:
             self._device = torch._C._accelerator_getDeviceIndex()
             self._before = current_stream(self.stream.device_index)
-            set_stream(self.stream)
+            # The package's attribute, as torch_musa's: whoever replaces it sees each stream.
+            torch_musa.set_stream(self.stream)
         return self.stream
 
     def __exit__(self, *_):
         if self.stream is not None:
-            set_stream(self._before)
+            torch_musa.set_stream(self._before)
             torch._C._accelerator_setDeviceIndex(self._device)
         return False
 
