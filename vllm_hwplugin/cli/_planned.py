@@ -156,7 +156,7 @@ def _foreseen(arguments: Any, assumed: bool) -> dict[str, Any]:
     named = [name for name, value in given.items() if value != getattr(SpeculativeConfig, name, None)]
     config = arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     from .. import journal
-    from ..patching import _runtime, find_installed
+    from ..patching import current_plan, find_installed
     from ..spec_decode import ignored_settings, planned_engine
     from ..spec_decode.capture_sizes import UNSERVED
 
@@ -169,7 +169,7 @@ def _foreseen(arguments: Any, assumed: bool) -> dict[str, Any]:
     foreseen = planned_engine.foresee(config, entry)
     root = find_installed().root
 
-    plan = _runtime.current_plan()
+    plan = current_plan()
 
     def read(path: str) -> str | None:
         if plan is not None and path in plan.files:

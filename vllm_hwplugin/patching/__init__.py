@@ -13,7 +13,7 @@ from ._installed import Installed, NotInstalled, VersionUnknown, find_installed
 from ._model import VLLM, Catalogue, Feature, PatchedFile
 from ._overlay import FOLDER, has_copy
 from ._plan import make_plan
-from ._runtime import force, install
+from ._runtime import current_plan, force, install
 
 __all__ = [
     "FOLDER",
@@ -26,6 +26,7 @@ __all__ = [
     "PatchedFile",
     "PatchingError",
     "VersionUnknown",
+    "current_plan",
     "find_installed",
     "force",
     "has_copy",
