@@ -72,10 +72,11 @@ def test_doctor(musa_host: None, tmp_path: Path) -> None:
     troubles = {line["package"]: line for line in found["musa"] if line["trouble"]}
     # This host has a later torch, as the warning says.
     assert "requires torch 2.11" in troubles.pop("torch_musa")["trouble"]
-    if troubles:
-        assert list(troubles) == ["torchvision"]
-        assert troubles["torchvision"]["stops"]
-    assert done.returncode == (1 if troubles else 0)
+    # It has numpy 2 and the public package of a name.
+    assert troubles.keys() <= {"apache-tvm-ffi", "numpy", "torchvision"}
+    stops = [package for package, line in troubles.items() if line["stops"]]
+    assert stops in ([], ["torchvision"])
+    assert done.returncode == (1 if stops else 0)
 
 
 def test_a_quantized_model_is_not_measured_by_cudas_capabilities(musa_host: None, tmp_path: Path) -> None:
