@@ -21,7 +21,6 @@ from packaging.version import Version
 from vllm import _custom_ops, envs
 from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
 from vllm.distributed.parallel_state import get_tp_group, graph_capture, model_parallel_is_initialized
-from vllm.v1.sample.ops import topk_topp_triton
 
 from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.fallback import FeatureRequired, gives_up, in_a_line, report_unused
@@ -77,6 +76,9 @@ def shared_scratch() -> list[torch.Tensor]:
     vLLM frees a buffer and allocates a larger one when the batch grows. A graph of such kernels keeps using the memory
     of its capture, so the owner of the graph must also keep that memory.
     """
+    # Its import needs Triton, and `doctor --for` reads obstacles on hosts without it.
+    from vllm.v1.sample.ops import topk_topp_triton
+
     return list(topk_topp_triton._TRITON_BUFFER_CACHE.values())
 
 
