@@ -39,10 +39,6 @@ def report_unused(feature: str, effect: str, reason: str, level: int = logging.I
     logger.log(level, "%s: %s: %s", feature, effect, reason)
 
 
-# The name that `spec_decode.v2` imports.
-stays_stock = report_unused
-
-
 def gives_up(feature: str, effect: str, reason: str) -> None:
     """Log and note that ``feature`` is disabled from here on.
 

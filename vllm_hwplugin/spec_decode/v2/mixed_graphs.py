@@ -17,7 +17,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from vllm_hwplugin import journal
-from vllm_hwplugin.fallback import stays_stock
+from vllm_hwplugin.fallback import report_unused
 from vllm_hwplugin.features import BACKPORT_MIXED_GRAPHS, V2_MIXED_GRAPHS
 from vllm_hwplugin.spec_decode.builders import flash_versions
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
@@ -91,7 +91,7 @@ def add_mixed_graphs(runner: Any) -> None:
     sizes = [size for size in SIZES if size <= most_tokens]
     reason = why_not(runner, Part.V2_MIXED)
     if reason is not None or not sizes:
-        stays_stock(V2_MIXED_GRAPHS, _STOCK, reason or f"graphs have {most_tokens} tokens at most")
+        report_unused(V2_MIXED_GRAPHS, _STOCK, reason or f"graphs have {most_tokens} tokens at most")
         return
     most, grid = min(runner.max_num_reqs, MAX_NUM_REQS), _FLASH_2_GRID if _over_flash_2(runner) else None
     graphs = [
