@@ -78,7 +78,9 @@ def test_features_are_live_in_the_patched_processes_alone_which_say_what_they_us
     for row in demo["rows"].values():
         for process in row["processes"]:
             assert {"dflash-context-norm", "draft-full-graph"} <= live(process) if row["patched"] else not live(process)
-    for name, mine in (("Eagle3 patched", []), ("DFlash patched", ["dflash-context-norm"])):
+    # V1 with any drafter.
+    both = ["backport-prompt-logprobs"]
+    for name, mine in (("Eagle3 patched", both), ("DFlash patched", [*both, "dflash-context-norm"])):
         (process,) = demo["rows"][name]["processes"]
         # The features that make the report are not in it.
         assert live(process) - process["uses"].keys() <= {"engine-report", "step-metrics"}
