@@ -94,9 +94,10 @@ class StepKinds:
             self._paths.append((path, None))
             served(path)
 
-        def noting_missed(path: StepCounts, reason: Reason) -> None:
-            self._paths.append((path, reason))
-            missed(path, reason)
+        def noting_missed(path: StepCounts, outcome: object) -> bool:
+            is_reason = missed(path, outcome)
+            self._paths.append((path, outcome if isinstance(outcome, Reason) else None))
+            return is_reason
 
         # On the instances, which hides the classes' methods; the plugin's paths share one class.
         runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
