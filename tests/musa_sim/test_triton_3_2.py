@@ -42,6 +42,8 @@ def triton_3_2() -> Path:
 NOT_COMPILED = {"next tokens of drafters": "uint32", "top-k and top-p": "parity"}
 TOP_K = "vllm.v1.sample.ops.topk_topp_triton:_topk_topp_kernel"
 NEXT_TOKENS = "vllm.v1.spec_decode.utils:eagle_prepare_next_token_padded_kernel"
+#: Kernels of the self-test: what does not compile there refuses its users, see test_self_test.py.
+SELF_TEST = "vllm_hwplugin.musa._self_test_kernels:"
 V2_VERIFIES = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils:_rejection_kernel"
 
 
@@ -89,7 +91,8 @@ def test_every_kernel_that_a_drafting_engine_launches(
         # To the plugin this is a host with Triton 3.2, though another one's interpreter runs the kernels.
         (host / f"triton-{VERSION}.dist-info").mkdir()
         (host / f"triton-{VERSION}.dist-info" / "METADATA").write_text(f"Name: triton\nVersion: {VERSION}\n")
-    else:
+    if runner == "V2" or version == "0.20.2":
+        # vLLM 0.20 refuses to start where an earlier engine's memory is freed meanwhile.
         del drafting["dflash"]
     asked = {name: Load(engine.on_musa(), loads.mixed()) for name, engine in drafting.items()}
     runs = Process(asked, own).run(tmp_path / "run")
@@ -98,7 +101,7 @@ def test_every_kernel_that_a_drafting_engine_launches(
     def refused(**gates: str) -> dict[str, str]:
         found = said_of("launches_child", version, triton_3_2, tmp_path, str(launches), **gates)
         assert (NEXT_TOKENS if runner == "V1" else V2_VERIFIES) in found
-        return {name: said for name, said in found.items() if said != "compiles"}
+        return {name: said for name, said in found.items() if said != "compiles" and not name.startswith(SELF_TEST)}
 
     if runner == "V2":
         # So `MusaPlatform` refuses it. Below 3.6 the worker samples by torch's sort.
