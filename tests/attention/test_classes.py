@@ -161,7 +161,8 @@ def test_on_musa_every_answer_is_the_declared_one(version: str, vllm_tree: Tree)
         assert made.supports_dtype(torch.float16)
         assert not made.supports_dtype(torch.float32)
         assert made.supports_kv_cache_dtype(kv_cache_dtype="auto")
-        assert not made.supports_kv_cache_dtype("fp8")
+        assert made.supports_kv_cache_dtype("fp8")
+        assert not made.supports_kv_cache_dtype("fp8_e5m2")
         backend = load("vllm.v1.attention.backend")
         assert made.supports_attn_type(backend.AttentionType.DECODER)
         assert not made.supports_attn_type(backend.AttentionType.ENCODER_ONLY)
@@ -189,7 +190,7 @@ def test_musa_takes_what_it_declares_and_explains_what_it_refuses(version: str, 
             device_capability=(3, 1),
         )
         assert made.validate_configuration(**good) == []
-        bad = arguments(made, head_size=576, kv_cache_dtype="fp8", block_size=24, use_per_head_quant_scales=True)
+        bad = arguments(made, head_size=576, kv_cache_dtype="fp8_e5m2", block_size=24, use_per_head_quant_scales=True)
         told = made.validate_configuration(**bad)
         assert told[:4] == [
             "head_size not supported",
