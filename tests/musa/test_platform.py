@@ -280,12 +280,13 @@ def test_images_are_not_split_where_the_model_attends_in_both_directions(
 @pytest.mark.usefixtures("mccl")
 @pytest.mark.parametrize("named", [False, True])
 def test_a_hybrid_verifies_drafts_in_full_graphs_only_where_they_are_named(
-    named: bool, platform: Any, dflash: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    named: bool, platform: Any, dflash: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     pieces, full = (SimpleNamespace(has_full_cudagraphs=lambda full=full: full) for full in (False, True))
     modes: Any = ModuleType("vllm.config.compilation")
     modes.CUDAGraphMode = SimpleNamespace(PIECEWISE=pieces)
-    monkeypatch.setitem(sys.modules, modes.__name__, modes)
+    # `real_vllm` restores vLLM's modules; `monkeypatch` would undo this after it, and take the restored module away.
+    sys.modules[modes.__name__] = modes
     made = config()
     made.compilation_config.cudagraph_mode = full if named else None
     made.model_config.is_hybrid, made.scheduler_config.async_scheduling = True, True

@@ -90,4 +90,5 @@ def test_each_field_is_read_or_known(version: str, v2: bool, vllm_tree: Any) -> 
     assert set(ignored(fields, v2=v2, read=tree.read)) == known
     # In the patched text no setting is ignored that a backport reads.
     patched = set(ignored(fields, v2=v2, read=texts(tree)))
-    assert patched == known - {"moe_backend"}
+    # On 0.24 `dflash-draft-backend` reads the attention backend of a DFlash drafter.
+    assert patched - {"attention_backend"} == known - {"moe_backend", "attention_backend"}
