@@ -162,7 +162,7 @@ REAL = """
     assert entry.error is None and entry.live, entry
     refused = {name for name, item in entry.features.items() if item["state"] == "refused"}
     # New bodies of functions neither add a parameter nor replace a class.
-    more = {"backport-state-bounds", "backport-top-k-top-p", "v2-tail-graph", "v2-step-inputs"}
+    more = {"backport-state-bounds", "backport-top-k-top-p", "v2-mixed-graphs", "v2-step-inputs", "v2-tail-graph"}
     assert refused == (more if EARLY else set()), entry.features
     assert entry.features["step-metrics"]["state"] == "off", entry.features
     if not EARLY:

@@ -59,12 +59,13 @@ def drift(arguments: Sequence[str]) -> int:
             if options.json != STANDARD_OUTPUT:
                 for text in verdict_lines(checked, quiet=options.quiet, show=options.show):
                     line(text)
-                frozen = [feature.id for feature in catalogue.features if feature.is_frozen]
-                if frozen and not options.quiet and any(report.error is None for report in checked):
-                    line(f"{distribution}: ended before 0.29, fixes only: {', '.join(frozen)}")
-                for feature in () if options.quiet else catalogue.features:
-                    if feature.condition:
-                        line(f"{distribution}: {feature.id}: only {feature.condition}; drift checks only the text")
+                if not options.quiet and any(report.error is None for report in checked):
+                    frozen = [feature.id for feature in catalogue.features if feature.is_frozen]
+                    if frozen:
+                        line(f"{distribution}: ended before 0.29, fixes only: {', '.join(frozen)}")
+                    for feature in catalogue.features:
+                        if feature.condition:
+                            line(f"{distribution}: {feature.id}: only {feature.condition}; drift checks only the text")
             say_failures(checked)
             pages.append(as_markdown(catalogue, checked))
     say_troubles(selection)
