@@ -53,6 +53,7 @@ class Builder:
             FlashAttention 2 and 4, see `flash_versions`).
         updated: one-token metadata that vLLM's own update refreshes on the device, if the builder declares it
             (`supports_draft_decode_metadata_update`).
+        asked_for: V2 graphs have it only with VLLM_HWPLUGIN_TRTLLM_GRAPHS.
         why: why nothing more is allowed.
     """
 
@@ -63,6 +64,7 @@ class Builder:
     decode: bool = False
     prompts: bool = False
     updated: bool = False
+    asked_for: bool = False
     why: str = ""
 
 
@@ -71,7 +73,6 @@ _BACKENDS: Final = "vllm.v1.attention.backends"
 # enough for every graph; `fast_build`, which drafting asks for, leaves the schedule out.
 _VIEWS: Final = Builder(passes=True, chain=True, non_causal=True, one_token=True, decode=True, prompts=True)
 _UPDATED: Final = Builder(updated=True, why="its build works on the host, and here vLLM cannot update what it made")
-_TRTLLM_SPARSE: Final = replace(_UPDATED)
 _UNKNOWN: Final = Builder(why="it is not among the builders whose metadata is known to suit a graph")
 
 _FLASH_ATTN: Final = f"{_BACKENDS}.flash_attn.FlashAttentionMetadataBuilder"
@@ -106,8 +107,10 @@ BUILDERS: Final[Mapping[str, Builder]] = {
     # Their builds work on the host. Their updates write all of a decode step's metadata again, from lengths and block
     # tables on the device, into tensors that the metadata names.
     f"{_BACKENDS}.mla.flashattn_mla_sparse.FlashAttnMLASparseMetadataBuilder": _UPDATED,
-    # Of 0.33, for Blackwell; only with VLLM_HWPLUGIN_TRTLLM_GRAPHS.
-    f"{_BACKENDS}.mla.flashinfer_mla_sparse.FlashInferMLASparseTRTLLMMetadataBuilder": _TRTLLM_SPARSE,
+    # Of 0.33, for Blackwell.
+    f"{_BACKENDS}.mla.flashinfer_mla_sparse.FlashInferMLASparseTRTLLMMetadataBuilder": replace(
+        _UPDATED, asked_for=True
+    ),
     f"{_BACKENDS}.mla.indexer.DeepseekV32IndexerMetadataBuilder": _UPDATED,
     f"{_BACKENDS}.mla.sparse_swa.DeepseekSparseSWAMetadataBuilder": _UPDATED,
     f"{_BACKENDS}.flashinfer.FlashInferMetadataBuilder": Builder(passes=True, why="each build plans on the host"),
@@ -126,7 +129,7 @@ _NEVER_RUN: Final = Builder(
 #: FlashInfer's decode kernels of TensorRT-LLM, by name. A decode batch's metadata names the batch's tensors (from 0.26
 #: on), and for XQA a mask that depends only on the shape. XQA takes several tokens a request as a decode from 0.28 on.
 _TRTLLM_KERNELS: Final = ("TRTLLM_GEN", "XQA")
-_TRTLLM: Final = Builder(one_token=True, decode=True)
+_TRTLLM: Final = Builder(one_token=True, decode=True, asked_for=True)
 
 
 def known(builder_class: type, *, by_its_word: bool = False) -> Builder:
@@ -165,9 +168,7 @@ def _of(builder: Any, causal: bool) -> Builder:
             entry = replace(entry, decode=False, why="it takes several tokens of a request for a prompt")
     else:
         entry = known(type(builder))
-        if entry is not _TRTLLM_SPARSE:
-            return entry
-    return entry if gates.is_on("VLLM_HWPLUGIN_TRTLLM_GRAPHS") else _NEVER_RUN
+    return _NEVER_RUN if entry.asked_for and not gates.is_on("VLLM_HWPLUGIN_TRTLLM_GRAPHS") else entry
 
 
 def why_not_in_graph(
