@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,17 +18,22 @@ pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 DRAFTS = 3
 
 
-def test_graphs_change_nothing(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
-    """Behind an image the three positions of a token are less than what comes before it."""
-    target, drafter = images.write_model(tmp_path / "model", DRAFTS)
+def options_of(folder: Path, **engine: Any) -> dict[str, Any]:
+    """Options of an engine with a model that takes images, which is written to `folder`."""
+    target, drafter = images.write_model(folder, DRAFTS)
     speculation = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": DRAFTS}
-    options = {
-        **loads.Engine("eagle3", drafts=DRAFTS).on_musa(),
+    return {
+        **loads.Engine("eagle3", drafts=DRAFTS, **engine).on_musa(),
         **loads.dummies(target, speculation),
         "skip_tokenizer_init": False,
         "limit_mm_per_prompt": {"image": 1, "video": 0},
         "max_num_batched_tokens": 96,
     }
+
+
+def test_graphs_change_nothing(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
+    """Behind an image the three positions of a token are less than what comes before it."""
+    options = options_of(tmp_path / "model")
     shown = [images.START, images.IMAGE, images.END]
     asked = [
         Request("a", list(range(3, 30)), 0, {"max_tokens": 20, "temperature": 0.0}),
@@ -91,14 +97,7 @@ def steps_with_images(run: Run, requests: list[Request], ahead: int) -> int:
 
 
 def run_in_pieces(folder: Path, vllm: tuple[str, Path], unknown: str) -> tuple[Run, Run, list[Request]]:
-    target, drafter = images.write_model(folder / "model", DRAFTS)
-    speculation = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": DRAFTS}
-    options = {
-        **loads.Engine("eagle3", drafts=DRAFTS, graphs_of=(1, 2, 4, 6, 24)).on_musa(),
-        **loads.dummies(target, speculation),
-        "skip_tokenizer_init": False,
-        "limit_mm_per_prompt": {"image": 1, "video": 0},
-        "max_num_batched_tokens": 96,
+    options = options_of(folder / "model", graphs_of=(1, 2, 4, 6, 24)) | {
         "long_prefill_token_threshold": 20,
         "enable_prefix_caching": False,
         "num_gpu_blocks_override": 40,
