@@ -29,7 +29,7 @@ from vllm.distributed.device_communicators.custom_all_reduce import CustomAllred
 from tests.cpu_seconds import patience
 from vllm_hwplugin.fallback import FeatureRequired
 from vllm_hwplugin.features import V2_TAIL_GRAPH, gate_of
-from vllm_hwplugin.spec_decode import graph_recording, obstacles
+from vllm_hwplugin.spec_decode import graph_recording, obstacles, ranks
 from vllm_hwplugin.spec_decode.graph_recording import attempt, exchanged_later, record_graph
 
 POOL = (0, 7)
@@ -233,7 +233,7 @@ def _rank(rank: int, folder: str, fails: str, results: Any) -> None:
     parallel_state._TP = SimpleNamespace(
         world_size=2, cpu_group=torch.distributed.group.WORLD, device_communicator=SimpleNamespace(ca_comm=custom)
     )
-    graph_recording.model_parallel_is_initialized = lambda: True  # type: ignore[attr-defined]
+    ranks.model_parallel_is_initialized = lambda: True  # type: ignore[attr-defined]
     graph_recording._custom_ops.get_graph_buffer_ipc_meta = lambda _: ([], [0] * len(custom.in_line))
 
     def here(place: str) -> None:

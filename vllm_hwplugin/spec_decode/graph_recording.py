@@ -20,10 +20,12 @@ import torch
 from packaging.version import Version
 from vllm import _custom_ops, envs
 from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
-from vllm.distributed.parallel_state import get_tp_group, graph_capture, model_parallel_is_initialized
+from vllm.distributed.parallel_state import get_tp_group, graph_capture
+from vllm.v1.sample.ops import topk_topp_triton
 
 from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.fallback import FeatureRequired, gives_up, in_a_line, report_unused
+from vllm_hwplugin.spec_decode.ranks import all_ranks, over_ranks, tensor_parallel
 
 try:
     from vllm.compilation.cudagraph_pool import capture_pool
@@ -76,9 +78,6 @@ def shared_scratch() -> list[torch.Tensor]:
     vLLM frees a buffer and allocates a larger one when the batch grows. A graph of such kernels keeps using the memory
     of its capture, so the owner of the graph must also keep that memory.
     """
-    # Its import needs Triton, and `doctor --for` reads obstacles on hosts without it.
-    from vllm.v1.sample.ops import topk_topp_triton
-
     return list(topk_topp_triton._TRITON_BUFFER_CACHE.values())
 
 
@@ -351,7 +350,7 @@ def settle_all_reduce() -> None:
     if custom is None or custom.disabled:
         return
     _, offsets = _custom_ops.get_graph_buffer_ipc_meta(custom._ptr)
-    most = _over_ranks(len(offsets), torch.distributed.ReduceOp.MAX)
+    most = over_ranks(len(offsets), torch.distributed.ReduceOp.MAX)
     lacking = most - len(offsets)
     if lacking:
         # The kernel reads 16 bytes at a time.
@@ -404,22 +403,4 @@ def agreed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _custom_all_reduce() -> Any:
     """Return vLLM's `CustomAllreduce` of tensor parallelism, or None."""
-    return getattr(get_tp_group().device_communicator, "ca_comm", None) if _tensor_parallel() else None
-
-
-def all_ranks(agreed: bool) -> bool:
-    """Whether all ranks of tensor parallelism agree; they wait for each other."""
-    return bool(_over_ranks(agreed, torch.distributed.ReduceOp.MIN))
-
-
-def _over_ranks(value: int, op: Any) -> int:
-    """Return `op` applied to every rank's value."""
-    if not _tensor_parallel():
-        return value
-    values = torch.tensor([value], dtype=torch.int64)
-    torch.distributed.all_reduce(values, op=op, group=get_tp_group().cpu_group)
-    return int(values.item())
-
-
-def _tensor_parallel() -> bool:
-    return bool(model_parallel_is_initialized() and get_tp_group().world_size > 1)
+    return getattr(get_tp_group().device_communicator, "ca_comm", None) if tensor_parallel() else None

@@ -41,7 +41,7 @@ from vllm_hwplugin.spec_decode.drafters import (
     STANDALONE_METHODS,
     TRIED_METHODS,
 )
-from vllm_hwplugin.spec_decode.graph_recording import all_ranks
+from vllm_hwplugin.spec_decode.ranks import all_ranks
 
 logger = logging.getLogger("vllm.hwplugin")
 
