@@ -18,11 +18,33 @@ _WIDTHS = {True: (64, 96), False: (48, 40)}
 _TOLERANCE = 0.01
 
 
+def product_error(device: str | torch.device, rows: int, inner: int, outputs: int, out_dtype: torch.dtype) -> float:
+    """Return the largest error of ``torch._scaled_mm`` against float32 on the CPU, by the largest expected number.
+
+    Args:
+        device: The device to try; it must not be capturing a graph.
+        rows, inner, outputs: Sizes: (rows, inner) by (inner, outputs).
+        out_dtype: Type of the result.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    scale = torch.full((1,), 0.5, dtype=torch.float32, device=device)
+    a, b = (
+        torch.randn(size, inner, generator=generator, dtype=torch.float32, device="cpu").to(torch.float8_e4m3fn)
+        for size in (rows, outputs)
+    )
+    expected = a.float() @ b.float().t() / 4
+    result = torch._scaled_mm(a.to(device), b.to(device).t(), scale_a=scale, scale_b=scale, out_dtype=out_dtype)
+    return float((result.cpu().float() - expected).abs().max() / expected.abs().max())
+
+
+def wrong_by(error: float) -> str:
+    """Return what is wrong with a product of this error, or ""; NaN is wrong."""
+    return "" if error <= _TOLERANCE else f"wrong by {error:.0%} of its largest number"
+
+
 @functools.cache
 def scaled_mm_trouble(device: str, out_dtype: torch.dtype, divisible: bool) -> str:
     """Return what is wrong with ``torch._scaled_mm``, or "".
-
-    It is compared with float32 on the CPU.
 
     Args:
         device: The device to try; it must not be capturing a graph.
@@ -30,22 +52,14 @@ def scaled_mm_trouble(device: str, out_dtype: torch.dtype, divisible: bool) -> s
         divisible: Whether the operands' widths are divisible by 32.
     """
     inner, outputs = _WIDTHS[divisible]
-    generator = torch.Generator("cpu").manual_seed(0)
-    scale = torch.full((1,), 0.5, dtype=torch.float32, device=device)
     for rows in _ROWS:
-        a, b = (
-            torch.randn(size, inner, generator=generator, dtype=torch.float32, device="cpu").to(torch.float8_e4m3fn)
-            for size in (rows, outputs)
-        )
-        expected = a.float() @ b.float().t() / 4
         shape = f"torch._scaled_mm of ({rows}, {inner}) and ({inner}, {outputs}) to {out_dtype}"
         try:
-            result = torch._scaled_mm(a.to(device), b.to(device).t(), scale_a=scale, scale_b=scale, out_dtype=out_dtype)
-            error = float((result.cpu().float() - expected).abs().max() / expected.abs().max())
+            wrong = wrong_by(product_error(device, rows, inner, outputs, out_dtype))
         except (RuntimeError, ValueError) as refusal:
             return f"{shape} fails: {refusal}"
-        if not error <= _TOLERANCE:
-            return f"{shape} is wrong by {error:.0%} of its largest number"
+        if wrong:
+            return f"{shape} is {wrong}"
     return ""
 
 

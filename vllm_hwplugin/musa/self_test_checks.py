@@ -18,6 +18,7 @@ import torch
 
 from ..spec_decode.drafters import CACHED_METHODS
 from . import _mtml
+from .scaled_mm import product_error, wrong_by
 from .self_test import Result, describe_host, find_wrong
 
 
@@ -92,10 +93,7 @@ def _dot(stages: int, device: torch.device) -> str:
 
 
 def _scaled_mm(rows: int, device: torch.device) -> str:
-    left, right = (_random(count, 256, seed=seed).to(torch.float8_e4m3fn) for seed, count in ((0, rows), (1, 64)))
-    scale = torch.ones((), device=device)
-    result = torch._scaled_mm(left.to(device), right.to(device).t(), scale, scale, out_dtype=torch.float32)
-    return _differs(result, left.float() @ right.float().t(), 1e-2)
+    return wrong_by(product_error(device, rows, 256, 64, torch.float32))
 
 
 def _overflow(device: torch.device) -> str:
