@@ -19,7 +19,9 @@ _TOLERANCE = 0.01
 
 
 def product_error(device: str | torch.device, rows: int, inner: int, outputs: int, out_dtype: torch.dtype) -> float:
-    """Return the largest error of ``torch._scaled_mm`` against float32 on the CPU, by the largest expected number.
+    """Return the relative error of one ``torch._scaled_mm``.
+
+    It is the largest error against float32 on the CPU, divided by the largest expected number.
 
     Args:
         device: The device to try; it must not be capturing a graph.
@@ -38,7 +40,7 @@ def product_error(device: str | torch.device, rows: int, inner: int, outputs: in
 
 
 def wrong_by(error: float) -> str:
-    """Return what is wrong with a product of this error, or ""; NaN is wrong."""
+    """Describe an error that is too large, else ""; NaN is."""
     return "" if error <= _TOLERANCE else f"wrong by {error:.0%} of its largest number"
 
 
