@@ -37,6 +37,10 @@ _BY_ENGINE = (
 )
 _FULL = "*"
 _ONE_ROUND = "†"
+_WAITS = (
+    f" {_FULL}: the API server process was CPU-bound, so requests queued there ([what to "
+    "set](docs/benchmarks.md#when-the-api-server-is-the-limit))."
+)
 #: Concurrencies and targets of README.md.
 _SHOWN = (1, 16, 64, 128, 256)
 _MOST_TARGETS = 6
@@ -80,13 +84,9 @@ def live(files: Sequence[Found]) -> str:
     numbers = " or ".join(_COUNTED[gpus] for gpus in sorted({_gpus(file.results["settings"]) for file in files}))
     loads = "; ".join(dict.fromkeys(_prompts(file.results["settings"]) for file in files))
     full, once = (any(mark in cell for row in rows for cell in row) for mark in (_FULL, _ONE_ROUND))
-    waits = (
-        f" {_FULL}: the API server process was CPU-bound, so requests queued there ([what to "
-        "set](docs/benchmarks.md#when-the-api-server-is-the-limit))."
-    )
     text = (
         f"Ratios, plugin / unpatched vLLM. Throughput: higher is better. TTFT, TPOT: lower is better. On {numbers} "
-        f"{devices}; {loads}.{waits if full else ''}"
+        f"{devices}; {loads}.{_WAITS if full else ''}"
         f"{f' {_ONE_ROUND}: one round.' if once else ''} Loaded machine: other engines started or ran on another GPU, "
         "which may slow unpatched vLLM more. Every figure and its conditions: [serve.md](benchmarks/results/serve.md)."
     )
@@ -139,14 +139,11 @@ def first_screen(files: Sequence[Found]) -> tuple[str, str]:
     devices = " or ".join(sorted({load.file.device for *_, load in entries}))
     prompts = "; ".join(dict.fromkeys(_prompts(load.file.results["settings"]) for *_, load in entries))
     text = (
-        f"Tokens/s (TTFT P50), plugin / unpatched vLLM {newest}: more tokens/s and less TTFT are better. {devices}, no "
-        f"other load on the machine; dummy weights, equal acceptance; {prompts}."
+        f"Tokens/s (TTFT P50 / P99), plugin / unpatched vLLM {newest}: more tokens/s and less TTFT are better. "
+        f"{devices}, no other load on the machine; dummy weights, equal acceptance; {prompts}."
     )
     if any(load.is_full for *_, load in entries):
-        text += (
-            f" {_FULL}: the API server process was CPU-bound, so requests queued there ([what to "
-            "set](docs/benchmarks.md#when-the-api-server-is-the-limit))."
-        )
+        text += _WAITS
     if any(load.before["rounds"] == 1 for *_, load in entries):
         text += f" {_ONE_ROUND}: one round."
     names = ["concurrent requests", *map(str, _SHOWN), "GPU busy, unpatched"]
@@ -171,12 +168,16 @@ class _Load(NamedTuple):
 
     @property
     def cell(self) -> str:
-        ttft = self.ratio("ttft_ms")
-        marks = f"{_FULL if ttft > 1 and self.is_full else ''}{_ONE_ROUND if self.before['rounds'] == 1 else ''}"
-        return f"{self.speedup:.2f}× ({ttft:.2f}×){marks}"
+        marks = f"{self.waits('ttft_ms', 'p50')}{_ONE_ROUND if self.before['rounds'] == 1 else ''}"
+        ttft = " / ".join(f"{self.ratio('ttft_ms', percentile):.2f}" for percentile in ("p50", "p99"))
+        return f"{self.speedup:.2f}× ({ttft}){marks}"
 
-    def ratio(self, latency: str) -> float:
-        return float(self.after[latency]["p50"] / self.before[latency]["p50"])
+    def ratio(self, latency: str, percentile: str = "p50") -> float:
+        return float(self.after[latency][percentile] / self.before[latency][percentile])
+
+    def waits(self, latency: str, percentile: str) -> str:
+        """Return the mark of a latency that grew in the server's queue."""
+        return _FULL if self.ratio(latency, percentile) > 1 and self.is_full else ""
 
 
 def _drafter(file: Found, case: Mapping[str, Any]) -> str:
@@ -191,41 +192,33 @@ def _busy(shares: Sequence[float | None]) -> str:
 def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
     settings = file.results["settings"]
     for patched, stock in STOCK_OF.items():
-        pairs = _pairs(case, stock, patched)
-        pairs.sort(key=lambda pair: (pair[0]["concurrency"] or float("inf"), pair[0]["request_rate"]))
-        if pairs:
-            ratios = [
-                [after["tokens_per_second"]["best"] / before["tokens_per_second"]["best"] for before, after in pairs],
-                *(
-                    [after[name][percentile] / before[name][percentile] for before, after in pairs]
-                    for name in ("ttft_ms", "tpot_ms")
-                    for percentile in ("p50", "p99")
-                ),
-            ]
+        loads = [_Load(file, before, after) for before, after in _pairs(case, stock, patched)]
+        loads.sort(key=lambda load: (load.before["concurrency"] or float("inf"), load.before["request_rate"]))
+        if loads:
             asked = [
                 (f"{load['request_rate']:g}/s" if load["request_rate"] else str(load["concurrency"]))
                 + (_ONE_ROUND if load["rounds"] == 1 else "")
-                for load, _ in pairs
+                for _, load, _ in loads
             ]
-            # The server's single process fills a core, so requests queue there.
-            full = [after.get("cpu", {}).get("server", 0) >= 1 for _, after in pairs]
-            busy = [NOT_MEASURED if (share := load.get("gpu_busy")) is None else f"{share:.0%}" for load, _ in pairs]
+            shares = [load.before.get("gpu_busy") for load in loads]
             yield [
                 file.vllm,
                 "V2" if stock == "mrv2" else "V1",
                 f"{_target(settings)}{file.asked}, {settings['method']} k={case['k']}"
                 f"{'' if _servers(file) == 1 else f', {frontend(settings)}'}{file.conditions}{_extra(settings)}",
                 " / ".join(asked),
-                " / ".join(f"{ratio:.2f}" for ratio in ratios[0]),
+                " / ".join(f"{load.speedup:.2f}" for load in loads),
                 *(
                     " / ".join(
-                        f"{ratio:.2f}{_FULL if ratio > 1 and waits else ''}"
-                        for ratio, waits in zip(latencies, full, strict=True)
+                        f"{load.ratio('ttft_ms', percentile):.2f}{load.waits('ttft_ms', percentile)}" for load in loads
                     )
-                    for latencies in ratios[1:3]
+                    for percentile in ("p50", "p99")
                 ),
-                *(" / ".join(f"{ratio:.2f}" for ratio in latencies) for latencies in ratios[3:]),
-                " / ".join(busy),
+                *(
+                    " / ".join(f"{load.ratio('tpot_ms', percentile):.2f}" for load in loads)
+                    for percentile in ("p50", "p99")
+                ),
+                " / ".join(NOT_MEASURED if share is None else f"{share:.0%}" for share in shares),
                 file.day,
             ]
 
