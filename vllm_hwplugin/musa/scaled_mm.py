@@ -40,7 +40,7 @@ def product_error(device: str | torch.device, rows: int, inner: int, outputs: in
 
 
 def wrong_by(error: float) -> str:
-    """Describe an error that is too large, else ""; NaN is."""
+    """Describe an error above the tolerance (or NaN), or return ""."""
     return "" if error <= _TOLERANCE else f"wrong by {error:.0%} of its largest number"
 
 
