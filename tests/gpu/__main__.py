@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run what matters most on one GPU, newest runner first, in ten minutes: `python -m tests.gpu [FILE [TEST...]]`.
 
-Token and draft equality of Eagle3, DFlash, MTP and `draft_model` under a load, batches of up to 256 requests, mixed
-graphs, failed captures at a start, the KV cache after rejected drafts, and every kernel. Results, versions, device and
-commit go to FILE as JSON. The exit status is pytest's.
+Token and draft equality of Eagle3, DFlash, MTP and `draft_model` under a load, with images and adapters too, batches of
+up to 256 requests, mixed graphs, failed captures at a start, the KV cache after rejected drafts, and every kernel.
+Results, versions, device and commit go to FILE as JSON. The exit status is pytest's.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ TESTS: Final = (
     "test_v2_graphs.py::test_more_graphs_change_nothing[dflash-FULL_AND_PIECEWISE-False]",
     "test_v2_graphs.py::test_graphs_serve_256_concurrent_requests",
     "test_v2_graphs.py::test_nor_do_full_graphs_of_mixed_batches[eagle3]",
+    "test_v2_graphs.py::test_nor_do_full_graphs_of_mixed_batches_with_adapters",
+    "test_images.py",
     "test_v2_graphs.py::test_nor_with_drafters_that_vllm_has_no_graph_for[draft_model-0.31.0]",
     "test_v2_graphs.py::test_nor_with_a_schedule_of_numbers_of_drafts[eagle3]",
     "test_shapes.py::test_v2[MLA]",
+    "test_shapes.py::test_v1[hybrid]",
     "test_v1_graphs.py::test_more_graphs_change_nothing[eagle3-FULL_AND_PIECEWISE-True]",
     "test_mixed_graphs.py",
     "test_sampled_tokens.py",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from packaging.version import Version
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Load
+from ..musa_sim.test_drafters import adapter
 from .findings import keep
 from .mixed_load import CASES, METHODS, SMALL, compare, options, run_each
 
@@ -67,6 +69,19 @@ def test_nor_do_full_graphs_of_mixed_batches(method: str, tmp_path: Path) -> Non
     made = options(method, "FULL_AND_PIECEWISE")
     made["compilation_config"]["cudagraph_capture_sizes"] = [32, 64, 96]
     compare(Load(made, [*loads.mixed(), *loads.two_alone()]), tmp_path, "V2", ["v2-mixed-graphs"])
+
+
+def test_nor_do_full_graphs_of_mixed_batches_with_adapters(tmp_path: Path) -> None:
+    if Version(importlib.metadata.version("vllm")) < Version("0.26.0"):
+        pytest.skip("the feature is of vLLM 0.26 and newer")
+    adapted = {"adapter": adapter(tmp_path / "adapter", ["o_proj"])}
+    made = {**options("eagle3", "FULL_AND_PIECEWISE"), "enable_lora": True, "max_lora_rank": 8}
+    made["compilation_config"]["cudagraph_capture_sizes"] = [32, 64, 96]
+    load = [
+        replace(one, params={**one.params, **(adapted if number % 2 == 0 else {})})
+        for number, one in enumerate([*loads.mixed(), *loads.two_alone()])
+    ]
+    compare(Load({**made, "lora_target_modules": ["o_proj"]}, load), tmp_path, "V2", ["v2-mixed-graphs"])
 
 
 @pytest.mark.parametrize(("method", "since"), [("ngram", "0.32.0"), ("draft_model", "0.31.0")])

@@ -406,7 +406,7 @@ def one(job: dict, others_follow: bool) -> dict:
     runner = model_runner(llm)
     check_runner(runner)
     attention = sorted({group.backend.__name__ for groups in runner.attn_groups for group in groups})
-    graphs = getattr(torch.cuda, "CUDAGraph", None) if runner.device.type == "musa" else None
+    graphs = getattr(torch.cuda, "CUDAGraph", None) if runner.device.type != "cpu" else None
     with watched(runner, graphs) as counts:
         answers, recorder = serve(llm, job["requests"], job["calls"])
         steps, preempted = recorder.steps, recorder.preempted
