@@ -46,7 +46,7 @@ from vllm_hwplugin.plugin import register
 register()
 registered = clock()
 from importlib.machinery import SourceFileLoader
-from vllm_hwplugin import journal
+from vllm_hwplugin.base import journal
 from vllm_hwplugin.patching._finder import CopyFinder
 finder = next((item for item in sys.meta_path if isinstance(item, CopyFinder)), None)
 own = stock = 0.0

@@ -22,9 +22,9 @@ import pytest
 
 from tests import releases
 from tests.cpu_seconds import Budget, Clock
-from vllm_hwplugin import log
+from vllm_hwplugin.base import log
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.patching import find_installed, load_catalogue
-from vllm_hwplugin.versions import SUPPORTED
 from vllm_hwplugin_lab.bench import Host, detect_host
 from vllm_hwplugin_workshop.sources import Index, IndexSource, IndexUnreachable, PipConfig, SourceError
 
@@ -266,7 +266,7 @@ def vllm_tree() -> Callable[[str], Tree]:
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What the modules put in the journal, by feature."""
-    from vllm_hwplugin import journal
+    from vllm_hwplugin.base import journal
 
     said: dict[str, str] = {}
     monkeypatch.setattr(journal, "note", said.__setitem__)

@@ -366,7 +366,7 @@ def attempt():
             INSTALL
             + """
 def attempt():
-    from vllm_hwplugin.fallback import report_unused
+    from vllm_hwplugin.base.fallback import report_unused
     entry = install()
     # A feature makes this call if the engine cannot use it. The made-up feature has the same switch.
     report_unused("draft-full-graph", "the drafter runs as in stock vLLM", "a reason")

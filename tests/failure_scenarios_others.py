@@ -24,7 +24,7 @@ OFF = dict.fromkeys(
 OPERATIONS = """
 import torch
 from types import ModuleType
-from vllm_hwplugin import gates
+from vllm_hwplugin.base import gates
 from vllm_hwplugin.ops import definitions, overrides
 from vllm_hwplugin.ops.compile import jit
 from vllm_hwplugin.ops.compile.spec import KernelUnavailable

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from vllm_hwplugin.gates import CATALOGUE_PREFIX, GATES, REPLACED, Alias, Gate, show
+from vllm_hwplugin.base.gates import CATALOGUE_PREFIX, GATES, REPLACED, Alias, Gate, show
 from vllm_hwplugin.patching import load_catalogue
 
 #: The variables that most people need: name, value, when.
@@ -72,7 +72,7 @@ def markdown() -> str:
         "|---|---|",
         *[f"| `{name}` | {instead} |" for name, instead in REPLACED.items()],
         "",
-        "This page is made from `vllm_hwplugin/gates.py` and each feature's `patch.toml` by `make docs`.",
+        "This page is made from `vllm_hwplugin/base/gates.py` and each feature's `patch.toml` by `make docs`.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import filelock
 import platformdirs
 
-from vllm_hwplugin.versions import SUPPORTED
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin_workshop.sources import Index, IndexSource
 
 #: What `make test` steps, on the simulated device also. `make test-all` steps older releases after it.

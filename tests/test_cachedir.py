@@ -13,8 +13,8 @@ from typing import NoReturn
 
 import pytest
 
-from vllm_hwplugin import cachedir
-from vllm_hwplugin.cachedir import UntrustedFolder, own_folder, private_folder, trusted_folder
+from vllm_hwplugin.base import cachedir
+from vllm_hwplugin.base.cachedir import UntrustedFolder, own_folder, private_folder, trusted_folder
 
 SOMEONE = 4321
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hwplugin import features
-from vllm_hwplugin.fallback import FeatureRequired, report_unused
+from vllm_hwplugin.base import features
+from vllm_hwplugin.base.fallback import FeatureRequired, report_unused
 from vllm_hwplugin.patching import load_catalogue
 
 GATE = "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"

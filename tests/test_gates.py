@@ -16,8 +16,8 @@ import tomllib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hwplugin import gates
-from vllm_hwplugin.gates import WORDS_FALSE, WORDS_TRUE
+from vllm_hwplugin.base import gates
+from vllm_hwplugin.base.gates import WORDS_FALSE, WORDS_TRUE
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.patching.texts import default_folder
 
@@ -302,7 +302,7 @@ def test_importing_gates_is_quick_and_needs_the_standard_library_only(tmp_path: 
     environ.pop("PYTHONDONTWRITEBYTECODE", None)
     program = (
         "import importlib.metadata, sys, time; before = set(sys.modules); start = time.process_time(); "
-        "import vllm_hwplugin.gates; took = time.process_time() - start; "
+        "import vllm_hwplugin.base.gates; took = time.process_time() - start; "
         "print(took * 1e3, *{name.partition('.')[0] for name in set(sys.modules) - before})"
     )
     command = [sys.executable, "-c", program]

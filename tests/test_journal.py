@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin import journal, run_records
+from vllm_hwplugin.base import journal, run_records
 
 
 @pytest.fixture(autouse=True)

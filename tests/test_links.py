@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin import gates
-from vllm_hwplugin.gates import CATALOGUE_PREFIX, REPLACED
+from vllm_hwplugin.base import gates
+from vllm_hwplugin.base.gates import CATALOGUE_PREFIX, REPLACED
+from vllm_hwplugin.base.terms import TERMS
 from vllm_hwplugin.patching import load_catalogue
-from vllm_hwplugin.terms import TERMS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

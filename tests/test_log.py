@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.versions import SUPPORTED
+from vllm_hwplugin.base.versions import SUPPORTED
 
 from .patching.madeup import EDITS, GATES, OTHER_EDITS, Project, make_project
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.patching.texts import Source
 from vllm_hwplugin.spec_decode.step_counts import SERVED, Reason
 from vllm_hwplugin.spec_decode.step_metrics import StepCounters
-from vllm_hwplugin.versions import SUPPORTED
 
 DOCS = Path(__file__).parents[1] / "docs"
 DASHBOARD, RULES = DOCS / "grafana-dashboard.json", DOCS / "prometheus-rules.yaml"

@@ -20,7 +20,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from vllm_hwplugin import __version__, gates
+from vllm_hwplugin import __version__
+from vllm_hwplugin.base import gates
 from vllm_hwplugin.patching import load_catalogue
 
 pytestmark = pytest.mark.slow

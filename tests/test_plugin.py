@@ -18,7 +18,8 @@ import pytest
 
 import vllm_hwplugin
 from tests.cpu_seconds import patience
-from vllm_hwplugin import gates, journal, patching, plugin, run_records
+from vllm_hwplugin import patching, plugin
+from vllm_hwplugin.base import gates, journal, run_records
 from vllm_hwplugin.patching import _runtime
 
 from .conftest import cannot_run, versions
@@ -67,7 +68,8 @@ def test_switched_off_it_leaves_a_record_and_does_not_import_the_engine(tmp_path
 
 def test_switched_off_without_any_folder_it_goes_on(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    code = "import sys, tempfile; tempfile.tempdir = '/proc/nowhere'\nfrom vllm_hwplugin import cachedir, plugin\n"
+    code = "import sys, tempfile; tempfile.tempdir = '/proc/nowhere'\nfrom vllm_hwplugin import plugin\n"
+    code += "from vllm_hwplugin.base import cachedir\n"
     code += "cachedir.SHARED_MEMORY = cachedir.Path('/proc/nowhere')\nplugin.register()"
     assert run(code, tmp_path / "file", VLLM_HWPLUGIN="0") == ""
 
@@ -156,7 +158,8 @@ REAL = """
         import vllm.engine.arg_utils, vllm.v1.worker.worker_base, vllm.v1.engine.llm_engine
     before = set(sys.modules)
     register()
-    from vllm_hwplugin import __version__, journal
+    from vllm_hwplugin import __version__
+    from vllm_hwplugin.base import journal
     from vllm_hwplugin.patching import _runtime
     entry, plan = journal.current(), _runtime.current_plan()
     assert entry.error is None and entry.live, entry

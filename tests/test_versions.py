@@ -13,8 +13,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from vllm_hwplugin import versions
-from vllm_hwplugin.versions import SUPPORTED, UNKNOWN_FROM, Versions, is_supported
+from vllm_hwplugin.base import versions
+from vllm_hwplugin.base.versions import SUPPORTED, UNKNOWN_FROM, Versions, is_supported
 
 ROOT = Path(__file__).parents[1]
 

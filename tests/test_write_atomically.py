@@ -16,8 +16,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from vllm_hwplugin import cachedir, journal
-from vllm_hwplugin.cachedir import read_private, write_atomically
+from vllm_hwplugin.base import cachedir, journal
+from vllm_hwplugin.base.cachedir import read_private, write_atomically
 from vllm_hwplugin.cli.output import OutputError, write_text
 from vllm_hwplugin.patching._overlay import keep_sealed, read_sealed
 

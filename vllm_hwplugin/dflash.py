@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from vllm_hwplugin import gates, journal, patching
-from vllm_hwplugin.features import DFLASH_FULL_GRAPH, gate_of
+from vllm_hwplugin import patching
+from vllm_hwplugin.base import gates, journal
+from vllm_hwplugin.base.features import DFLASH_FULL_GRAPH, gate_of
 from vllm_hwplugin.spec_decode import dflash_config
 from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError
 

@@ -14,7 +14,7 @@ def platform() -> str | None:
     it imports neither vLLM nor torch nor the patch engine.
     """
     try:
-        from . import log
+        from .base import log
         from .platforms import offer
 
         log.prepare()
@@ -39,7 +39,8 @@ def register() -> None:
     """
     import sys
 
-    from . import __version__, gates, journal, log
+    from . import __version__
+    from .base import gates, journal, log
 
     log.prepare()
     settings = gates.Settings()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_hwplugin.terms import TERMS, VALUES
+from vllm_hwplugin.base.terms import TERMS, VALUES
 from vllm_hwplugin_lab.bench.plan import TINY
 
 from . import (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from vllm_hwplugin.versions import SUPPORTED
+from vllm_hwplugin.base.versions import SUPPORTED
 
 torch = pytest.importorskip("torch")
 

@@ -32,7 +32,7 @@ from vllm_hwplugin.attention.capabilities import (
     explain,
     reserves,
 )
-from vllm_hwplugin.versions import SUPPORTED
+from vllm_hwplugin.base.versions import SUPPORTED
 
 every_version = pytest.mark.parametrize("version", SUPPORTED)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_hwplugin.attention.capabilities import CAPABILITIES, GAPS, asked_in
-from vllm_hwplugin.versions import SUPPORTED
+from vllm_hwplugin.base.versions import SUPPORTED
 
 from ..conftest import versions
 

@@ -26,7 +26,7 @@ from vllm_hwplugin.attention.capabilities import (
     declared,
     reserves,
 )
-from vllm_hwplugin.versions import SUPPORTED
+from vllm_hwplugin.base.versions import SUPPORTED
 
 torch = pytest.importorskip("torch")
 

@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from vllm_hwplugin.versions import SUPPORTED
+from vllm_hwplugin.base.versions import SUPPORTED
 
 torch = pytest.importorskip("torch")
 

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 from vllm.sampling_params import SamplingParams  # noqa: E402
 
 from tests.spec_decode.released import Modules, take, texts  # noqa: E402
-from vllm_hwplugin.versions import SUPPORTED  # noqa: E402
+from vllm_hwplugin.base.versions import SUPPORTED  # noqa: E402
 
 from ..conftest import versions  # noqa: E402
 from .test_drafters import BASES  # noqa: E402

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 
 
 from tests.spec_decode.released import text_of
-from vllm_hwplugin.versions import SUPPORTED
+from vllm_hwplugin.base.versions import SUPPORTED
 
 V1, V2 = "vllm/v1/worker/gpu_model_runner.py", "vllm/v1/worker/gpu/model_runner.py"
 ON_V1, ON_V2 = SUPPORTED[: SUPPORTED.index("0.31.0")], SUPPORTED[: SUPPORTED.index("0.30.0")]

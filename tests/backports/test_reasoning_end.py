@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 import torch
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from vllm_hwplugin.versions import SUPPORTED
+from vllm_hwplugin.base.versions import SUPPORTED
 
 from ..conftest import versions
 from .schedulers import make_request, make_scheduler

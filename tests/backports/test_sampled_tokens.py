@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from vllm_hwplugin.versions import SUPPORTED
+from vllm_hwplugin.base.versions import SUPPORTED
 
 from .samplers import sample, texts_of
 

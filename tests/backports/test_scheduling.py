@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_hwplugin.versions import SUPPORTED
+from vllm_hwplugin.base.versions import SUPPORTED
 
 from ..conftest import versions
 from .schedulers import BLOCK_SIZE, Off, make_request, make_scheduler

@@ -17,7 +17,7 @@ import torch
 from triton import knobs
 from triton.runtime import JITFunction, driver
 
-from vllm_hwplugin.versions import SUPPORTED
+from vllm_hwplugin.base.versions import SUPPORTED
 
 from ..conftest import versions
 from ..spec_decode.released import take, text_of

@@ -11,8 +11,8 @@ import pytest
 
 from tests.program import program
 from vllm_hwplugin import __version__
+from vllm_hwplugin.base.gates import GateError
 from vllm_hwplugin.cli import _app, _patches
-from vllm_hwplugin.gates import GateError
 from vllm_hwplugin_workshop.sources import SourceError
 
 

@@ -19,9 +19,9 @@ import pytest
 
 from tests.cpu_seconds import patience
 from tests.program import Terminal, program
-from vllm_hwplugin import cachedir, gates, journal
+from vllm_hwplugin.base import cachedir, gates, journal
+from vllm_hwplugin.base.errors import HwpluginError
 from vllm_hwplugin.cli import _diagnosis, _doctor, _host, _summary
-from vllm_hwplugin.errors import HwpluginError
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.patching._installed import Installed, NotInstalled
 from vllm_hwplugin.spec_decode.capture_sizes import UNSERVED

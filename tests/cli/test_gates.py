@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.program import program
-from vllm_hwplugin import gates
+from vllm_hwplugin.base import gates
 from vllm_hwplugin.patching import load_catalogue
 
 

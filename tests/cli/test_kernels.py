@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.cachedir import private_folder
+from vllm_hwplugin.base.cachedir import private_folder
 from vllm_hwplugin.cli import _diagnosis, _doctor
 from vllm_hwplugin.cli._host import Tool
 from vllm_hwplugin.cli._kernels import kernel_rows

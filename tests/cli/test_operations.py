@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hwplugin.base.gates import Settings
 from vllm_hwplugin.cli import _diagnosis
 from vllm_hwplugin.cli._host import Tool
 from vllm_hwplugin.cli._operations import operation_problems, operation_rows
-from vllm_hwplugin.gates import Settings
 from vllm_hwplugin.ops.compile.built import Built
 from vllm_hwplugin.ops.operations import OPS
 

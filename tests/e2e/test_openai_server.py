@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 from tests.cpu_seconds import patience, wait_until
-from vllm_hwplugin import journal, run_records
+from vllm_hwplugin.base import journal, run_records
 from vllm_hwplugin.spec_decode import step_counts
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.bench._entry_points import provide

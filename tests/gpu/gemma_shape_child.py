@@ -28,7 +28,7 @@ def main(job: dict) -> dict:
     import torch
     from vllm import LLM, SamplingParams
 
-    from vllm_hwplugin import journal
+    from vllm_hwplugin.base import journal
 
     llm = LLM(**gemma_shape.model_options(Path(job["model"])), **job["options"])
     runner = model_runner(llm)

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from packaging.version import Version
 
-from vllm_hwplugin.features import gate_of
+from vllm_hwplugin.base.features import gate_of
 from vllm_hwplugin_lab.bench import engine_environment, find_checkpoints
 from vllm_hwplugin_lab.bench._entry_points import provide
 from vllm_hwplugin_lab.bench._launch import child_environment

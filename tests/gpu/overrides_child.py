@@ -9,7 +9,7 @@ from pathlib import Path
 def main(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
-    from vllm_hwplugin import journal
+    from vllm_hwplugin.base import journal
     from vllm_hwplugin.ops.operations import RECORD
 
     llm = LLM(**job["options"])

@@ -16,7 +16,7 @@ from vllm_hwplugin_lab.bench._inside import counters, model_runner
 def main(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
-    from vllm_hwplugin import journal
+    from vllm_hwplugin.base import journal
 
     llm = LLM(**job["options"])
     runner = model_runner(llm)

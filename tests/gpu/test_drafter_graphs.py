@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.features import V1_DRAFT_PHASE, V1_STEP_INPUTS, gate_of
+from vllm_hwplugin.base.features import V1_DRAFT_PHASE, V1_STEP_INPUTS, gate_of
 from vllm_hwplugin_lab.bench import find_checkpoints, load_prompts
 
 from .drafts import same_drafts

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from vllm_hwplugin.features import gate_of
+from vllm_hwplugin.base.features import gate_of
 
 from ..musa_sim import loads
 from ..nwor.runs import GRAPHS, Job, Run, differing, side_by_side

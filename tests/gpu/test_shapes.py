@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from vllm_hwplugin.features import gate_of
+from vllm_hwplugin.base.features import gate_of
 from vllm_hwplugin_lab.bench import engine_environment
 
 from ..musa_sim import loads

@@ -56,7 +56,7 @@ def watch(worker) -> None:
 
 def report(worker) -> dict:
     """Runs in a worker: what was counted, and what the process has in the journal."""
-    from vllm_hwplugin import journal
+    from vllm_hwplugin.base import journal
     from vllm_hwplugin_lab.bench._inside import drafter_of, graph_modes, platform_class, runner_generation
 
     runner, entry = worker.worker.model_runner, journal.current()

@@ -20,7 +20,7 @@ def main(job: dict) -> dict:
     import torch
     from vllm import LLM, SamplingParams
 
-    from vllm_hwplugin import journal
+    from vllm_hwplugin.base import journal
 
     llm = LLM(**job["options"])
     runner = model_runner(llm)

@@ -20,7 +20,7 @@ from vllm.config.utils import Range
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.activation import SiluAndMul
 
-from vllm_hwplugin import journal
+from vllm_hwplugin.base import journal
 from vllm_hwplugin.linear import compile_ranges, layers
 from vllm_hwplugin.linear.operations import MOST_TOKENS
 from vllm_hwplugin.linear.restore_pass import RestorePass

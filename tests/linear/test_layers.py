@@ -15,10 +15,10 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, UnquantizedLinearMethod
 from vllm.platforms.interface import DeviceCapability
 
-from vllm_hwplugin.fallback import FeatureRequired
+from vllm_hwplugin.base.fallback import FeatureRequired
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.linear import layers, mlp, operations
 from vllm_hwplugin.ops.compile.spec import source_root
-from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import versions
 from ..spec_decode.released import take, text_of

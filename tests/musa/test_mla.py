@@ -17,7 +17,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_hwplugin.versions import Versions  # noqa: E402
+from vllm_hwplugin.base.versions import Versions  # noqa: E402
 
 from ..attention.released import released  # noqa: E402
 from ..conftest import versions  # noqa: E402

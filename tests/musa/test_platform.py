@@ -17,7 +17,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from vllm_hwplugin import journal
+from vllm_hwplugin.base import journal
 from vllm_hwplugin.musa import _vllm_api
 
 from ..conftest import versions

@@ -392,7 +392,7 @@ def one(job: dict, others_follow: bool) -> dict:
     from vllm import LLM
     from vllm.platforms import current_platform
 
-    from vllm_hwplugin import journal
+    from vllm_hwplugin.base import journal
     from vllm_hwplugin.spec_decode import step_counts
     from vllm_hwplugin_lab.bench._inside import check_runner, model_runner, runner_generation
     from vllm_hwplugin_lab.bench._watch import watched

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import platformdirs
 
 import vllm_hwplugin
-from vllm_hwplugin.cachedir import write_atomically
+from vllm_hwplugin.base.cachedir import write_atomically
 from vllm_hwplugin.patching import load_catalogue
 
 from . import simulated

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.features import CAPTURE_SIZES, gate_of
+from vllm_hwplugin.base.features import CAPTURE_SIZES, gate_of
 
 from . import loads
 from .loads import Engine, Load, Process, Request, Run

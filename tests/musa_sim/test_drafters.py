@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_hwplugin.features import gate_of
+from vllm_hwplugin.base.features import gate_of
 
 from . import loads
 from .counting_processor import Counting

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.features import gate_of
-from vllm_hwplugin.gates import PLAIN_DECODE
+from vllm_hwplugin.base.features import gate_of
+from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin_lab.bench._shapes import NO_DRAFTS, SHAPES, Recurrent, write_configs
 
 from . import loads

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.features import gate_of
+from vllm_hwplugin.base.features import gate_of
 
 from . import images, loads
 from .loads import Load, Request, Run

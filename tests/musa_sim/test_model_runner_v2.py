@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.features import gate_of
+from vllm_hwplugin.base.features import gate_of
 
 from . import checkpoints, loads
 from .loads import Engine, Load, Process, Run

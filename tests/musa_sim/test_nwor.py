@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.features import gate_of
+from vllm_hwplugin.base.features import gate_of
 
 from ..nwor.runs import GRAPHS, Job, Run, differing, side_by_side
 from . import loads

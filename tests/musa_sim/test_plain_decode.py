@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.features import gate_of
-from vllm_hwplugin.gates import PLAIN_DECODE
+from vllm_hwplugin.base.features import gate_of
+from vllm_hwplugin.base.gates import PLAIN_DECODE
 
 from . import loads
 from .loads import Engine, Load, Process, Run

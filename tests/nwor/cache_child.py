@@ -130,7 +130,7 @@ def rejected_by(job: str, found: Path) -> list:
 def one(job: dict, found_by_others: Path, others_follow: bool) -> dict:
     from vllm import LLM
 
-    from vllm_hwplugin import journal
+    from vllm_hwplugin.base import journal
     from vllm_hwplugin_lab.bench._inside import model_runner, runner_generation
 
     if importlib.util.find_spec("torchvision") is None:

@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_hwplugin import journal  # noqa: E402
+from vllm_hwplugin.base import journal  # noqa: E402
 from vllm_hwplugin.ops import definitions  # noqa: E402
 from vllm_hwplugin.ops.operations import DEFINED, OPS, Operation  # noqa: E402
 

@@ -26,7 +26,7 @@ from tests.ops.vllms_names import WithoutExtension
 WithoutExtension.install()
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
-from vllm_hwplugin import gates, journal
+from vllm_hwplugin.base import gates, journal
 from vllm_hwplugin.ops import overrides
 
 load_general_plugins()

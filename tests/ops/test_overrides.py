@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_hwplugin import gates, journal  # noqa: E402
+from vllm_hwplugin.base import gates, journal  # noqa: E402
 from vllm_hwplugin.ops import definitions, overrides  # noqa: E402
 from vllm_hwplugin.ops.operations import OPS, Operation, choose, unknown_names  # noqa: E402
 

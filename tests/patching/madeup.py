@@ -220,7 +220,7 @@ class Project:
             "import sys\nfrom pathlib import Path\nfrom vllm_hwplugin.patching import _catalogue, _runtime\n"
             f"_catalogue.default_folder = lambda: Path({str(self.patches)!r})\ninstall = _runtime.install\n"
             # The host's own is not for tests.
-            f"from vllm_hwplugin import cachedir\ncachedir.SHARED_MEMORY = Path({str(self.folder / 'shm')!r})\n"
+            f"from vllm_hwplugin.base import cachedir\ncachedir.SHARED_MEMORY = Path({str(self.folder / 'shm')!r})\n"
         )
         return [sys.executable, *flags, "-c", "\n".join([prelude, *(textwrap.dedent(part) for part in code)])]
 

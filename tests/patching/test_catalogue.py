@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.patching.texts import CatalogueError, DiffError
-from vllm_hwplugin.versions import SUPPORTED
 
 from .texts import ALPHA, GATE, make_diff
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.patching import Catalogue, Feature
 from vllm_hwplugin.patching._evaluate import Texts, fit
 from vllm_hwplugin.patching.texts import Conflict, FileDiff, NotNeeded, Status, evaluate, evaluate_together
-from vllm_hwplugin.versions import Versions
 
 from .texts import ALPHA, GATE_2, OTHER, PATH, Memory, feature, file_diff
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin import gates
+from vllm_hwplugin.base import gates
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.patching import load_catalogue, make_plan
 from vllm_hwplugin.patching.texts import Source
-from vllm_hwplugin.versions import SUPPORTED
 from vllm_hwplugin_workshop.sources import Index, IndexSource
 
 from ..conftest import versions

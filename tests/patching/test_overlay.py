@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin import cachedir
+from vllm_hwplugin.base import cachedir
 from vllm_hwplugin.patching._finder import CopyFinder
 from vllm_hwplugin.patching._overlay import Copy, Overlay, OverlayError, has_copy, keep_sealed
 from vllm_hwplugin.patching._plan import patched_file

@@ -6,11 +6,11 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.patching import Feature
 from vllm_hwplugin.patching._apply import Text, apply_edits, edits_of, locate, split_lines
 from vllm_hwplugin.patching._diff import parse_diff
 from vllm_hwplugin.patching.texts import FileDiff, NotNeeded
-from vllm_hwplugin.versions import Versions
 
 PATH = "vllm/v1/alpha.py"
 OTHER = "vllm/v1/beta.py"

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import vllm_hwplugin
-from vllm_hwplugin import gates, journal, linear, musa, spec_decode
+from vllm_hwplugin import linear, musa, spec_decode
+from vllm_hwplugin.base import gates, journal
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.platforms import _offer
 

@@ -61,7 +61,7 @@ def make(folder: str, compilation: dict | None = None, k: int = 7, **arguments: 
 
 
 def outcome(vllm_config: Any) -> dict:
-    from vllm_hwplugin import journal
+    from vllm_hwplugin.base import journal
     from vllm_hwplugin.spec_decode import capture_sizes
 
     compilation = vllm_config.compilation_config
@@ -78,7 +78,7 @@ def outcome(vllm_config: Any) -> dict:
 
 
 def configurations(folder: str) -> dict[str, Any]:
-    from vllm_hwplugin import journal
+    from vllm_hwplugin.base import journal
 
     use_platform()
     made: dict[str, Any] = {}

@@ -15,9 +15,9 @@ from unittest.mock import MagicMock
 import pytest
 
 from vllm_hwplugin import plugin
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.platforms import _offer
 from vllm_hwplugin.platforms._offer import CLASSES
-from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import versions
 from . import standins

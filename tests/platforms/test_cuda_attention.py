@@ -15,11 +15,11 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from vllm_hwplugin import journal
 from vllm_hwplugin.attention.backends import Faster
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.platforms import _cuda_attention as attention
 from vllm_hwplugin.platforms._cuda_attention import Asked, Baseline, decide
-from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import versions
 from .realvllm import REAL, Load, own

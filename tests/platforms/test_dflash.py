@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_hwplugin import dflash, journal, patching
+from vllm_hwplugin import dflash, patching
+from vllm_hwplugin.base import journal
 
 
 def made_by_vllm(*, k: int = 7, uses_dflash: bool = True) -> SimpleNamespace:

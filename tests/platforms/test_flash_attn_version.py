@@ -13,9 +13,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from vllm_hwplugin import journal
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.platforms import _flash_attn_version
-from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import versions
 from .realvllm import REAL, Load, own

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin import gates, journal, plugin
+from vllm_hwplugin import plugin
+from vllm_hwplugin.base import gates, journal
 from vllm_hwplugin.platforms import _offer
 from vllm_hwplugin.platforms._offer import CLASSES
 

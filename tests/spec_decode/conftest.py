@@ -83,7 +83,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def uses(accelerator: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[bool, str]]:
     """What features say of their use, on a host without a GPU where recordings may fail."""
-    from vllm_hwplugin import journal
+    from vllm_hwplugin.base import journal
 
     said: dict[str, tuple[bool, str]] = {}
     monkeypatch.setattr(journal, "use", lambda feature, used, reason="": said.update({feature: (used, reason)}))
@@ -196,7 +196,7 @@ def make_dflash(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def entry() -> Any:
     """This process's journal, in which `capture-sizes` is live."""
-    from vllm_hwplugin import journal
+    from vllm_hwplugin.base import journal
 
     made = journal.new("0")
     made.features = {"capture-sizes": {"state": "live", "reason": ""}}

@@ -17,8 +17,8 @@ from vllm.v1.attention.backends.flex_attention import FlexAttentionMetadataBuild
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 
 import vllm_hwplugin
+from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.spec_decode.builders import BUILDERS, host_work, refusing, updated_in_place, why_not_in_graph
-from vllm_hwplugin.versions import Versions
 
 from ..conftest import versions
 from .released import take

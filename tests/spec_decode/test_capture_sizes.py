@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_hwplugin import journal
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode import capture_sizes as feature
 from vllm_hwplugin.spec_decode.capture_sizes import (
     LARGEST,
@@ -23,7 +24,6 @@ from vllm_hwplugin.spec_decode.capture_sizes import (
     largest_own,
     max_num_splits,
 )
-from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import versions
 from .graph_manager import Manager

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin import journal
+from vllm_hwplugin.base import journal
 from vllm_hwplugin.spec_decode import dflash_config
 from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError, check
 

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_hwplugin import journal  # noqa: E402
+from vllm_hwplugin.base import journal  # noqa: E402
 from vllm_hwplugin.spec_decode import dflash_context_norm  # noqa: E402
 
 EPS = 1e-6

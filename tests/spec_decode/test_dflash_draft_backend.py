@@ -20,9 +20,9 @@ import pytest
 # Read by the released `_get_model`; imported before the tests change the platform.
 pytest.importorskip("vllm.compilation.backends")
 
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.patching import Catalogue, load_catalogue, make_plan
 from vllm_hwplugin.spec_decode import dflash_draft_backend
-from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import versions
 from .attention_host import (

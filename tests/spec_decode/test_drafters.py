@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.conftest import versions
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.patching.texts import Source
 from vllm_hwplugin.spec_decode.drafters import DRAFTERS, SPECULATORS
-from vllm_hwplugin.versions import SUPPORTED
 
 V1, V2 = "vllm/v1/worker/gpu_model_runner.py", "vllm/v1/worker/gpu/spec_decode/__init__.py"
 

@@ -27,8 +27,8 @@ from vllm.distributed.device_communicators import pynccl_allocator as allocator
 from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 
 from tests.cpu_seconds import patience
-from vllm_hwplugin.fallback import FeatureRequired
-from vllm_hwplugin.features import V2_TAIL_GRAPH, gate_of
+from vllm_hwplugin.base.fallback import FeatureRequired
+from vllm_hwplugin.base.features import V2_TAIL_GRAPH, gate_of
 from vllm_hwplugin.spec_decode import graph_recording, obstacles, ranks
 from vllm_hwplugin.spec_decode.graph_recording import attempt, exchanged_later, record_graph
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.spec_decode.ignored_settings import ignored
-from vllm_hwplugin.versions import Versions
 
 from ..conftest import versions
 from .released import texts

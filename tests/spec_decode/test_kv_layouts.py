@@ -18,8 +18,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from vllm_hwplugin.base.versions import SUPPORTED  # noqa: E402
 from vllm_hwplugin.spec_decode import dflash_draft_backend  # noqa: E402
-from vllm_hwplugin.versions import SUPPORTED  # noqa: E402
 
 from ..conftest import versions  # noqa: E402
 from .attention_host import BACKEND_CLASSES  # noqa: E402

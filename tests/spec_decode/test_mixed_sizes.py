@@ -16,13 +16,13 @@ import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_hwplugin import journal
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, LARGEST_MIXED, sampled, two_samples
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.v1 import mixed_sizes as v1_mixed_sizes
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
 from vllm_hwplugin.spec_decode.v2 import mixed_sizes as v2_mixed_sizes
-from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import versions
 from .graph_manager import MODE, Manager, Memory

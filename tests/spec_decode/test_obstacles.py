@@ -33,7 +33,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import loader
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
-from vllm_hwplugin.gates import PLAIN_DECODE
+from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin.spec_decode import obstacles
 from vllm_hwplugin.spec_decode.builders import BUILDERS
 from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, Part, why_not

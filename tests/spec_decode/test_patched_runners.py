@@ -14,13 +14,13 @@ pytest.importorskip("vllm")
 
 from vllm.sampling_params import SamplingParams
 
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.frozen import capture_metadata
 from vllm_hwplugin.nwor import counters
 from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.v1.draft_phase import DraftPhase
 from vllm_hwplugin.spec_decode.v1.step_inputs import StepInputs as V1StepInputs
 from vllm_hwplugin.spec_decode.v2.tail_graph import TailGraphs
-from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import versions
 from .called_text import Seen, Text, added_lines

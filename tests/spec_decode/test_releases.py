@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.patching import load_catalogue
-from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import CHECKSUMS, cannot_run
 from ..releases import DOES_NOT_IMPORT, NEWEST

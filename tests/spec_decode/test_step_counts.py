@@ -19,10 +19,10 @@ import prometheus_client
 import pytest
 
 from tests.cpu_seconds import patience, wait_until
-from vllm_hwplugin import journal, run_records
-from vllm_hwplugin.cachedir import write_atomically
-from vllm_hwplugin.gates import PLAIN_DECODE
-from vllm_hwplugin.journal import RunRecord, Use
+from vllm_hwplugin.base import journal, run_records
+from vllm_hwplugin.base.cachedir import write_atomically
+from vllm_hwplugin.base.gates import PLAIN_DECODE
+from vllm_hwplugin.base.journal import RunRecord, Use
 from vllm_hwplugin.spec_decode import step_counts, step_metrics
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import vllm_hwplugin
-from vllm_hwplugin.versions import SUPPORTED
+from vllm_hwplugin.base.versions import SUPPORTED
 
 from ..conftest import versions
 

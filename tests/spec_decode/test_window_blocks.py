@@ -24,9 +24,9 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     SlidingWindowManager,
 )
 
-from vllm_hwplugin import journal
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.frozen import window_blocks
-from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import versions
 from .released import take, text_of

@@ -17,15 +17,15 @@ pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode
 
-from vllm_hwplugin import journal, run_records
-from vllm_hwplugin.fallback import FeatureRequired, report_unused
-from vllm_hwplugin.gates import PLAIN_DECODE
-from vllm_hwplugin.journal import Use
+from vllm_hwplugin.base import journal, run_records
+from vllm_hwplugin.base.fallback import FeatureRequired, report_unused
+from vllm_hwplugin.base.gates import PLAIN_DECODE
+from vllm_hwplugin.base.journal import Use
+from vllm_hwplugin.base.terms import TERMS, Term
 from vllm_hwplugin.patching import Catalogue, load_catalogue, make_plan
 from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, worker_use
 from vllm_hwplugin.spec_decode.engine_report import UNNEEDED, unused_by_cause, use_of
 from vllm_hwplugin.spec_decode.step_counts import StepCounts
-from vllm_hwplugin.terms import TERMS, Term
 
 from ..conftest import versions
 from . import drafters

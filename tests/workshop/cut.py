@@ -7,10 +7,10 @@ import re
 import shutil
 from pathlib import Path
 
+from vllm_hwplugin.base.versions import SUPPORTED, UNKNOWN_FROM, Versions
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.patching._catalogue import TEXTS
 from vllm_hwplugin.patching.texts import default_folder, parse_diff
-from vllm_hwplugin.versions import SUPPORTED, UNKNOWN_FROM, Versions
 from vllm_hwplugin_workshop.authoring import render
 
 NEWEST, LAST = SUPPORTED[-1], SUPPORTED[-2]

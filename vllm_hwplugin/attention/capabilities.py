@@ -14,7 +14,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ..versions import SUPPORTED, UNKNOWN_FROM, Versions
+from ..base.versions import SUPPORTED, UNKNOWN_FROM, Versions
 from .backends import CUDA, MUSA
 
 FLASH_ATTN: Final = CUDA.declared

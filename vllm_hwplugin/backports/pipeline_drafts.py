@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from vllm_hwplugin.features import BACKPORT_PIPELINE_DRAFTS, gate_of
+from vllm_hwplugin.base.features import BACKPORT_PIPELINE_DRAFTS, gate_of
 
 #: What goes wrong on a stage that does not draft, by vLLM's names for its model runners.
 _FAULTS: Final = {

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .. import __version__
-from ..errors import HwpluginError
+from ..base.errors import HwpluginError
 from .parser import FAILURE, Command, Parser
 from .text import printable
 

@@ -18,8 +18,10 @@ from typing import Any
 
 import vllm_hwplugin
 
-from .. import cachedir, gates, platforms, run_records
-from ..journal import RunRecord
+from .. import platforms
+from ..base import cachedir, gates, run_records
+from ..base.journal import RunRecord
+from ..base.versions import is_supported
 from ..musa import host as musa_host
 from ..musa import self_test
 from ..musa import versions as musa_versions
@@ -42,7 +44,6 @@ from ..patching import (
 )
 from ..patching.outside import FOLDERS, Found, find_outside, find_targets, find_unneeded
 from ..patching.texts import NotPython, trouble_in
-from ..versions import is_supported
 from . import _host
 from ._engines import Engine, find_engines, fingerprints_differ, warn_of_orphans
 from ._kernels import KernelRow, kernel_rows

@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..journal import RunRecord
+from ..base.journal import RunRecord
+from ..base.run_records import is_running
 from ..ops.operations import RECORD
 from ..platforms import KEY as PLATFORM
-from ..run_records import is_running
 from ..spec_decode.step_counts import SERVED, Reason
 from ._diagnosis import Diagnosis, diagnose
 from ._paste import as_issue, redacted

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from .. import run_records
-from ..errors import HwpluginError
-from ..features import ENGINE_REPORT
-from ..journal import RunRecord, pids
+from ..base import run_records
+from ..base.errors import HwpluginError
+from ..base.features import ENGINE_REPORT
+from ..base.journal import RunRecord, pids
 
 State = Literal["starting", "running", "orphaned", "ended"]
 

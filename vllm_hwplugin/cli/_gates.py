@@ -7,8 +7,8 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from .. import gates as table_of_gates
-from ..errors import HwpluginError
+from ..base import gates as table_of_gates
+from ..base.errors import HwpluginError
 from ..patching import load_catalogue
 from ..patching.outside import FOLDERS, find_outside
 from .output import STANDARD_OUTPUT, add_optional_json, as_objects, print_rows, write_json

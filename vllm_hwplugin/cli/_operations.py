@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .. import gates
+from ..base import gates
 from ..ops.compile.built import Built
 from ..ops.compile.jit import GPUS
 from ..ops.compile.spec import KERNELS

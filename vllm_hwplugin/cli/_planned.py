@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import HwpluginError
-from ..journal import Use
+from ..base.errors import HwpluginError
+from ..base.journal import Use
 
 #: The GPU to assume if this host has none: what vLLM asks of a device to make a configuration.
 ASSUMED_CAPABILITY: Final = "9.0"
@@ -155,7 +155,7 @@ def _foreseen(arguments: Any, assumed: bool) -> dict[str, Any]:
     # vLLM adds to this dict.
     named = [name for name, value in given.items() if value != getattr(SpeculativeConfig, name, None)]
     config = arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-    from .. import journal
+    from ..base import journal
     from ..patching import current_plan, find_installed
     from ..spec_decode import ignored_settings, planned_engine
     from ..spec_decode.capture_sizes import UNSERVED

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .. import gates
-from ..errors import HwpluginError
+from ..base import gates
+from ..base.errors import HwpluginError
 from ..patching import VLLM, Catalogue, Feature, load_catalogue
 from ..patching.outside import FOLDERS, OWN, Outside, Trouble, find_outside, load_outside, refuse_taken
 from .text import printable

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..cachedir import write_atomically
-from ..errors import HwpluginError
+from ..base.cachedir import write_atomically
+from ..base.errors import HwpluginError
 from .text import table
 
 STANDARD_OUTPUT = Path("-")

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from ..errors import HwpluginError
+from ..base.errors import HwpluginError
 from .text import printable
 
 #: The command could not tell. 1 means: it looked, and something is wrong.

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 
-from vllm_hwplugin.features import V2_CAPTURE_METADATA
+from vllm_hwplugin.base.features import V2_CAPTURE_METADATA
 from vllm_hwplugin.spec_decode.graph_recording import attempt_capture, known_arguments
 
 _STOCK: Final = "the draft's first pass is captured with metadata that the target's capture left"

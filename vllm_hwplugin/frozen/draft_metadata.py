@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import torch
 
-from vllm_hwplugin import journal
-from vllm_hwplugin.features import V2_DRAFT_METADATA
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.features import V2_DRAFT_METADATA
 from vllm_hwplugin.spec_decode.builders import why_not_in_graph
 from vllm_hwplugin.spec_decode.graph_recording import attempt_capture
 

@@ -28,9 +28,9 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
-from vllm_hwplugin import journal
-from vllm_hwplugin.fallback import report_unused
-from vllm_hwplugin.features import V2_FUSED_DRAFTS
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.fallback import report_unused
+from vllm_hwplugin.base.features import V2_FUSED_DRAFTS
 from vllm_hwplugin.spec_decode.graph_recording import attempt_capture
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts

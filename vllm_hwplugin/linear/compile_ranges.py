@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_hwplugin import features, journal
+from vllm_hwplugin.base import features, journal
 
 
 def check_and_update_config(vllm_config: Any) -> None:

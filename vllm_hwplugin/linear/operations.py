@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
-from vllm_hwplugin import features, journal
-from vllm_hwplugin.fallback import report_unused
+from vllm_hwplugin.base import features, journal
+from vllm_hwplugin.base.fallback import report_unused
 from vllm_hwplugin.ops.compile.jit import GPUS, ensure
 from vllm_hwplugin.ops.compile.spec import KERNELS
 from vllm_hwplugin.ops.define import define

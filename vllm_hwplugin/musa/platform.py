@@ -23,8 +23,8 @@ import torchada
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from .. import journal
-from ..features import NEXT_TOKEN_KERNEL, gate_of
+from ..base import journal
+from ..base.features import NEXT_TOKEN_KERNEL, gate_of
 from ..ops.definitions import define_missing
 from ..spec_decode.drafters import CACHED_METHODS
 from . import _mtml, _selector, _vllm_api, versions

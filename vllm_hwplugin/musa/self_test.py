@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from .. import __version__, cachedir, journal
+from .. import __version__
+from ..base import cachedir, journal
 from . import versions
 
 logger = logging.getLogger("vllm.hwplugin")

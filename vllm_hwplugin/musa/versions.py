@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
+from ..base.versions import Versions
 from ..ops.compile.plan import MIN_TORCH
-from ..versions import Versions
 
 #: The first Triton whose MUSA build is expected to compile vLLM's kernels; vllm-musa changes them for 3.2.
 MIN_TRITON: Final = Version("3.6")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu_worker import Worker
 
-from .. import gates
+from ..base import gates
 from . import _vllm_api, self_test, versions
 
 logger = logging.getLogger("vllm.hwplugin")

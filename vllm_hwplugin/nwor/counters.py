@@ -7,8 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from vllm_hwplugin import gates
-from vllm_hwplugin.features import NWOR
+from vllm_hwplugin.base import gates
+from vllm_hwplugin.base.features import NWOR
 from vllm_hwplugin.nwor import obstacles
 
 logger = logging.getLogger("vllm.hwplugin")

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_hwplugin.errors import HwpluginError
+from vllm_hwplugin.base.errors import HwpluginError
 
 #: Attention backends that store a token's keys and values at its slot, in bytes that no other token shares. Sparse
 #: attention is missing: an indexer stores its scales behind all values of a block.

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from packaging.version import Version
 
-from vllm_hwplugin import journal
+from vllm_hwplugin.base import journal
 
 _FREED_BLOCKS: Final = Version("0.24.0")
 #: ``CompilationMode.STOCK_TORCH_COMPILE``: torch.compile wraps the whole model, so no module hook runs.

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import torch
 
-from vllm_hwplugin import gates, journal
-from vllm_hwplugin.errors import HwpluginError
-from vllm_hwplugin.fallback import report_unused
-from vllm_hwplugin.features import NWOR, gate_of
+from vllm_hwplugin.base import gates, journal
+from vllm_hwplugin.base.errors import HwpluginError
+from vllm_hwplugin.base.fallback import report_unused
+from vllm_hwplugin.base.features import NWOR, gate_of
 from vllm_hwplugin.nwor import obstacles
 from vllm_hwplugin.nwor.layout import ModelCaches, UnknownLayout, rows_of
 from vllm_hwplugin.nwor.reference import ReferenceRows

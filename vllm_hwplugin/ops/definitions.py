@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import gelu, silu
 
-from .. import journal
+from ..base import journal
 from .define import SCHEMAS
 from .operations import DEFINED, OPS, RECORD, Operation, describe
 

@@ -26,8 +26,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from .. import gates, journal
-from ..errors import HwpluginError
+from ..base import gates, journal
+from ..base.errors import HwpluginError
 from .operations import GATE, KEY, MUSA_KEY, OPS, RECORD, SKIP, Operation, choose, describe, unknown_names
 
 logger = logging.getLogger("vllm.hwplugin")

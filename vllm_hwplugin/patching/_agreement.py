@@ -9,8 +9,8 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-from .. import gates
-from ..journal import RunRecord, starts_engines
+from ..base import gates
+from ..base.journal import RunRecord, starts_engines
 from ._errors import InstallError
 
 logger = logging.getLogger("vllm.hwplugin")

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from ..gates import BY_NAME, CATALOGUE_PREFIX, Gate, GateError, feature_gate
-from ..terms import read_term
-from ..versions import SUPPORTED, Versions
+from ..base.gates import BY_NAME, CATALOGUE_PREFIX, Gate, GateError, feature_gate
+from ..base.terms import read_term
+from ..base.versions import SUPPORTED, Versions
 from ._diff import parse_diff
 from ._errors import CatalogueError, DiffError
 from ._model import VLLM, Catalogue, Feature, FileDiff, NotNeeded, Overridden, Relied, target_name

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
-from ..versions import Versions
+from ..base.versions import Versions
 from ._errors import DiffError
 from ._model import VLLM, FileDiff, Hunk, target_name
 

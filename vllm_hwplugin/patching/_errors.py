@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..errors import HwpluginError
+from ..base.errors import HwpluginError
 
 #: What `compile` raises for a text that is no Python, or that is too large for its parser.
 NOT_COMPILED: Final = (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError)

@@ -8,7 +8,7 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..versions import SUPPORTED, is_supported, is_version, supported_as
+from ..base.versions import SUPPORTED, is_supported, is_version, supported_as
 from ._apply import Edit, Text, apply_edits, edits_of, first_clash, locate
 from ._errors import NOT_COMPILED, UnreadableFile
 from ._model import (

@@ -16,8 +16,8 @@ from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..cachedir import read_ordinary
-from ..versions import stated_version
+from ..base.cachedir import read_ordinary
+from ..base.versions import stated_version
 from ._errors import PatchingError, UnreadableFile
 from ._model import VLLM, Feature, module_name, target_name
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Final, Literal, NamedTuple, Protocol
 
-from ..gates import BY_NAME, Gate, Settings
-from ..versions import SUPPORTED, Versions, final
+from ..base.gates import BY_NAME, Gate, Settings
+from ..base.versions import SUPPORTED, Versions, final
 
 HunkStatus = Literal["exact", "moved", "upstream", "drifted", "ambiguous", "missing"]
 State = Literal["live", "off", "refused", "not-needed", "upstream"]

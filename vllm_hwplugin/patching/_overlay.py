@@ -26,14 +26,7 @@ from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
 
-from ..cachedir import (
-    UntrustedFolder,
-    places,
-    private_folder,
-    read_private,
-    writable,
-    write_atomically,
-)
+from ..base.cachedir import UntrustedFolder, places, private_folder, read_private, writable, write_atomically
 from ._errors import NOT_COMPILED, NotPython, PatchingError
 from ._model import PatchedFile
 

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 
-from ..gates import STRICT
+from ..base.gates import STRICT
 from ._apply import apply_edits, split_lines
 from ._errors import AlreadyImported, NotPython, PatchingError
 from ._evaluate import Fit, Texts, conflicts_between, evaluate, fit

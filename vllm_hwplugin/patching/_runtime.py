@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import NamedTuple
 
-from .. import __version__, gates, journal
-from ..journal import RunRecord
-from ..versions import SUPPORTED, is_supported
+from .. import __version__
+from ..base import gates, journal
+from ..base.journal import RunRecord
+from ..base.versions import SUPPORTED, is_supported
 from . import outside
 from ._agreement import compare_with_first
 from ._catalogue import load_catalogue

@@ -14,8 +14,8 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from .. import cachedir, gates
-from ..errors import HwpluginError
+from ..base import cachedir, gates
+from ..base.errors import HwpluginError
 from ._catalogue import (
     OWN,
     PATCH,

@@ -15,8 +15,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from vllm_hwplugin import gates, journal
 from vllm_hwplugin.attention.backends import CUDA, Faster
+from vllm_hwplugin.base import gates, journal
 from vllm_hwplugin.ops.compile import jit
 from vllm_hwplugin.ops.compile.spec import KERNELS
 

@@ -15,8 +15,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-from vllm_hwplugin import journal
 from vllm_hwplugin.attention.capabilities import LARGEST_OF_VLLM
+from vllm_hwplugin.base import journal
 
 from ._cuda_attention import GATE, largest_head, missing_for_fa4, setting
 

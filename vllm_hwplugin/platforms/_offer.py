@@ -18,15 +18,15 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from .. import gates, journal
-from ..errors import HwpluginError
+from ..base import gates, journal
+from ..base.errors import HwpluginError
 
 if TYPE_CHECKING:
     from ..musa.host import Musa
 
 logger = logging.getLogger("vllm.hwplugin")
 
-#: Key of the decision in the run record (:func:`vllm_hwplugin.journal.note`).
+#: Key of the decision in the run record (:func:`vllm_hwplugin.base.journal.note`).
 KEY = "platform"
 
 GATE: Final = "VLLM_HWPLUGIN_PLATFORM"

@@ -32,7 +32,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from vllm_hwplugin import gates
+from vllm_hwplugin.base import gates
 
 #: A class attribute by which a builder declares: it overrides methods that make metadata, but its base class makes it.
 #: A drafter's passes then use the base class's entry.

@@ -23,9 +23,9 @@ from typing import Any, Final
 
 from packaging.version import Version
 
-from vllm_hwplugin import gates, journal
-from vllm_hwplugin.errors import HwpluginError
-from vllm_hwplugin.features import CAPTURE_SIZES, gate_of
+from vllm_hwplugin.base import gates, journal
+from vllm_hwplugin.base.errors import HwpluginError
+from vllm_hwplugin.base.features import CAPTURE_SIZES, gate_of
 from vllm_hwplugin.spec_decode.drafters import MASK_METHODS, TRIED_METHODS
 
 logger = logging.getLogger("vllm.hwplugin")

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_hwplugin import gates, journal
-from vllm_hwplugin.errors import HwpluginError
-from vllm_hwplugin.features import DFLASH_DRAFT_BACKEND, DFLASH_FULL_GRAPH, gate_of
+from vllm_hwplugin.base import gates, journal
+from vllm_hwplugin.base.errors import HwpluginError
+from vllm_hwplugin.base.features import DFLASH_DRAFT_BACKEND, DFLASH_FULL_GRAPH, gate_of
 
 logger = logging.getLogger("vllm.hwplugin")
 

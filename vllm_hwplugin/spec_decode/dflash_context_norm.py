@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_hwplugin import journal
-from vllm_hwplugin.features import DFLASH_CONTEXT_NORM
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.features import DFLASH_CONTEXT_NORM
 
 logger = logging.getLogger("vllm.hwplugin")
 

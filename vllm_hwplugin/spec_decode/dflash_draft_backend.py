@@ -15,8 +15,8 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_hwplugin import journal
-from vllm_hwplugin.features import DFLASH_DRAFT_BACKEND
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.features import DFLASH_DRAFT_BACKEND
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

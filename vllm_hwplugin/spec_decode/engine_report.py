@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from vllm_hwplugin import journal, log
-from vllm_hwplugin.fallback import refuse_if_required
-from vllm_hwplugin.journal import RunRecord, Use
+from vllm_hwplugin.base import journal, log
+from vllm_hwplugin.base.fallback import refuse_if_required
+from vllm_hwplugin.base.journal import RunRecord, Use
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -69,7 +69,7 @@ def report(part: Any, examine: Callable[[Any, RunRecord], Findings]) -> None:
 
     Raises:
         FeatureRequired: a switch is `on`, and the feature is not used.
-        HwpluginError: a module of a feature was imported past the plugin; see :func:`vllm_hwplugin.journal.check_live`.
+        HwpluginError: a module of a feature was imported past the plugin; see :func:`.journal.check_live`.
     """
     entry = journal.current()
     if entry is None:

@@ -23,8 +23,8 @@ from vllm.distributed.device_communicators.pynccl_allocator import set_graph_poo
 from vllm.distributed.parallel_state import get_tp_group, graph_capture
 from vllm.v1.sample.ops import topk_topp_triton
 
-from vllm_hwplugin.errors import HwpluginError
-from vllm_hwplugin.fallback import FeatureRequired, gives_up, in_a_line, report_unused
+from vllm_hwplugin.base.errors import HwpluginError
+from vllm_hwplugin.base.fallback import FeatureRequired, gives_up, in_a_line, report_unused
 from vllm_hwplugin.spec_decode.ranks import all_ranks, over_ranks, tensor_parallel
 
 try:

@@ -22,8 +22,8 @@ from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.sample import logits_processor
 
-from vllm_hwplugin import features, gates
-from vllm_hwplugin.fallback import in_a_line
+from vllm_hwplugin.base import features, gates
+from vllm_hwplugin.base.fallback import in_a_line
 from vllm_hwplugin.spec_decode.builders import (
     builders_of,
     flash_versions,

@@ -14,7 +14,7 @@ import time
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
-from vllm_hwplugin import journal
+from vllm_hwplugin.base import journal
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

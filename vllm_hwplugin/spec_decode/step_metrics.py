@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin import gates, journal, run_records
+from vllm_hwplugin.base import gates, journal, run_records
 from vllm_hwplugin.spec_decode.step_counts import INTERVAL
 
 # For the engines that were made last in this process: vLLM also drops its own counters of earlier engines.

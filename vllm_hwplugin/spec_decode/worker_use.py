@@ -2,7 +2,7 @@
 """Decide which patched-in features a worker of vLLM uses, and why not the rest.
 
 It depends on the model runner, the speculative method, the CUDA graph mode and the model. A feature's own report
-(`vllm_hwplugin.journal.use`) takes precedence over this table.
+(`vllm_hwplugin.base.journal.use`) takes precedence over this table.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
-from vllm_hwplugin import gates
-from vllm_hwplugin.journal import RunRecord
+from vllm_hwplugin.base import gates
+from vllm_hwplugin.base.journal import RunRecord
+from vllm_hwplugin.base.terms import TERMS, Term, read_term
 from vllm_hwplugin.linear import layers
 from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, step_counts
 from vllm_hwplugin.spec_decode.drafters import CACHED_METHODS, DRAFTERS, MASK_METHODS
 from vllm_hwplugin.spec_decode.engine_report import NO_SPECULATION, UNNEEDED, Findings, Unused, report, use_of
 from vllm_hwplugin.spec_decode.obstacles import PARTS, decodes_plainly
 from vllm_hwplugin.spec_decode.v1.draft_decision import drafter_obstacle
-from vllm_hwplugin.terms import TERMS, Term, read_term
 
 # By kind of drafter, its methods and what they are called in a report.
 _KINDS: Final = {"cached": (CACHED_METHODS, "drafters with a KV cache"), "masks": (MASK_METHODS, "DFlash")}

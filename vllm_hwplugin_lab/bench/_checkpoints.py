@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_hwplugin.errors import HwpluginError
+from vllm_hwplugin.base.errors import HwpluginError
 
 #: Method -> drafted tokens per step, as the drafters were trained.
 DRAFT_TOKENS = {"eagle3": 3, "dflash": 7}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hwplugin import __version__
-from vllm_hwplugin.errors import HwpluginError
+from vllm_hwplugin.base.errors import HwpluginError
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -24,9 +24,9 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_hwplugin import run_records
-from vllm_hwplugin.errors import HwpluginError
-from vllm_hwplugin.journal import pids
+from vllm_hwplugin.base import run_records
+from vllm_hwplugin.base.errors import HwpluginError
+from vllm_hwplugin.base.journal import pids
 
 from . import _entry_points
 from ._job import Event, Job

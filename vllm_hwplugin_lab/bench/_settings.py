@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_hwplugin import gates
+from vllm_hwplugin.base import gates
 from vllm_hwplugin.patching import load_catalogue
 
 _COMMON = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}

@@ -14,8 +14,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from vllm_hwplugin.cachedir import own_folder, private_folder
-from vllm_hwplugin.errors import HwpluginError
+from vllm_hwplugin.base.cachedir import own_folder, private_folder
+from vllm_hwplugin.base.errors import HwpluginError
 
 from ._checkpoints import DRAFT_TOKENS, Checkpoints, load_prompts
 from ._host import Host

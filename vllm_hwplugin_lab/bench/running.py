@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_hwplugin.errors import HwpluginError
+from vllm_hwplugin.base.errors import HwpluginError
 from vllm_hwplugin.patching import find_installed
 from vllm_hwplugin.spec_decode.step_counts import SERVED
 

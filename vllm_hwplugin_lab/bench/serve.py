@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from vllm_hwplugin.errors import HwpluginError
+from vllm_hwplugin.base.errors import HwpluginError
 from vllm_hwplugin.spec_decode.step_counts import SERVED
 
 from ._checkpoints import Checkpoints

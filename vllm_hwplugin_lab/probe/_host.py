@@ -10,7 +10,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
-from vllm_hwplugin.errors import HwpluginError
+from vllm_hwplugin.base.errors import HwpluginError
 
 from ._cases import BLOCK_SIZES, DTYPES, Case, Plain, Request, Trial
 from ._refusals import refusals

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_hwplugin.errors import HwpluginError
+from vllm_hwplugin.base.errors import HwpluginError
 
 from ._session import one_line
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-from vllm_hwplugin.errors import HwpluginError
+from vllm_hwplugin.base.errors import HwpluginError
 from vllm_hwplugin.patching.texts import DiffError, FileDiff, Hunk, Source, file_diff, read_sections, split_lines
 
 _MAILED: Final = re.compile(r"(From [0-9a-f]{40} |From: |Subject: |Date: |Message-I[dD]: |MIME-Version: )")

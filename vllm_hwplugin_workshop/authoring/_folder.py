@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from vllm_hwplugin.cachedir import write_atomically
+from vllm_hwplugin.base.cachedir import write_atomically
+from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.patching import VLLM, Catalogue, Feature, load_catalogue, outside
 from vllm_hwplugin.patching.texts import GROUPS
-from vllm_hwplugin.versions import Versions
 
 from ._carry import Carried
 from ._change import ChangeError

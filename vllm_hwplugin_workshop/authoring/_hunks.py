@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
+from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.patching import Feature
 from vllm_hwplugin.patching.texts import Edit, FileDiff, Hunk, Source, apply_edits, edits_of, locate
-from vllm_hwplugin.versions import Versions
 
 from ._carry import CONTEXT, Carried, Edited, carry_all
 from ._change import Change, Step

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 from packaging.version import InvalidVersion, Version
 
-from vllm_hwplugin.versions import SUPPORTED, UNKNOWN_FROM, Versions
+from vllm_hwplugin.base.versions import SUPPORTED, UNKNOWN_FROM, Versions
 
 
 class Line:

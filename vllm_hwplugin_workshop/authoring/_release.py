@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from vllm_hwplugin.base.versions import SUPPORTED, Versions
 from vllm_hwplugin.patching import Catalogue, Feature
 from vllm_hwplugin.patching.texts import Source, Status, blob_of, evaluate_as
-from vllm_hwplugin.versions import SUPPORTED, Versions
 
 from ._carry import carry
 from ._change import Change, ChangeError, Step

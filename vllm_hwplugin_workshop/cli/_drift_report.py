@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.patching import VLLM, Catalogue, Feature
 from vllm_hwplugin.patching.texts import (
     FeatureVerdict,
@@ -26,7 +27,6 @@ from vllm_hwplugin.patching.texts import (
     target_name,
     told_apart,
 )
-from vllm_hwplugin.versions import SUPPORTED
 
 from ..authoring import where_it_stands
 from ..sources import SourceError

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_hwplugin.base.versions import SUPPORTED, supported_as
 from vllm_hwplugin.cli.parser import Parser
 from vllm_hwplugin.patching.texts import default_folder
-from vllm_hwplugin.versions import SUPPORTED, supported_as
 
 from ..authoring import add_texts, carry_catalogue, read_catalogue, read_texts, write_texts
 from ..sources import Index, SourceError, open_target
@@ -28,7 +28,7 @@ def carry(arguments: Sequence[str]) -> int:
         ["patches carry 0.34.0", "patches carry 0.34.0 --from ./vllm-0.34.0.whl"],
     )
     parser.add_argument(
-        "version", metavar="VERSION", help="The release; add it to SUPPORTED in vllm_hwplugin/versions.py first."
+        "version", metavar="VERSION", help="The release; add it to SUPPORTED in vllm_hwplugin/base/versions.py first."
     )
     parser.add_argument(
         "--from", dest="source", metavar="TARGET", help="Its text, as for `drift`. Default: the package index."
@@ -45,7 +45,7 @@ def carry(arguments: Sequence[str]) -> int:
     if version is None or version == SUPPORTED[0]:
         raise SourceError(
             f"{options.version}: expected one of {SUPPORTED[1]} to {SUPPORTED[-1]}; add a new release to SUPPORTED in "
-            "vllm_hwplugin/versions.py first"
+            "vllm_hwplugin/base/versions.py first"
         )
     say_put_back(options.catalogue)
     last = SUPPORTED[SUPPORTED.index(version) - 1]

@@ -7,11 +7,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.cli.catalogues import only
 from vllm_hwplugin.cli.parser import Parser
 from vllm_hwplugin.patching import VLLM, Catalogue, load_catalogue
 from vllm_hwplugin.patching.texts import CatalogueError, DiffError, default_folder
-from vllm_hwplugin.versions import SUPPORTED
 
 from ..authoring import read_catalogue
 from ..sources import Index

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from vllm_hwplugin import gates
+from vllm_hwplugin.base import gates
 from vllm_hwplugin.cli.parser import Parser
 from vllm_hwplugin.patching import load_catalogue, outside
 from vllm_hwplugin.patching.texts import default_folder

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from vllm_hwplugin.base.versions import SUPPORTED, Versions
 from vllm_hwplugin.cli.output import STANDARD_OUTPUT
 from vllm_hwplugin.cli.parser import Parser
 from vllm_hwplugin.patching.texts import Source
-from vllm_hwplugin.versions import SUPPORTED, Versions
 
 from ..authoring import (
     About,

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
-from vllm_hwplugin.cachedir import own_folder, write_atomically
+from vllm_hwplugin.base.cachedir import own_folder, write_atomically
 
 from ._pip import PipConfig, host_of, pip_config
 from ._text import IndexUnreachable, SourceError, decode, member_text

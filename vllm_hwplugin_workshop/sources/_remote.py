@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from vllm_hwplugin.cachedir import LARGEST
+from vllm_hwplugin.base.cachedir import LARGEST
 
 from ._pip import PipConfig, host_of
 from ._text import DAMAGE, IndexUnreachable, SourceError, one_line, too_large

@@ -12,11 +12,11 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from vllm_hwplugin.base.versions import is_version
 from vllm_hwplugin.cli.text import shortened
 from vllm_hwplugin.patching import VLLM, Feature, NotInstalled, find_installed
 from vllm_hwplugin.patching.outside import find_distribution
 from vllm_hwplugin.patching.texts import Source
-from vllm_hwplugin.versions import is_version
 
 from ._index import Index, IndexSource
 from ._text import NO_VERSION, SourceError, TreeSource, WheelSource

@@ -13,9 +13,9 @@ from pathlib import Path, PurePosixPath
 
 from packaging.version import InvalidVersion, Version
 
-from vllm_hwplugin.cachedir import LARGEST, read_ordinary
-from vllm_hwplugin.errors import HwpluginError
-from vllm_hwplugin.versions import stated_version
+from vllm_hwplugin.base.cachedir import LARGEST, read_ordinary
+from vllm_hwplugin.base.errors import HwpluginError
+from vllm_hwplugin.base.versions import stated_version
 
 # What `zipfile` raises for damaged archives: a bad directory or checksum, a truncated stream, unknown compression or
 # encryption, invalid names and offsets.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.features import LINEAR, gate_of
+from vllm_hwplugin.base.features import LINEAR, gate_of
 from vllm_hwplugin_lab.bench._shapes import SHAPES, write_configs
 
 from ...musa_sim import loads

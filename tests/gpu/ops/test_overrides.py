@@ -15,7 +15,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin import gates  # noqa: E402
+from vllm_hwplugin.base import gates  # noqa: E402
 from vllm_hwplugin.ops import overrides  # noqa: E402
 from vllm_hwplugin.ops.compile.jit import ensure  # noqa: E402
 from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from vllm_hwplugin import run_records
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin_lab.bench import Host, _launch
 from vllm_hwplugin_lab.bench.plan import Settings
 

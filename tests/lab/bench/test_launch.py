@@ -12,7 +12,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from tests.cpu_seconds import patience, wait_until
-from vllm_hwplugin import journal, run_records
+from vllm_hwplugin.base import journal, run_records
 from vllm_hwplugin_lab.bench import _launch
 
 JOB = ("module", '{"label": "tiny"}', {"SAID": "yes"})

@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 
 import pytest
 
-from vllm_hwplugin import gates
+from vllm_hwplugin.base import gates
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin_lab.bench import find_checkpoints
 from vllm_hwplugin_lab.bench._shapes import SHAPES

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.cpu_seconds import patience
-from vllm_hwplugin import journal, run_records
+from vllm_hwplugin.base import journal, run_records
 from vllm_hwplugin_lab.bench import Job, TimeLimit, Workload, _launch, measure_in_turn, of_workloads
 from vllm_hwplugin_lab.bench.results import processes_entry
 

@@ -7,7 +7,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from vllm_hwplugin import gates
+from vllm_hwplugin.base import gates
 from vllm_hwplugin.ops.compile.flags import TABLE, flags_for, words
 
 ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"

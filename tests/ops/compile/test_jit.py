@@ -20,7 +20,7 @@ import pytest
 from packaging.version import Version
 
 from tests.cpu_seconds import patience, wait_until
-from vllm_hwplugin import cachedir
+from vllm_hwplugin.base import cachedir
 from vllm_hwplugin.ops.compile import built, jit, toolchain, torch_build
 from vllm_hwplugin.ops.compile.ninja import build, script
 from vllm_hwplugin.ops.compile.plan import BuildPlan

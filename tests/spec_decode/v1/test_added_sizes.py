@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_hwplugin import journal
+from vllm_hwplugin.base import journal
 from vllm_hwplugin.spec_decode import graph_recording
 from vllm_hwplugin.spec_decode.v1 import added_sizes, mixed_sizes
 

@@ -15,8 +15,9 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.forward_context import BatchDescriptor  # noqa: E402
 
-from vllm_hwplugin import journal, patching  # noqa: E402
-from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
+from vllm_hwplugin import patching  # noqa: E402
+from vllm_hwplugin.base import journal  # noqa: E402
+from vllm_hwplugin.base.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode import dflash_config  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.dflash_full_graph import ContextGraphs, lengthen_query_buffers  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_decision import FirstPass, first_pass_of  # noqa: E402

@@ -14,7 +14,7 @@ from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder  # noqa: E402
 
 from vllm_hwplugin.attention.cuda import CudaFlashAttentionMetadataBuilder  # noqa: E402
-from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
+from vllm_hwplugin.base.fallback import FeatureRequired  # noqa: E402
 
 from ..drafters import EAGLE, MAX_REQS, Runner, boot, compare, propose  # noqa: E402
 from ..host_runner import BACKENDS, FLASH_MLA, FLASHINFER, FLEX, Pool, builder  # noqa: E402

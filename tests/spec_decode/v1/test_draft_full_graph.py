@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.forward_context import BatchDescriptor, get_forward_context  # noqa: E402
 
-from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
+from vllm_hwplugin.base.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode import capture_sizes  # noqa: E402
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape  # noqa: E402
 from vllm_hwplugin.spec_decode.v1 import draft_full_graph, draft_loop_graph  # noqa: E402

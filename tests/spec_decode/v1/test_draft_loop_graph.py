@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode  # noqa: E402
 
-from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
+from vllm_hwplugin.base.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape  # noqa: E402
 from vllm_hwplugin.spec_decode.v1 import draft_loop_graph  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_full_graph import capture_draft_graphs  # noqa: E402

@@ -22,7 +22,7 @@ from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 from vllm.v1.outputs import SamplerOutput  # noqa: E402
 from vllm.v1.sample.metadata import SamplingMetadata  # noqa: E402
 
-from vllm_hwplugin.fallback import FeatureRequired  # noqa: E402
+from vllm_hwplugin.base.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape  # noqa: E402
 from vllm_hwplugin.spec_decode.v1 import draft_phase, draft_phase_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_full_graph import capture_draft_graphs  # noqa: E402

@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.utils import CpuGpuBuffer
 
-from vllm_hwplugin.fallback import FeatureRequired
+from vllm_hwplugin.base.fallback import FeatureRequired
 from vllm_hwplugin.spec_decode.graph_recording import RecordingFailed
 from vllm_hwplugin.spec_decode.v1 import step_inputs
 from vllm_hwplugin.spec_decode.v1.step_inputs import StepInputs

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
+from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.spec_decode import graph_recording
-from vllm_hwplugin.versions import Versions
 
 from .released_modules import STAND_INS, ReleasedModules, by_the_host
 

@@ -15,11 +15,11 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilde
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
-from vllm_hwplugin import journal
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode import capture_sizes, graph_recording, obstacles
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs, step_inputs, tail_capture
 from vllm_hwplugin.spec_decode.v2.mixed_sizes import LEFT_OUT
-from vllm_hwplugin.versions import SUPPORTED
 
 from ...conftest import versions
 from ..engines import DRAFTS, Model

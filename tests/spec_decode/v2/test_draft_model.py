@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.spec_decode.v2 import recording
 from vllm_hwplugin.spec_decode.v2.tail_buffers import Padding
-from vllm_hwplugin.versions import Versions
 
 from ...conftest import versions
 from .released_modules import Graph, ReleasedModules, by_the_host, capture

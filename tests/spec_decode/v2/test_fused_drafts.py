@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_hwplugin import journal
-from vllm_hwplugin.fallback import FeatureRequired
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.fallback import FeatureRequired
 from vllm_hwplugin.frozen import fused_drafts
 from vllm_hwplugin.spec_decode import builders, graph_recording
 

@@ -15,11 +15,11 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 
+from vllm_hwplugin.base.gates import PLAIN_DECODE
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.frozen import capture_metadata
-from vllm_hwplugin.gates import PLAIN_DECODE
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
-from vllm_hwplugin.versions import SUPPORTED
 
 from ...backports.draft_schedule import DRAFT, Engine
 from ...conftest import versions

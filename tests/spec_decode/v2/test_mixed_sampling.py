@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.versions import SUPPORTED
+from vllm_hwplugin.base.versions import SUPPORTED
 
 from ...conftest import versions
 from ..released import text_of

@@ -17,11 +17,11 @@ import torch
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
-from vllm_hwplugin.gates import PLAIN_DECODE
+from vllm_hwplugin.base.gates import PLAIN_DECODE
+from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.spec_decode import obstacles
 from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2 import recording
-from vllm_hwplugin.versions import Versions
 
 from .. import engines
 from ..engines import BLOCK, DRAFTS, MAX_REQS, VOCAB, config_of

@@ -15,6 +15,7 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 from vllm.sampling_params import SamplingParams
 
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode.v2.recording import (
     WALKS,
     SamplerParts,
@@ -24,7 +25,6 @@ from vllm_hwplugin.spec_decode.v2.recording import (
     sampling_as,
 )
 from vllm_hwplugin.spec_decode.v2.tail_buffers import Padding
-from vllm_hwplugin.versions import SUPPORTED
 
 from ...conftest import versions
 from .samplers import sampler

@@ -18,13 +18,13 @@ import pytest
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.frozen import capture_metadata
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.spec_decode.v2 import runner as overrides
 from vllm_hwplugin.spec_decode.v2 import tail_graph
 from vllm_hwplugin.spec_decode.v2.step_inputs import _Step
 from vllm_hwplugin.spec_decode.v2.tail_capture import Served
-from vllm_hwplugin.versions import SUPPORTED
 
 from ..called_text import Seen, Text
 from ..released import text_of

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, uniform_shape
 from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2.recording import SamplerParts, decode_query_len, rungs, scheduled_query_lens
-from vllm_hwplugin.versions import SUPPORTED
 
 from ...conftest import versions
 from ..released import text_of

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode import utils
 
-from vllm_hwplugin import journal
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
 from vllm_hwplugin.spec_decode.obstacles import Part
 from vllm_hwplugin.spec_decode.step_counts import Reason
@@ -30,7 +31,6 @@ from vllm_hwplugin.spec_decode.v2.step_inputs import StepInputs
 from vllm_hwplugin.spec_decode.v2.tail_capture import Captured, Served, ShapeGraphs, TailRecorder
 from vllm_hwplugin.spec_decode.v2.tail_graph import TailGraphs
 from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters, Touched, around_graphs
-from vllm_hwplugin.versions import SUPPORTED
 
 from ..released import Modules, texts
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.patching import Catalogue, Feature, make_plan
 from vllm_hwplugin.patching.texts import Text, parse_diff
-from vllm_hwplugin.versions import Versions
 from vllm_hwplugin_workshop.authoring import Carried, Outcome, carry, carry_all, read_change, render, written
 
 from .made import PATH, Memory, git_diff

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.patching import Catalogue, make_plan, outside
 from vllm_hwplugin.patching.texts import Source
-from vllm_hwplugin.versions import SUPPORTED
 from vllm_hwplugin_workshop.authoring import About, Outcome, carry_all, create, read_change, written
 
 from .made import git_diff

@@ -14,8 +14,8 @@ import pytest
 
 import vllm_hwplugin
 from tests.program import program
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.patching import load_catalogue
-from vllm_hwplugin.versions import SUPPORTED
 from vllm_hwplugin_workshop.cli import _drift_report, drift
 from vllm_hwplugin_workshop.cli._drift_report import TargetReport, check, exit_status
 from vllm_hwplugin_workshop.sources import Index, PipConfig, TreeSource

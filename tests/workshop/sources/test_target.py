@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.cachedir import LARGEST
+from vllm_hwplugin.base.cachedir import LARGEST
 from vllm_hwplugin_workshop.sources import (
     Index,
     IndexSource,

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ...gates import GateError
+from ...base.gates import GateError
 from . import toolchain, torch_build
 from .ninja import build
 from .plan import make_plan

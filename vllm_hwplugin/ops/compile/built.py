@@ -16,7 +16,7 @@ from pathlib import Path
 
 import vllm_hwplugin
 
-from ...cachedir import UntrustedFolder, read_private, trusted_folder
+from ...base.cachedir import UntrustedFolder, read_private, trusted_folder
 from .ahead import PREBUILT
 from .ninja import RECORD
 from .plan import FORMAT

@@ -15,7 +15,7 @@ from typing import Final
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ... import gates
+from ...base import gates
 from .spec import ToolchainName
 
 SLP: Final = "VLLM_HWPLUGIN_SLP"

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from packaging.version import Version
 
-from ...cachedir import UntrustedFolder, places, private_folder, writable
+from ...base.cachedir import UntrustedFolder, places, private_folder, writable
 from . import built, toolchain, torch_build
 from .ninja import build, find_ninja
 from .plan import BuildPlan, make_plan, source_digest

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ...cachedir import write_atomically
+from ...base.cachedir import write_atomically
 from .plan import BuildPlan
 from .spec import KernelUnavailable
 from .toolchain import find_tool

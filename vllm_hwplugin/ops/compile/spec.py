@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 import vllm_hwplugin
 
-from ...errors import HwpluginError
+from ...base.errors import HwpluginError
 
 ToolchainName = Literal["nvcc", "mcc"]
 

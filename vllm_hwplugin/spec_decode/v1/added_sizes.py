@@ -13,7 +13,7 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
 
-from vllm_hwplugin.features import CAPTURE_SIZES
+from vllm_hwplugin.base.features import CAPTURE_SIZES
 from vllm_hwplugin.spec_decode.capture_sizes import added_sizes, has_sizes, leave_to_vllm
 from vllm_hwplugin.spec_decode.graph_recording import attempt
 

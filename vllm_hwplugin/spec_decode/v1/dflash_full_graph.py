@@ -18,8 +18,8 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from vllm_hwplugin import journal
-from vllm_hwplugin.features import DFLASH_FULL_GRAPH
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.features import DFLASH_FULL_GRAPH
 from vllm_hwplugin.spec_decode.graph_recording import Graphs, attempt
 from vllm_hwplugin.spec_decode.v1.draft_decision import DraftKeys, pad_up
 from vllm_hwplugin.spec_decode.v1.draft_full_graph import DraftGraphs

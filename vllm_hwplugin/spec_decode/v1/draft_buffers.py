@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from vllm_hwplugin.features import DRAFT_FULL_GRAPH, gate_of
+from vllm_hwplugin.base.features import DRAFT_FULL_GRAPH, gate_of
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape
 from vllm_hwplugin.spec_decode.v1.draft_decision import STEP_QUERY_LEN, DraftKeys, rows_held
 

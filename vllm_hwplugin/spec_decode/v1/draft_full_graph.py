@@ -20,9 +20,9 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 
-from vllm_hwplugin import journal
-from vllm_hwplugin.fallback import gives_up
-from vllm_hwplugin.features import DFLASH_FULL_GRAPH, DRAFT_FULL_GRAPH
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.fallback import gives_up
+from vllm_hwplugin.base.features import DFLASH_FULL_GRAPH, DRAFT_FULL_GRAPH
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, GraphShape
 from vllm_hwplugin.spec_decode.drafters import MASK_METHODS
 from vllm_hwplugin.spec_decode.graph_recording import Graphs

@@ -20,8 +20,8 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID, eagle_step_update_slot_mapping_and_metadata
 
-from vllm_hwplugin import journal
-from vllm_hwplugin.features import DRAFT_LOOP_GRAPH
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.features import DRAFT_LOOP_GRAPH
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, uniform_shape
 from vllm_hwplugin.spec_decode.graph_recording import Graphs
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not

@@ -24,8 +24,8 @@ from typing import Any, Final
 import torch
 from vllm.v1.outputs import SamplerOutput
 
-from vllm_hwplugin import journal
-from vllm_hwplugin.features import V1_DRAFT_PHASE
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.features import V1_DRAFT_PHASE
 from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.decode_batch import (
     MAX_NUM_REQS,

@@ -21,8 +21,8 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 
-from vllm_hwplugin import journal
-from vllm_hwplugin.features import V1_STEP_INPUTS
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.features import V1_STEP_INPUTS
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, has_prompt
 from vllm_hwplugin.spec_decode.graph_recording import Graphs, record_graph
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not

@@ -16,8 +16,8 @@ import torch
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.platforms import current_platform
 
-from vllm_hwplugin import journal
-from vllm_hwplugin.features import CAPTURE_SIZES, V2_MIXED_GRAPHS
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.features import CAPTURE_SIZES, V2_MIXED_GRAPHS
 from vllm_hwplugin.spec_decode.capture_sizes import has_sizes, leave_to_vllm, vllms_sizes
 from vllm_hwplugin.spec_decode.graph_recording import agreed, attempt, exchanged_later
 from vllm_hwplugin.spec_decode.v2.mixed_graphs import has_mixed_graphs, leave_out_mixed_graphs

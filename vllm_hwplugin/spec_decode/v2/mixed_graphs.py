@@ -16,9 +16,9 @@ from typing import Any, Final
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-from vllm_hwplugin import journal
-from vllm_hwplugin.fallback import report_unused
-from vllm_hwplugin.features import BACKPORT_MIXED_GRAPHS, V2_MIXED_GRAPHS
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.fallback import report_unused
+from vllm_hwplugin.base.features import BACKPORT_MIXED_GRAPHS, V2_MIXED_GRAPHS
 from vllm_hwplugin.spec_decode.builders import flash_versions
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.drafters import SHARED_FIRST_PASS

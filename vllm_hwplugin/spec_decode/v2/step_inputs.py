@@ -27,8 +27,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens, prepare_pos_seq_lens
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 
-from vllm_hwplugin import journal
-from vllm_hwplugin.features import V2_STEP_INPUTS
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.features import V2_STEP_INPUTS
 from vllm_hwplugin.spec_decode.graph_recording import Graphs, record_graph
 from vllm_hwplugin.spec_decode.obstacles import Part, custom_processors, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts

@@ -34,8 +34,8 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import graph_capture
 
-from vllm_hwplugin import journal
-from vllm_hwplugin.features import V2_TAIL_GRAPH
+from vllm_hwplugin.base import journal
+from vllm_hwplugin.base.features import V2_TAIL_GRAPH
 from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, asks_for_nothing_else
 from vllm_hwplugin.spec_decode.graph_recording import Graphs, reserved_memory
