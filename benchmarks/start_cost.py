@@ -46,7 +46,7 @@ from vllm_hwplugin.plugin import register
 register()
 registered = clock()
 from importlib.machinery import SourceFileLoader
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.patching._finder import CopyFinder
 finder = next((item for item in sys.meta_path if isinstance(item, CopyFinder)), None)
 own = stock = 0.0
@@ -54,14 +54,15 @@ for name, copy in (finder.copies if finder else {}).items():
     begin = clock()
     finder.find_spec(name).loader.get_code(name)
     middle = clock()
-    path = journal.current().vllm_root + "/" + name.replace(".", "/") + ("/__init__.py" if copy.is_package else ".py")
+    root = run_records.current().vllm_root
+    path = f"{root}/{name.replace('.', '/')}" + ("/__init__.py" if copy.is_package else ".py")
     SourceFileLoader(name, path).get_code(name)
     own, stock = own + middle - begin, stock + clock() - middle
 begin = clock()
 for copy in (finder.copies if finder else {}).values():
     compile(copy.text, str(copy.path), "exec", dont_inherit=True)
 compiled = clock() - begin
-entry = journal.current() or journal.new("switched off")
+entry = run_records.current() or run_records.new("switched off")
 print(json.dumps({
     "register_ms": 1e3 * (registered - start), "load_ms": 1e3 * (own - stock), "compile_ms": 1e3 * compiled,
     "modules": len(entry.modules), "live": entry.live, "vllm": entry.vllm_version, "error": entry.error,

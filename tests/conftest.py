@@ -265,9 +265,9 @@ def vllm_tree() -> Callable[[str], Tree]:
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What the modules put in the journal, by feature."""
-    from vllm_hwplugin.base import journal
+    """What the modules put in the run record, by feature."""
+    from vllm_hwplugin.base import run_records
 
     said: dict[str, str] = {}
-    monkeypatch.setattr(journal, "note", said.__setitem__)
+    monkeypatch.setattr(run_records, "note", said.__setitem__)
     return said

@@ -19,7 +19,7 @@ import pytest
 import vllm_hwplugin
 from tests.cpu_seconds import patience
 from vllm_hwplugin import patching, plugin
-from vllm_hwplugin.base import gates, journal, run_records
+from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.patching import _runtime
 
 from .conftest import cannot_run, versions
@@ -82,7 +82,7 @@ def test_switched_off_its_variables_are_known_to_vllm(monkeypatch: pytest.Monkey
     monkeypatch.setenv("VLLM_HWPLUGIN", "0")
     monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path))
     plugin.register()
-    journal.forget()
+    run_records.forget()
     assert {gate.name for gate in gates.GATES} <= envs.environment_variables.keys()
 
 
@@ -159,9 +159,9 @@ REAL = """
     before = set(sys.modules)
     register()
     from vllm_hwplugin import __version__
-    from vllm_hwplugin.base import journal
+    from vllm_hwplugin.base import run_records
     from vllm_hwplugin.patching import _runtime
-    entry, plan = journal.current(), _runtime.current_plan()
+    entry, plan = run_records.current(), _runtime.current_plan()
     assert entry.error is None and entry.live, entry
     refused = {name for name, item in entry.features.items() if item["state"] == "refused"}
     # New bodies of functions neither add a parameter nor replace a class.

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from vllm_hwplugin.base import cachedir, journal
+from vllm_hwplugin.base import cachedir, run_records
 from vllm_hwplugin.base.cachedir import read_private, write_atomically
 from vllm_hwplugin.cli.output import OutputError, write_text
 from vllm_hwplugin.patching._overlay import keep_sealed, read_sealed
@@ -94,7 +94,7 @@ class Writer(NamedTuple):
 
 
 def _note(path: Path, data: bytes) -> None:
-    journal.note("kept", data.decode())
+    run_records.note("kept", data.decode())
 
 
 def _noted(path: Path) -> bytes | None:
@@ -119,7 +119,7 @@ WRITERS = {
 @pytest.fixture(autouse=True)
 def _no_record() -> Iterator[None]:
     yield
-    journal.forget()
+    run_records.forget()
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -137,7 +137,7 @@ def test_a_reader_sees_the_old_file_or_the_new_one(
     writer = WRITERS[name]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         path = Path(folder).resolve() / "kept"
-        journal.begin(journal.new("0"), path.parent)
+        run_records.begin(run_records.new("0"), path.parent)
         if old is not None:
             writer.write(path, old)
 

@@ -12,7 +12,7 @@ import logging
 from typing import Any
 
 from vllm_hwplugin import patching
-from vllm_hwplugin.base import gates, journal
+from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.base.features import DFLASH_FULL_GRAPH, gate_of
 from vllm_hwplugin.spec_decode import dflash_config
 from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError
@@ -50,7 +50,7 @@ def check_and_update_config(vllm_config: Any) -> None:
                 f"{type(error).__name__}: {error}; set {_GATE}=auto without strict mode to continue, and report it"
             ) from error
         logger.exception("DFlash: %s is left to vLLM, because the plugin failed", _CHECK)
-        journal.note(_CHECK, f"left to vLLM: {type(error).__name__}: {error}")
+        run_records.note(_CHECK, f"left to vLLM: {type(error).__name__}: {error}")
     # Usually this changes nothing: vLLM loads the plugin before it imports what the patches touch.
     patching.force()
 

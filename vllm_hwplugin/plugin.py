@@ -40,7 +40,7 @@ def register() -> None:
     import sys
 
     from . import __version__
-    from .base import gates, journal, log
+    from .base import gates, log, run_records
 
     log.prepare()
     settings = gates.Settings()
@@ -49,7 +49,7 @@ def register() -> None:
         if (envs := sys.modules.get("vllm.envs")) is not None:
             # vLLM calls every VLLM_ variable that it does not know a mistake, the one that switches this off too.
             gates.register_with_vllm(envs)
-        journal.begin_off(__version__)
+        run_records.begin_off(__version__)
         return
 
     from . import patching, platforms

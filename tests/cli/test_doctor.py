@@ -19,7 +19,7 @@ import pytest
 
 from tests.cpu_seconds import patience
 from tests.program import Terminal, program
-from vllm_hwplugin.base import cachedir, gates, journal
+from vllm_hwplugin.base import cachedir, gates, run_records
 from vllm_hwplugin.base.errors import HwpluginError
 from vllm_hwplugin.cli import _diagnosis, _doctor, _host, _summary
 from vllm_hwplugin.patching import load_catalogue
@@ -200,8 +200,8 @@ def test_looking_creates_no_cache(diagnose: Diagnose, tmp_path: Path) -> None:
 STARTED = "2026-01-01T00:00:00.000+00:00"
 
 
-def _process(pid: int, ppid: int, started: str, role: str = "parent", **more: object) -> journal.RunRecord:
-    fresh = dataclasses.replace(journal.new("0.1.0"), pid=pid, ppid=ppid, started=started, role=role)
+def _process(pid: int, ppid: int, started: str, role: str = "parent", **more: object) -> run_records.RunRecord:
+    fresh = dataclasses.replace(run_records.new("0.1.0"), pid=pid, ppid=ppid, started=started, role=role)
     return dataclasses.replace(fresh, **more)
 
 
@@ -273,7 +273,7 @@ def _engines(folder: Path, own: int) -> None:
     """An engine that is over, one that runs, one later that is over, and a script that looked at a configuration."""
     uses = {"used": {"used": True, "reason": ""}, "not": {"used": False, "reason": "no graphs"}}
     states = {name: {"state": "live", "reason": ""} for name in uses}
-    now = journal.new("1").started
+    now = run_records.new("1").started
     _write_record(folder, "1-20.json", pid=FREE + 20, uses=uses, features=states)
     _write_record(folder, f"2-{own}.json", pid=own, started=now, vllm_root="/elsewhere")
     steps = {"used drafting": {"served": 1, "prompt": 3}, "used sampling": {}}
@@ -340,12 +340,12 @@ RUN = (os.getpid(), os.getppid())
 def _server(folder: Path, front: int, computes: Sequence[tuple[int, str]], **more: object) -> None:
     """An API server with processes that compute, and the inspection of a model class."""
     states = {"engine-report": {"state": "live", "reason": ""}}
-    started = journal.new("1").started
+    started = run_records.new("1").started
     for number, (pid, role) in enumerate([(front, "api-server"), *computes]):
-        family = {"ppid": 1 if not number else front, "role": role, "ticks": journal.ticks(pid), "started": started}
+        family = {"ppid": 1 if not number else front, "role": role, "ticks": run_records.ticks(pid), "started": started}
         _write_record(folder, f"{number}-{pid}.json", pid=pid, features=states, **family, **more)
     # The first process of the system stands for one that runs.
-    inspection = {"role": "inspection", "ppid": front, "pid": 1, "ticks": journal.ticks(1)}
+    inspection = {"role": "inspection", "ppid": front, "pid": 1, "ticks": run_records.ticks(1)}
     _write_record(folder, "9-1.json", started=started, **inspection)
 
 
@@ -382,8 +382,8 @@ def test_a_server_that_starts_is_shown_before_an_engine_that_has_ended(diagnose:
     assert [one.state for one in diagnose().engines if one.pid == RUN[1]] == ["starting"]
     assert diagnose().last_engine[0].pid == RUN[1]
     # Not before one that serves, and a script that runs is none.
-    started = journal.new("1").started
-    script = {"pid": RUN[0], "ppid": 2, "ticks": journal.ticks(RUN[0]), "started": started}
+    started = run_records.new("1").started
+    script = {"pid": RUN[0], "ppid": 2, "ticks": run_records.ticks(RUN[0]), "started": started}
     _write_record(folder, "0-script.json", **script, uses={"nwor": {"used": True, "reason": ""}})
     assert diagnose().last_engine[0].pid == RUN[0]
     (folder / f"0-{RUN[1]}.json").unlink()

@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 from tests.cpu_seconds import patience, wait_until
-from vllm_hwplugin.base import journal, run_records
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.spec_decode import step_counts
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.bench._entry_points import provide
@@ -97,7 +97,7 @@ class Seen:
     exit_code: int | None = None
     left_over: list[int] = field(default_factory=list)
     log: str = ""
-    records: tuple[journal.RunRecord, ...] = ()
+    records: tuple[run_records.RunRecord, ...] = ()
 
 
 def free_port() -> int:
@@ -192,7 +192,7 @@ def seen(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     found.left_running = not server.wait_for(lambda: server.counters()["num_requests_running"] == 0, 20)
     found.counters["after leaving"] = server.counters()
     found.healthy = server.healthy()
-    # A worker puts its last steps in the journal, and the server looks there.
+    # A worker puts its last steps in the run record, and the server looks there.
     time.sleep(patience(2 * step_counts.INTERVAL + 1))
     found.counters["later"] = server.counters()
 

@@ -12,7 +12,7 @@ from vllm_hwplugin_lab.bench._inside import counters, model_runner, platform_cla
 def main(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
-    from vllm_hwplugin.base import journal
+    from vllm_hwplugin.base import run_records
 
     llm = LLM(**job["options"])
     runner = model_runner(llm)
@@ -31,7 +31,7 @@ def main(job: dict) -> dict:
         "texts": [list(output.outputs[0].token_ids) for output in outputs],
         "drafts": written(drafts),
         "accepted": [count / counts["drafts"] for count in counts["accepted"]],
-        "decisions": dict(journal.current().decisions) if graphs is not None else {},
+        "decisions": dict(run_records.current().decisions) if graphs is not None else {},
         "platform": platform_class(),
         "sizes": runner.compilation_config.cudagraph_capture_sizes,
         "captured": 0 if graphs is None else graphs.num_captured,

@@ -11,7 +11,7 @@ from vllm_hwplugin_lab.bench._inside import counters, model_runner
 def main(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
-    from vllm_hwplugin.base import journal
+    from vllm_hwplugin.base import run_records
 
     llm = LLM(**job["options"])
     runner = model_runner(llm)
@@ -28,7 +28,7 @@ def main(job: dict) -> dict:
         "target": sorted({backend for name, backend in names.items() if name not in draft}),
         "draft": sorted({names[name] for name in draft}),
         "tokens_a_step": 1 + sum(counts["accepted"]) / counts["drafts"],
-        "decisions": dict(journal.current().decisions) if journal.current() is not None else {},
+        "decisions": dict(run_records.current().decisions) if run_records.current() is not None else {},
     }
 
 

@@ -28,7 +28,7 @@ def main(job: dict) -> dict:
     import torch
     from vllm import LLM, SamplingParams
 
-    from vllm_hwplugin.base import journal
+    from vllm_hwplugin.base import run_records
 
     llm = LLM(**gemma_shape.model_options(Path(job["model"])), **job["options"])
     runner = model_runner(llm)
@@ -57,7 +57,7 @@ def main(job: dict) -> dict:
         "graph_modes": graph_modes(runner),
         "captured": 0 if graphs is None else graphs.num_captured,
         "accepted": counters(llm)["accepted"],
-        "decisions": dict(journal.current().decisions) if journal.current() is not None else {},
+        "decisions": dict(run_records.current().decisions) if run_records.current() is not None else {},
         **counts.facts(),
     }
 

@@ -9,14 +9,14 @@ from pathlib import Path
 def main(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
-    from vllm_hwplugin.base import journal
+    from vllm_hwplugin.base import run_records
     from vllm_hwplugin.ops.operations import RECORD
 
     llm = LLM(**job["options"])
     sampling = SamplingParams(temperature=0.0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     outputs = llm.generate(prompts, sampling_params=sampling, use_tqdm=False)
-    decisions = journal.current().decisions
+    decisions = run_records.current().decisions
     return {
         "texts": [list(output.outputs[0].token_ids) for output in outputs],
         "decisions": {key.removeprefix(RECORD): text for key, text in decisions.items() if key.startswith(RECORD)},

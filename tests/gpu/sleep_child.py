@@ -16,7 +16,7 @@ from vllm_hwplugin_lab.bench._inside import counters, model_runner
 def main(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
-    from vllm_hwplugin.base import journal
+    from vllm_hwplugin.base import run_records
 
     llm = LLM(**job["options"])
     runner = model_runner(llm)
@@ -52,7 +52,7 @@ def main(job: dict) -> dict:
     put_back(runner.drafter.model, weights)
     llm.wake_up(tags=["kv_cache"])
     answers["level 2"] = answer()
-    return {**answers, "decisions": dict(journal.current().decisions) if graphs is not None else {}}
+    return {**answers, "decisions": dict(run_records.current().decisions) if graphs is not None else {}}
 
 
 def draft_weights(model) -> dict:

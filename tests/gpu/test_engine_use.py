@@ -62,7 +62,7 @@ def test_what_an_engine_uses(method: str, k: int, v2_runner: bool, used: set[str
     )
     outcome = bench.launch(job, timeout=400)
     assert outcome.error is None, outcome.log_tail
-    # The process that looks at a model class for the first time has a journal, too, but no engine.
+    # The process that looks at a model class for the first time has a run record, too, but no engine.
     (process,) = [entry for entry in outcome.records if entry["uses"]]
     live = {name for name, feature in process["features"].items() if feature["state"] == "live"}
     assert process["uses"].keys() == live - {"engine-report", "step-metrics"}

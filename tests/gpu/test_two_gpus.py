@@ -3,7 +3,7 @@
 
 With tensor parallelism each worker is a process of its own, which has to find the same graphs by itself. With data
 parallelism the ranks of a dense model are engines of their own; where vLLM couples them, the drafter stays as in stock
-and the journal of each worker's process says why. Texts are compared as in test_gemma_shape: in float16, up to where
+and the run record of each worker's process says why. Texts are compared as in test_gemma_shape: in float16, up to where
 they part, and there the choice of the one must be as good as a tie to the other.
 """
 

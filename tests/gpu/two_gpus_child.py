@@ -55,11 +55,11 @@ def watch(worker) -> None:
 
 
 def report(worker) -> dict:
-    """Runs in a worker: what was counted, and what the process has in the journal."""
-    from vllm_hwplugin.base import journal
+    """Runs in a worker: what was counted, and what the process has in the run record."""
+    from vllm_hwplugin.base import run_records
     from vllm_hwplugin_lab.bench._inside import drafter_of, graph_modes, platform_class, runner_generation
 
-    runner, entry = worker.worker.model_runner, journal.current()
+    runner, entry = worker.worker.model_runner, run_records.current()
     worker.worker.hwplugin_watch.__exit__(None, None, None)
     uses = entry.uses if entry is not None else {}
     return {

@@ -20,7 +20,7 @@ def main(job: dict) -> dict:
     import torch
     from vllm import LLM, SamplingParams
 
-    from vllm_hwplugin.base import journal
+    from vllm_hwplugin.base import run_records
 
     llm = LLM(**job["options"])
     runner = model_runner(llm)
@@ -46,7 +46,7 @@ def main(job: dict) -> dict:
         llm.wake_up()
         answer()
     counts = counters(llm)
-    entry = journal.current()
+    entry = run_records.current()
     groups = [group for groups in runner.speculator.attn_groups for group in groups]
     return {
         "texts": texts,

@@ -20,7 +20,7 @@ from vllm.config.utils import Range
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.activation import SiluAndMul
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.linear import compile_ranges, layers
 from vllm_hwplugin.linear.operations import MOST_TOKENS
 from vllm_hwplugin.linear.restore_pass import RestorePass
@@ -37,7 +37,7 @@ NAMES = {"Range": Range, "ConfigDict": dict, "config": lambda item=None, **_: it
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> None:
     """The feature."""
-    monkeypatch.setattr(journal, "current", lambda: SimpleNamespace(live=("linear",)))
+    monkeypatch.setattr(run_records, "current", lambda: SimpleNamespace(live=("linear",)))
 
 
 class NoPass:
@@ -138,7 +138,7 @@ def test_ranges_stay_vllms_without_the_feature_or_its_gpu_and_with_an_encoder(
     names: tuple[str, ...], hopper: bool, encoder: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers, "ON_HOPPER", hopper)
-    monkeypatch.setattr(journal, "current", lambda: SimpleNamespace(live=names))
+    monkeypatch.setattr(run_records, "current", lambda: SimpleNamespace(live=names))
     compilation = SimpleNamespace(compile_ranges_endpoints=None, compile_mm_encoder=encoder)
     compile_ranges.check_and_update_config(SimpleNamespace(compilation_config=compilation))
     assert compilation.compile_ranges_endpoints is None

@@ -17,7 +17,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.musa import _vllm_api
 
 from ..conftest import versions
@@ -256,7 +256,7 @@ def test_a_drafter_that_cannot_run_is_refused_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.modules["vllm_hwplugin.musa.versions"], "installed", {"triton": triton}.get)
-    monkeypatch.setattr(journal, "current", lambda: SimpleNamespace(live=live))
+    monkeypatch.setattr(run_records, "current", lambda: SimpleNamespace(live=live))
     made = config()
     made.speculative_config = SimpleNamespace(**spec)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", v2)

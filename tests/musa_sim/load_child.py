@@ -392,7 +392,7 @@ def one(job: dict, others_follow: bool) -> dict:
     from vllm import LLM
     from vllm.platforms import current_platform
 
-    from vllm_hwplugin.base import journal
+    from vllm_hwplugin.base import run_records
     from vllm_hwplugin.spec_decode import step_counts
     from vllm_hwplugin_lab.bench._inside import check_runner, model_runner, runner_generation
     from vllm_hwplugin_lab.bench._watch import watched
@@ -422,7 +422,7 @@ def one(job: dict, others_follow: bool) -> dict:
         # The process's end does it as well, and the first Model Runner V2 cannot be shut down.
         llm.llm_engine.engine_core.shutdown()
     step_counts.save()
-    entry = journal.current()
+    entry = run_records.current()
     # An engine's uses are settled when it is built.
     uses = entry.uses if entry is not None else {}
     return {

@@ -123,8 +123,8 @@ class Run:
         used: features of the plugin that did their work.
         unused: those that did not, and why.
         counts: of :class:`vllm_hwplugin_lab.bench._watch.Counts`, with graphs that were replayed.
-        counted: of each fast path, how many steps had which outcome, as the process journal has it.
-        noted: what features decided, as the process journal has it.
+        counted: of each fast path, how many steps had which outcome, as the process's run record has it.
+        noted: what features decided, as the process's run record has it.
         shown: what `kv_connector` was shown of each step, where the engine has it.
     """
 

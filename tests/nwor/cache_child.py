@@ -130,7 +130,7 @@ def rejected_by(job: str, found: Path) -> list:
 def one(job: dict, found_by_others: Path, others_follow: bool) -> dict:
     from vllm import LLM
 
-    from vllm_hwplugin.base import journal
+    from vllm_hwplugin.base import run_records
     from vllm_hwplugin_lab.bench._inside import model_runner, runner_generation
 
     if importlib.util.find_spec("torchvision") is None:
@@ -158,7 +158,7 @@ def one(job: dict, found_by_others: Path, others_follow: bool) -> dict:
         if not hasattr(runner, "shutdown"):
             runner.shutdown = lambda: None
         llm.llm_engine.engine_core.shutdown()
-    entry = journal.current()
+    entry = run_records.current()
     return {
         "runner": runner_generation(runner),
         "answers": {name: answer["tokens"] for name, answer in answers.items()},

@@ -50,7 +50,7 @@ class Run:
         preempted: requests that lost their KV cache to others.
         runner: V1 or V2.
         used: features of the plugin that did their work.
-        decisions: of the process's journal.
+        decisions: of the process's run record.
     """
 
     answers: Mapping[str, Sequence[int]]

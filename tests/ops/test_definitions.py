@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_hwplugin.base import journal  # noqa: E402
+from vllm_hwplugin.base import run_records  # noqa: E402
 from vllm_hwplugin.ops import definitions  # noqa: E402
 from vllm_hwplugin.ops.operations import DEFINED, OPS, Operation  # noqa: E402
 
@@ -80,7 +80,7 @@ def one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Operation]]:
 
     yield make
     definitions.undefine()
-    journal.forget()
+    run_records.forget()
 
 
 def _vllms(item: Operation, key: str, text: str = "(Tensor! out) -> ()") -> Any:
@@ -135,8 +135,8 @@ def test_a_definition_is_in_the_processs_record_and_in_the_log(
     one: Callable[..., Operation], caplog: pytest.LogCaptureFixture
 ) -> None:
     item = one()
-    entry = journal.new("0")
-    journal.begin(entry, None)
+    entry = run_records.new("0")
+    run_records.begin(entry, None)
     with caplog.at_level(logging.INFO, "vllm.hwplugin"):
         definitions.define_missing("CPU")
         definitions.define_missing("CPU")

@@ -26,7 +26,7 @@ from tests.ops.vllms_names import WithoutExtension
 WithoutExtension.install()
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
-from vllm_hwplugin.base import gates, journal
+from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.ops import overrides
 
 load_general_plugins()
@@ -50,7 +50,7 @@ def own(name):
     return getattr(torch.ops.hwplugin, name)
 
 def served():
-    notes = journal.current().decisions.items()
+    notes = run_records.current().decisions.items()
     return {name.split()[1]: said.partition(":")[0] for name, said in notes if name.startswith("operation ")}
 
 musa = torch.device("musa", 0)

@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_hwplugin.base import gates, journal  # noqa: E402
+from vllm_hwplugin.base import gates, run_records  # noqa: E402
 from vllm_hwplugin.ops import definitions, overrides  # noqa: E402
 from vllm_hwplugin.ops.operations import OPS, Operation, choose, unknown_names  # noqa: E402
 
@@ -32,7 +32,7 @@ def clean() -> Iterator[None]:
     yield
     overrides.remove()
     definitions.undefine()
-    journal.forget()
+    run_records.forget()
 
 
 @pytest.fixture
@@ -41,9 +41,9 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
 
 
 @pytest.fixture
-def entry() -> journal.RunRecord:
-    entry = journal.new("0")
-    journal.begin(entry, None)
+def entry() -> run_records.RunRecord:
+    entry = run_records.new("0")
+    run_records.begin(entry, None)
     return entry
 
 
@@ -70,7 +70,7 @@ def musa(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> tuple[Toy, Toy]:
     return own, toy
 
 
-def _said(entry: journal.RunRecord, toy: Toy) -> str:
+def _said(entry: run_records.RunRecord, toy: Toy) -> str:
     return entry.decisions[f"operation {toy.op.name}"].partition(":")[0]
 
 
@@ -78,7 +78,7 @@ def _said(entry: journal.RunRecord, toy: Toy) -> str:
 
 
 def test_the_plugins_kernel_serves_under_vllms_name_and_is_loaded_once_at_the_first_call(
-    toy: Toy, entry: journal.RunRecord
+    toy: Toy, entry: run_records.RunRecord
 ) -> None:
     assert toy(None) == 1
     before = torch._C._dispatch_dump(toy.op.qualname)
@@ -243,10 +243,10 @@ def test_on_cuda_nothing_is_done_unless_it_is_asked_for(
         assert torch._C._dispatch_dump(cuda.op.qualname) == untouched
     assert loads == ["load"]
     for role in ("api-server", "inspection"):
-        monkeypatch.setattr(journal, "role", lambda role=role: role)
+        monkeypatch.setattr(run_records, "role", lambda role=role: role)
         overrides.install(gates.Settings(ON))
     assert loads == ["load"]
-    monkeypatch.setattr(journal, "role", lambda: "worker")
+    monkeypatch.setattr(run_records, "role", lambda: "worker")
     overrides.install(gates.Settings(ON))
     once = torch._C._dispatch_dump(cuda.op.qualname)
     overrides.install(gates.Settings(ON))
@@ -256,7 +256,7 @@ def test_on_cuda_nothing_is_done_unless_it_is_asked_for(
 
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_on_musa_kernels_serve_what_vllm_has_none_of(
-    strict: str, musa: tuple[Toy, Toy], entry: journal.RunRecord
+    strict: str, musa: tuple[Toy, Toy], entry: run_records.RunRecord
 ) -> None:
     own, vllms = musa
     untouched = torch._C._dispatch_dump(vllms.op.qualname)
@@ -275,7 +275,7 @@ def test_asked_for_they_stand_in_front_of_vllms_too(environ: dict[str, str], mus
 
 @pytest.mark.parametrize("environ", [{"VLLM_HWPLUGIN_OPS": "off"}, {"VLLM_MUSA_OP_PERF_OVERRIDES": "0"}, None])
 def test_switched_off_or_left_out_the_definition_stays(
-    environ: dict[str, str] | None, musa: tuple[Toy, Toy], entry: journal.RunRecord
+    environ: dict[str, str] | None, musa: tuple[Toy, Toy], entry: run_records.RunRecord
 ) -> None:
     own, vllms = musa
     definitions.define_missing("CPU")
@@ -297,7 +297,7 @@ def _fails(op: Operation) -> bool:
 def test_without_the_kernel_what_there_is_serves_unless_it_was_asked_for(
     load: Callable[[Operation], bool],
     musa: tuple[Toy, Toy],
-    entry: journal.RunRecord,
+    entry: run_records.RunRecord,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own, vllms = musa

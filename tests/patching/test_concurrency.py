@@ -78,7 +78,7 @@ def test_a_kill_at_any_point_of_a_cold_start_leaves_a_working_state(patched: Pro
         patched.run("assert install().live", USE, VLLM_HWPLUGIN_CACHE_DIR=str(cache))
     else:
         pytest.fail("the start never ended by itself")
-    # Folders, copies, byte code and the journal: each is made, written and renamed.
+    # Folders, copies, byte code and the run record: each is made, written and renamed.
     assert killed >= 20
 
 

@@ -201,7 +201,7 @@ def test_a_read_only_cache_serves_the_copies_that_it_has(cache: Path, read_only:
     opened = Overlay()
     assert load(opened.place(kept)) == 42
     assert (opened.base, opened.notes) == (cache, [])
-    # Journals are new in each process.
+    # Run records are new in each process.
     assert opened.writable_base() == cache.with_name("tmp") / f"vllm-hwplugin-{os.geteuid()}"
     opened = Overlay()
     assert load(opened.place(other)) == 43

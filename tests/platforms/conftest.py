@@ -12,7 +12,7 @@ import pytest
 
 import vllm_hwplugin
 from vllm_hwplugin import linear, musa, spec_decode
-from vllm_hwplugin.base import gates, journal
+from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.platforms import _offer
 
@@ -22,14 +22,14 @@ from .realvllm import Load, RealVllm, own
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No gate is set, no process journal is written, and nothing has been decided yet."""
+    """No gate is set, no run record is written, and nothing has been decided yet."""
     for gate in (*gates.GATES, *load_catalogue().gates):
         monkeypatch.delenv(gate.name, raising=False)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    journal.forget()
+    run_records.forget()
     _offer.decision.cache_clear()
     yield
-    journal.forget()
+    run_records.forget()
     _offer.decision.cache_clear()
 
 

@@ -61,11 +61,11 @@ def make(folder: str, compilation: dict | None = None, k: int = 7, **arguments: 
 
 
 def outcome(vllm_config: Any) -> dict:
-    from vllm_hwplugin.base import journal
+    from vllm_hwplugin.base import run_records
     from vllm_hwplugin.spec_decode import capture_sizes
 
     compilation = vllm_config.compilation_config
-    entry = journal.current()
+    entry = run_records.current()
     return {
         "sizes": list(compilation.cudagraph_capture_sizes),
         "largest": compilation.max_cudagraph_capture_size,
@@ -78,7 +78,7 @@ def outcome(vllm_config: Any) -> dict:
 
 
 def configurations(folder: str) -> dict[str, Any]:
-    from vllm_hwplugin.base import journal
+    from vllm_hwplugin.base import run_records
 
     use_platform()
     made: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def configurations(folder: str) -> dict[str, Any]:
     add("eager", enforce_eager=True)
     add("no speculation", speculative_config=None)
     add("block", k=8)
-    made["block said"] = journal.current().decisions["dflash-config"]
+    made["block said"] = run_records.current().decisions["dflash-config"]
     os.environ["VLLM_HWPLUGIN_DFLASH_FULL_GRAPH"] = "on"
     add("block, required", k=8)
     return made

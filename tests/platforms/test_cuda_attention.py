@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from vllm_hwplugin.attention.backends import Faster
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.platforms import _cuda_attention as attention
 from vllm_hwplugin.platforms._cuda_attention import Asked, Baseline, decide
@@ -330,7 +330,7 @@ def test_the_choice_is_told_once_and_noted(
 ) -> None:
     gpu = host(version)
     noted: dict[str, str] = {}
-    monkeypatch.setattr(journal, "note", noted.__setitem__)
+    monkeypatch.setattr(run_records, "note", noted.__setitem__)
     caplog.set_level(logging.INFO, "vllm.hwplugin")
     monkeypatch.setattr(attention.logger, "propagate", True)
     gpu.refuse("FLASH_ATTN", "FLASHINFER", when=lambda asked: asked["head_size"] > 256)

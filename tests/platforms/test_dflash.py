@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_hwplugin import dflash, patching
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 
 
 def made_by_vllm(*, k: int = 7, uses_dflash: bool = True) -> SimpleNamespace:
@@ -29,11 +29,11 @@ def made_by_vllm(*, k: int = 7, uses_dflash: bool = True) -> SimpleNamespace:
 
 
 @pytest.fixture
-def entry(monkeypatch: pytest.MonkeyPatch) -> journal.RunRecord:
-    """The journal of a process in which the DFlash drafter's feature is live, and nothing is to be verified."""
-    made = journal.new("0")
+def entry(monkeypatch: pytest.MonkeyPatch) -> run_records.RunRecord:
+    """The run record of a process in which the DFlash drafter's feature is live, and nothing is to be verified."""
+    made = run_records.new("0")
     made.features = {"dflash-full-graph": {"state": "live", "reason": ""}}
-    journal.begin(made, None)
+    run_records.begin(made, None)
     monkeypatch.setattr(patching, "install", lambda: made)
     monkeypatch.setattr(patching, "force", lambda: None)
     return made
@@ -48,7 +48,7 @@ def test_configurations_without_dflash_are_left_alone(monkeypatch: pytest.Monkey
     assert not calls
 
 
-def test_the_patches_are_forced_for_dflash_only(entry: journal.RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_patches_are_forced_for_dflash_only(entry: run_records.RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     forced: list[str] = []
     monkeypatch.setattr(patching, "force", lambda: forced.append("forced"))
     made_by_vllm(uses_dflash=False)

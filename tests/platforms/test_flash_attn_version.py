@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.platforms import _flash_attn_version
 
@@ -56,7 +56,7 @@ def config(version: int | None = 4, **model: Any) -> Any:
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> dict[str, str]:
     """What is noted; FlashAttention 4 lacks a package."""
     noted: dict[str, str] = {}
-    monkeypatch.setattr(journal, "note", noted.__setitem__)
+    monkeypatch.setattr(run_records, "note", noted.__setitem__)
     monkeypatch.setattr(_flash_attn_version, "missing_for_fa4", lambda: "no cutlass")
     monkeypatch.setattr(_flash_attn_version.logger, "propagate", True)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)

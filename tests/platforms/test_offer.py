@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from vllm_hwplugin import plugin
-from vllm_hwplugin.base import gates, journal
+from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.platforms import _offer
 from vllm_hwplugin.platforms._offer import CLASSES
 
@@ -155,8 +155,8 @@ def test_two_plugins_that_ask_each_other_come_to_an_end(host: Any) -> None:
 def test_the_record_says_what_was_offered_and_what_vllm_runs_on(host: Any) -> None:
     platforms = host("cuda")
     plugin.platform()
-    journal.begin(journal.new("0.1.0"), None)
-    entry = journal.current()
+    run_records.begin(run_records.new("0.1.0"), None)
+    entry = run_records.current()
     assert entry is not None
     assert entry.decisions["platform"] == f"{CLASSES['cuda']}: vLLM's detection chooses CUDA"
     _offer.note_used()
@@ -169,9 +169,9 @@ def test_the_record_says_what_was_offered_and_what_vllm_runs_on(host: Any) -> No
 def test_the_record_says_when_vllm_did_not_ask(host: Any) -> None:
     platforms = host("cuda")
     platforms._current_platform = object()
-    journal.begin(journal.new("0.1.0"), None)
+    run_records.begin(run_records.new("0.1.0"), None)
     _offer.note_used()
-    entry = journal.current()
+    entry = run_records.current()
     assert entry is not None
     assert entry.decisions["platform"].startswith("no platform class: vLLM did not ask for one; vLLM runs on ")
 
@@ -179,7 +179,7 @@ def test_the_record_says_when_vllm_did_not_ask(host: Any) -> None:
 def test_without_a_record_nothing_is_noted(host: Any) -> None:
     host("cuda")._current_platform = object()
     _offer.note_used()
-    journal.begin(journal.new("0.1.0"), None)
-    entry = journal.current()
+    run_records.begin(run_records.new("0.1.0"), None)
+    entry = run_records.current()
     assert entry is not None
     assert entry.decisions == {}

@@ -83,10 +83,10 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 WHAT_RUNS = """
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
-    from vllm_hwplugin.base import journal
+    from vllm_hwplugin.base import run_records
     load_general_plugins()
     print(f"{type(current_platform).__module__}.{type(current_platform).__qualname__}")
-    print(journal.current() and journal.current().decisions.get("platform"))
+    print(run_records.current() and run_records.current().decisions.get("platform"))
 """
 
 

@@ -83,10 +83,10 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def uses(accelerator: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[bool, str]]:
     """What features say of their use, on a host without a GPU where recordings may fail."""
-    from vllm_hwplugin.base import journal
+    from vllm_hwplugin.base import run_records
 
     said: dict[str, tuple[bool, str]] = {}
-    monkeypatch.setattr(journal, "use", lambda feature, used, reason="": said.update({feature: (used, reason)}))
+    monkeypatch.setattr(run_records, "use", lambda feature, used, reason="": said.update({feature: (used, reason)}))
     return said
 
 
@@ -195,10 +195,10 @@ def make_dflash(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def entry() -> Any:
-    """This process's journal, in which `capture-sizes` is live."""
-    from vllm_hwplugin.base import journal
+    """This process's run record, in which `capture-sizes` is live."""
+    from vllm_hwplugin.base import run_records
 
-    made = journal.new("0")
+    made = run_records.new("0")
     made.features = {"capture-sizes": {"state": "live", "reason": ""}}
-    journal.begin(made, None)
+    run_records.begin(made, None)
     return made

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode import capture_sizes as feature
 from vllm_hwplugin.spec_decode.capture_sizes import (
@@ -115,18 +115,18 @@ def test_where_vllms_sizes_hold_every_decode_batch_they_stay() -> None:
 # -- as vLLM calls it -------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_of_several_gpus_has_the_sizes(entry: journal.RunRecord) -> None:
+def test_an_engine_of_several_gpus_has_the_sizes(entry: run_records.RunRecord) -> None:
     for more in ({}, {"sp": False}):
         assert made(config_of(tp=2, **more), stock).compilation_config.max_cudagraph_capture_size == LARGEST_MIXED
     assert "left to vLLM" not in entry.decisions["capture-sizes"]
 
 
-def test_where_batches_with_prompts_have_no_graphs_there_are_no_sizes_for_them(entry: journal.RunRecord) -> None:
+def test_where_batches_with_prompts_have_no_graphs_there_are_no_sizes_for_them(entry: run_records.RunRecord) -> None:
     config = made(config_of(mode=CUDAGraphMode.FULL_DECODE_ONLY), stock)
     assert config.compilation_config.max_cudagraph_capture_size == LARGEST
 
 
-def test_what_is_decided_is_on_record_and_stays(entry: journal.RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_decided_is_on_record_and_stays(entry: run_records.RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "decode")
     config = made(config_of(), stock)
     said, sizes = entry.decisions["capture-sizes"], config.compilation_config.cudagraph_capture_sizes
@@ -156,14 +156,14 @@ def test_what_is_decided_is_on_record_and_stays(entry: journal.RunRecord, monkey
         ({"tiers": [(1, 8, 3)]}, "the number of drafts changes from step to step"),
     ],
 )
-def test_sizes_that_are_left_to_vllm(entry: journal.RunRecord, more: dict[str, Any], reason: str) -> None:
+def test_sizes_that_are_left_to_vllm(entry: run_records.RunRecord, more: dict[str, Any], reason: str) -> None:
     config = made(config_of(**more), stock)
     assert config.compilation_config.max_cudagraph_capture_size == 512
     assert largest_own(config.compilation_config) is None
     assert entry.decisions["capture-sizes"] == f"left to vLLM: {reason}"
 
 
-def test_the_largest_size_that_vllm_sets_for_a_model_is_no_bound(entry: journal.RunRecord) -> None:
+def test_the_largest_size_that_vllm_sets_for_a_model_is_no_bound(entry: run_records.RunRecord) -> None:
     """Prompt steps of gpt-oss had no graphs above 1,024 tokens."""
     config = made(config_of(largest=1024, architectures=["GptOssForCausalLM"]), stock)
     assert config.compilation_config.max_cudagraph_capture_size == LARGEST_MIXED
@@ -172,14 +172,14 @@ def test_the_largest_size_that_vllm_sets_for_a_model_is_no_bound(entry: journal.
     assert named.compilation_config.max_cudagraph_capture_size == 512
 
 
-def test_a_list_of_the_user_stays(entry: journal.RunRecord) -> None:
+def test_a_list_of_the_user_stays(entry: run_records.RunRecord) -> None:
     config = made(config_of(sizes=[4, 8], seqs=2), stock)
     assert config.compilation_config.cudagraph_capture_sizes == [4, 8]
     assert largest_own(config.compilation_config) is None
     assert entry.decisions == {"capture-sizes": "left to vLLM: cudagraph_capture_sizes are named"}
 
 
-def test_sizes_of_other_methods_are_left_alone(entry: journal.RunRecord) -> None:
+def test_sizes_of_other_methods_are_left_alone(entry: run_records.RunRecord) -> None:
     config = made(config_of(method="ngram"), stock)
     assert config.compilation_config.max_cudagraph_capture_size == 512
     assert feature.why_left(config.compilation_config) == "the speculative method is ngram"
@@ -203,7 +203,7 @@ def test_sizes_of_other_methods_are_left_alone(entry: journal.RunRecord) -> None
     ],
 )
 def test_decode_batches_without_a_graph_are_noted_with_the_size_to_name(
-    entry: journal.RunRecord, more: dict[str, Any], said: str | None
+    entry: run_records.RunRecord, more: dict[str, Any], said: str | None
 ) -> None:
     def fill(config: Any) -> None:
         """As each vLLM: its grid up to the largest size that is named."""
@@ -217,14 +217,14 @@ def test_decode_batches_without_a_graph_are_noted_with_the_size_to_name(
     assert entry.decisions.get(feature.UNSERVED) == said
 
 
-def test_without_the_feature_sizes_are_vllms(entry: journal.RunRecord) -> None:
+def test_without_the_feature_sizes_are_vllms(entry: run_records.RunRecord) -> None:
     entry.features["capture-sizes"] = {"state": "off", "reason": "its gate is off"}
     assert made(config_of(), stock).compilation_config.max_cudagraph_capture_size == 512
     assert entry.decisions["capture-sizes"] == "left to vLLM: capture-sizes is not patched in (its gate is off)"
 
 
 def test_a_fault_leaves_the_sizes_to_vllm_unless_strict(
-    entry: journal.RunRecord, monkeypatch: pytest.MonkeyPatch
+    entry: run_records.RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fill(config: Any) -> None:
         stock(config)
@@ -282,7 +282,7 @@ def test_which_models_vllm_sets_a_largest_size_for(version: str, vllm_tree: Any)
 @pytest.mark.parametrize("k", [2, 3, 6, 15])
 @pytest.mark.parametrize("version", versions(*V2))
 def test_released_v2_runners_decode_in_full_graphs(
-    entry: journal.RunRecord, version: str, k: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+    entry: run_records.RunRecord, version: str, k: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "decode")
     tree = vllm_tree(version)
@@ -308,7 +308,7 @@ def test_released_v2_runners_decode_in_full_graphs(
 @pytest.mark.parametrize(("k", "seqs"), [(2, 64), (2, 256), (4, 64), (4, 251), (5, 256), (3, 250)])
 @pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.26.0") :]))
 def test_the_fullest_batches_draft_in_graphs_too(
-    entry: journal.RunRecord, version: str, k: int, seqs: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+    entry: run_records.RunRecord, version: str, k: int, seqs: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose draft steps have one token a request."""
     monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "decode")
@@ -337,7 +337,7 @@ def test_why_vllms_sizes_become_whole_blocks(version: str, vllm_tree: Any, monke
 @pytest.mark.parametrize("k", [2, 3, 6, 15])
 @pytest.mark.parametrize("version", versions(*V1))
 def test_released_v1_runners_decode_in_full_graphs(
-    entry: journal.RunRecord, version: str, k: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+    entry: run_records.RunRecord, version: str, k: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "decode")
     tree = vllm_tree(version)
@@ -361,7 +361,7 @@ LIMITS = [(6, 6, 42), (6, 6, 41), (3, 64, 250), (2, 100, 600), (6, 6, 6)]
 @pytest.mark.parametrize(("k", "seqs", "limit"), LIMITS)
 @pytest.mark.parametrize("version", versions(*V2))
 def test_up_to_the_largest_size_that_is_named_each_whole_block_has_a_graph_on_v2(
-    entry: journal.RunRecord,
+    entry: run_records.RunRecord,
     version: str,
     k: int,
     seqs: int,
@@ -382,7 +382,7 @@ def test_up_to_the_largest_size_that_is_named_each_whole_block_has_a_graph_on_v2
 @pytest.mark.parametrize(("k", "seqs", "limit"), LIMITS[:-1])
 @pytest.mark.parametrize("version", versions(*V1))
 def test_up_to_the_largest_size_that_is_named_each_whole_block_has_a_graph_on_v1(
-    entry: journal.RunRecord, version: str, k: int, seqs: int, limit: int, vllm_tree: Any
+    entry: run_records.RunRecord, version: str, k: int, seqs: int, limit: int, vllm_tree: Any
 ) -> None:
     entry.vllm_version = version
     tree, block = vllm_tree(version), 1 + k
@@ -405,7 +405,7 @@ LISTS = [(2, 8, [1, 2, 4, 8, 16]), (6, 6, [8, 16, 40, 48]), (3, 64, [1, 30, 250]
 @pytest.mark.parametrize(("k", "seqs", "sizes"), LISTS)
 @pytest.mark.parametrize("version", versions(*V2))
 def test_which_batches_a_list_serves_is_what_released_v2_runners_do(
-    entry: journal.RunRecord, version: str, k: int, seqs: int, sizes: list[int], vllm_tree: Any, monkeypatch: Any
+    entry: run_records.RunRecord, version: str, k: int, seqs: int, sizes: list[int], vllm_tree: Any, monkeypatch: Any
 ) -> None:
     tree, block = vllm_tree(version), 1 + k
     config = made(config_of(k, seqs, sizes=list(sizes), v2=True), fill_of(tree))
@@ -417,7 +417,7 @@ def test_which_batches_a_list_serves_is_what_released_v2_runners_do(
 @pytest.mark.parametrize(("k", "seqs", "sizes"), LISTS[:-1])
 @pytest.mark.parametrize("version", versions(*V1))
 def test_which_batches_a_list_serves_is_what_released_v1_runners_do(
-    entry: journal.RunRecord, version: str, k: int, seqs: int, sizes: list[int], vllm_tree: Any
+    entry: run_records.RunRecord, version: str, k: int, seqs: int, sizes: list[int], vllm_tree: Any
 ) -> None:
     tree, block = vllm_tree(version), 1 + k
     config = made(config_of(k, seqs, sizes=list(sizes)), fill_of(tree))
@@ -440,7 +440,7 @@ def splits_of(config: Any, num_tokens: int, max_query_len: int, splits: int = 32
 
 @pytest.mark.parametrize("k", [2, 3, 6, 15])
 def test_flash_attentions_buffers_do_not_grow_and_a_replay_has_the_bound_of_its_capture(
-    entry: journal.RunRecord, k: int
+    entry: run_records.RunRecord, k: int
 ) -> None:
     config = made(config_of(k), stock)
     compilation, own = config.compilation_config, largest_own(config.compilation_config)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.spec_decode import dflash_config
 from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError, check
 
@@ -74,13 +74,13 @@ def problem(vllm_config: SimpleNamespace) -> str:
 
 @pytest.fixture
 def warned(monkeypatch: pytest.MonkeyPatch) -> Callable[[SimpleNamespace], str]:
-    """`warned(config)`: a config that some version serves passes with this in the journal; an error if required."""
+    """`warned(config)`: a config that some version serves passes with this in the run record; an error if required."""
 
     def warning(vllm_config: SimpleNamespace) -> str:
         noted: dict[str, str] = {}
         dflash_config._warn.cache_clear()
         with monkeypatch.context() as patch:
-            patch.setattr(journal, "note", noted.__setitem__)
+            patch.setattr(run_records, "note", noted.__setitem__)
             check(vllm_config)
             patch.setenv("VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "on")
             said = problem(vllm_config)
@@ -240,18 +240,18 @@ def one_option() -> SimpleNamespace:
 def test_in_0_20_one_option_serves_both(
     one_option: SimpleNamespace, state: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = journal.new("0")
+    entry = run_records.new("0")
     entry.features = {"dflash-draft-backend": {"state": state, "reason": ""}} if state else {}
-    monkeypatch.setattr(journal, "current", lambda: entry if state else None)
+    monkeypatch.setattr(run_records, "current", lambda: entry if state else None)
     said = problem(one_option)
     assert "--attention-backend=SOME_ATTN" in said
     assert "dflash-draft-backend" in said
 
 
 def test_in_0_20_with_a_backend_of_the_drafts_own(one_option: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = journal.new("0")
+    entry = run_records.new("0")
     entry.features = {"dflash-draft-backend": {"state": "live", "reason": ""}}
-    monkeypatch.setattr(journal, "current", lambda: entry)
+    monkeypatch.setattr(run_records, "current", lambda: entry)
     check(one_option)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_hwplugin.base import journal  # noqa: E402
+from vllm_hwplugin.base import run_records  # noqa: E402
 from vllm_hwplugin.spec_decode import dflash_context_norm  # noqa: E402
 
 EPS = 1e-6
@@ -47,7 +47,7 @@ class Op:
 def notes(monkeypatch):
     said = {}
     monkeypatch.setattr(dflash_context_norm, "_answers", {})
-    monkeypatch.setattr(journal, "note", said.__setitem__)
+    monkeypatch.setattr(run_records, "note", said.__setitem__)
     return said
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, LARGEST_MIXED, sampled, two_samples
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
@@ -39,7 +39,7 @@ def engine_of(tree: Any, **engine: Any) -> Any:
 @pytest.mark.parametrize("seqs", [64, 1024])
 @pytest.mark.parametrize("version", versions(*V2, among=("0.24.0", "0.26.0", "0.33.0")))
 def test_graphs_of_mixed_batches_reach_4096_tokens(
-    entry: journal.RunRecord,
+    entry: run_records.RunRecord,
     version: str,
     seqs: int,
     gate: str,
@@ -106,7 +106,7 @@ class Runner:
 @pytest.mark.parametrize("seqs", [64, 1024])
 @pytest.mark.parametrize("version", versions(*V1))
 def test_graphs_of_mixed_batches_reach_4096_tokens_on_the_v1_runner(
-    entry: journal.RunRecord, version: str, seqs: int, vllm_tree: Any
+    entry: run_records.RunRecord, version: str, seqs: int, vllm_tree: Any
 ) -> None:
     tree = vllm_tree(version)
     config = engine_of(tree, seqs=seqs)
@@ -133,7 +133,7 @@ DRAFTERS = (MODE, CUDAGraphMode.FULL_DECODE_ONLY)
 @pytest.mark.parametrize("full", [(), mixed_graphs.SIZES], ids=["decodes", "mixed"])
 @pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.29.0") :]))
 def test_released_v2_runners_estimate_about_what_graphs_take(
-    entry: journal.RunRecord, version: str, full: Sequence[int], vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+    entry: run_records.RunRecord, version: str, full: Sequence[int], vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the KV cache lacks it: by vLLM's two samples decodes alone would be several times of that."""
     tree = vllm_tree(version)
@@ -180,7 +180,7 @@ def estimated(manager: Manager) -> int:
 @pytest.mark.parametrize("seqs", [64, 1024])
 @pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.26.0") :]))
 def test_graphs_that_no_batch_would_get_are_not_captured(
-    entry: journal.RunRecord, version: str, seqs: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+    entry: run_records.RunRecord, version: str, seqs: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = vllm_tree(version)
     config = engine_of(tree, seqs=seqs, v2=True)
@@ -198,7 +198,7 @@ def test_graphs_that_no_batch_would_get_are_not_captured(
 
 @pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.29.0") :]))
 def test_attention_without_full_graphs_has_its_memory_estimated(
-    entry: journal.RunRecord, version: str, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+    entry: run_records.RunRecord, version: str, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the worker finds that out, when the sizes are there."""
     monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "decode")
@@ -215,7 +215,7 @@ WRAPPERS = ("CUDAGraphWrapper", "BreakableCUDAGraphWrapper")
 
 @pytest.mark.parametrize("version", versions(*V1, "vllm/v1/worker/gpu_model_runner.py"))
 def test_released_v1_runners_estimate_about_what_graphs_take(
-    entry: journal.RunRecord, version: str, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+    entry: run_records.RunRecord, version: str, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree, memory = vllm_tree(version), Memory()
     config = engine_of(tree)

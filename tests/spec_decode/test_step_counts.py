@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps served and not served: what is counted, how it gets into journal and metrics, and when it is said."""
+"""Steps served and not served: what is counted, how it gets into run record and metrics, and when it is said."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import prometheus_client
 import pytest
 
 from tests.cpu_seconds import patience, wait_until
-from vllm_hwplugin.base import journal, run_records
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.cachedir import write_atomically
 from vllm_hwplugin.base.gates import PLAIN_DECODE
-from vllm_hwplugin.base.journal import RunRecord, Use
+from vllm_hwplugin.base.run_records import RunRecord, Use
 from vllm_hwplugin.spec_decode import step_counts, step_metrics
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 
@@ -36,15 +36,15 @@ def own_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setattr(step_counts, "INTERVAL", 0.05)
     monkeypatch.setattr(step_counts, "_paths", {})
     monkeypatch.setattr(step_counts, "_keeper", None)
-    journal.forget()
-    journal.begin(journal.new("1"), tmp_path)
-    journal.settle_uses({"a-feature": Use(used=True, reason="")}, engine=0)
+    run_records.forget()
+    run_records.begin(run_records.new("1"), tmp_path)
+    run_records.settle_uses({"a-feature": Use(used=True, reason="")}, engine=0)
     yield
-    journal.forget()
+    run_records.forget()
 
 
 def on_record(pid: int) -> dict[str, dict[str, int]]:
-    entry = run_records.read_latest((journal.pids(), pid))
+    entry = run_records.read_latest((run_records.pids(), pid))
     return {} if entry is None else entry.steps
 
 
@@ -111,7 +111,7 @@ def test_an_engine_that_ends_or_is_killed_leaves_its_counts(ends: bool) -> None:
 def test_what_hardly_serves_is_said_once(
     served: int, missed: dict[Reason, int], used: bool, main: Reason | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    journal.use("a-feature", used)
+    run_records.use("a-feature", used)
     counts = StepCounts("a-feature", "sampling")
     for _ in range(served):
         counts.served()
@@ -145,14 +145,14 @@ def worker(engine: int | None, steps: dict[str, dict[str, int]]) -> RunRecord:
     ready, told = os.pipe()
     pid = os.fork()
     if not pid:
-        journal.adopt()
-        journal.settle_uses({}, engine)
-        journal.keep_steps(steps)
+        run_records.adopt()
+        run_records.settle_uses({}, engine)
+        run_records.keep_steps(steps)
         os.write(told, b"1")
         time.sleep(60)
         os._exit(0)
     os.read(ready, 1)
-    entry = run_records.read_latest((journal.pids(), pid))
+    entry = run_records.read_latest((run_records.pids(), pid))
     assert entry is not None
     return entry
 

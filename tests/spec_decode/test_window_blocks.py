@@ -24,7 +24,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     SlidingWindowManager,
 )
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.frozen import window_blocks
 
@@ -255,13 +255,13 @@ def scheduler_with(
 def test_the_scheduler_says_whether_drafts_can_move_a_window_back(
     scheduler: SimpleNamespace, used: bool, tmp_path: Path
 ) -> None:
-    journal.forget()
-    entry = journal.new("1")
+    run_records.forget()
+    entry = run_records.new("1")
     entry.features = {"window-blocks": {"state": "live", "reason": ""}}
-    journal.begin(entry, tmp_path)
+    run_records.begin(entry, tmp_path)
     window_blocks.report_scheduler(scheduler)
     use = entry.uses["window-blocks"]
-    journal.forget()
+    run_records.forget()
     assert use["used"] is used
     assert bool(use["reason"]) is not used
 

@@ -17,10 +17,10 @@ pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode
 
-from vllm_hwplugin.base import journal, run_records
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.fallback import FeatureRequired, report_unused
 from vllm_hwplugin.base.gates import PLAIN_DECODE
-from vllm_hwplugin.base.journal import Use
+from vllm_hwplugin.base.run_records import Use
 from vllm_hwplugin.base.terms import TERMS, Term
 from vllm_hwplugin.patching import Catalogue, load_catalogue, make_plan
 from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, worker_use
@@ -53,17 +53,17 @@ def patched_in(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 @pytest.fixture(autouse=True)
-def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[journal.RunRecord]:
+def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[run_records.RunRecord]:
     """A process in which all features are live, there is Triton, and vLLM's norm was not asked."""
     monkeypatch.setattr(worker_use, "HAS_TRITON", True)
     monkeypatch.setattr(dflash_context_norm, "_answers", {})
-    journal.forget()
-    made = journal.new("1")
+    run_records.forget()
+    made = run_records.new("1")
     made.vllm_version = "0.33.0+cpu"
     made.features = patched_in(ALL)
-    journal.begin(made, tmp_path)
+    run_records.begin(made, tmp_path)
     yield made
-    journal.forget()
+    run_records.forget()
 
 
 def worker(v2: bool = False, drafter: Any = ..., **changes: Any) -> SimpleNamespace:
@@ -115,7 +115,7 @@ def worker(v2: bool = False, drafter: Any = ..., **changes: Any) -> SimpleNamesp
 
 
 def uses() -> dict[str, Use]:
-    entry = journal.current()
+    entry = run_records.current()
     assert entry is not None
     return entry.uses
 
@@ -143,7 +143,7 @@ def test_a_worker_answers_each_term() -> None:
     }
 
 
-def test_a_catalogue_from_outside_declares_who_uses_it(entry: journal.RunRecord) -> None:
+def test_a_catalogue_from_outside_declares_who_uses_it(entry: run_records.RunRecord) -> None:
     entry.features = {
         "acme/fix": {"state": "live", "reason": "", "uses_when": "method:eagle3\nrunner:v2 if >=0.33"},
         "acme/other": {"state": "live", "reason": ""},
@@ -238,7 +238,7 @@ def test_a_backport_is_used_where_its_fault_would_be(v2: bool, changes: dict[str
     ],
 )
 def test_a_drafts_own_backend_matters_where_the_version_has_the_fault(
-    entry: journal.RunRecord, version: str, v2: bool, changes: dict[str, Any], expected: bool
+    entry: run_records.RunRecord, version: str, v2: bool, changes: dict[str, Any], expected: bool
 ) -> None:
     entry.vllm_version = version
     assert ("dflash-draft-backend" in used(worker(v2, **{METHOD: "dflash", **changes}))) is expected
@@ -246,7 +246,7 @@ def test_a_drafts_own_backend_matters_where_the_version_has_the_fault(
 
 @pytest.mark.parametrize(("version", "expected"), [("0.31.0", [True, True]), ("0.32.0", [False, True])])
 def test_v1_compiles_fewer_kernels_of_top_k_and_top_p_where_the_version_has_more(
-    entry: journal.RunRecord, monkeypatch: pytest.MonkeyPatch, version: str, expected: list[bool]
+    entry: run_records.RunRecord, monkeypatch: pytest.MonkeyPatch, version: str, expected: list[bool]
 ) -> None:
     entry.vllm_version = version
     assert ["backport-top-k-top-p" in used(worker(v2)) for v2 in (False, True)] == expected
@@ -285,11 +285,11 @@ def test_an_operation_that_honours_weight_rows_leaves_the_norm_to_vllm(monkeypat
 
 
 def test_features_are_named_by_the_cause_that_they_share_with_what_to_change(
-    entry: journal.RunRecord, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    entry: run_records.RunRecord, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine without CUDA graphs: one cause for the graphs, the drafter and the runner for the others."""
     monkeypatch.setattr(worker_use.current_platform, "device_type", "cuda", raising=False)
-    journal.use("draft-full-graph", False, "found at capture")
+    run_records.use("draft-full-graph", False, "found at capture")
     with caplog.at_level("INFO", "vllm.hwplugin"):
         worker_use.report_worker(worker(**{MODE: CUDAGraphMode.NONE, "model_config__enforce_eager": True}))
     assert uses()["draft-full-graph"]["cause"] == uses()["v1-step-inputs"]["cause"]
@@ -307,7 +307,7 @@ def test_features_are_named_by_the_cause_that_they_share_with_what_to_change(
 
 
 def test_one_line_says_all_of_what_is_live_and_nothing_else(
-    entry: journal.RunRecord, caplog: pytest.LogCaptureFixture
+    entry: run_records.RunRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
     entry.features = patched_in(PASSES)
     with caplog.at_level("INFO", "vllm.hwplugin"):
@@ -318,7 +318,7 @@ def test_one_line_says_all_of_what_is_live_and_nothing_else(
 
 
 def test_graphs_that_are_asked_for_without_speculation_are_those_of_v2_and_count_steps(
-    entry: journal.RunRecord, monkeypatch: pytest.MonkeyPatch
+    entry: run_records.RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PLAIN_DECODE, "1")
     found, engines = [], []
@@ -357,11 +357,11 @@ def test_a_real_drafter_is_read_where_it_has_what_decides(make: Callable[..., An
     assert uses()["draft-loop-graph"] == {"used": False, "reason": "found while building"}
     report_unused("draft-full-graph", "as in stock", "found while serving")
     assert uses()["draft-full-graph"] == {"used": False, "reason": "found while serving"}
-    (kept,) = (item for item in run_records.read_all(journal._folder.parent))  # type: ignore[union-attr]
+    (kept,) = (item for item in run_records.read_all(run_records._folder.parent))  # type: ignore[union-attr]
     assert kept.uses == uses()
 
 
-def test_steps_count_from_the_report_on_and_one_rank_speaks_for_the_engine(entry: journal.RunRecord) -> None:
+def test_steps_count_from_the_report_on_and_one_rank_speaks_for_the_engine(entry: run_records.RunRecord) -> None:
     counts = StepCounts("a-feature", "part")
     counts.served()
     one, engines = worker(parallel_config__data_parallel_index=3), []

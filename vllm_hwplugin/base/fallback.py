@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 
-from . import gates, journal
+from . import gates, run_records
 from .errors import HwpluginError
 from .features import gate_of
 
@@ -34,8 +34,8 @@ def report_unused(feature: str, effect: str, reason: str, level: int = logging.I
         FeatureRequired: the switch says ``on``.
     """
     refuse_if_required(feature, reason)
-    journal.note(feature, f"{effect}: {reason}")
-    journal.use(feature, False, reason)
+    run_records.note(feature, f"{effect}: {reason}")
+    run_records.use(feature, False, reason)
     logger.log(level, "%s: %s: %s", feature, effect, reason)
 
 
@@ -44,8 +44,8 @@ def gives_up(feature: str, effect: str, reason: str) -> None:
 
     An engine with requests under way calls it, so no switch makes it an error. `effect` is what happens instead.
     """
-    journal.note(feature, f"{effect}: {reason}")
-    journal.use(feature, False, reason)
+    run_records.note(feature, f"{effect}: {reason}")
+    run_records.use(feature, False, reason)
     logger.warning("%s: from now on %s: %s", feature, effect, reason)
 
 

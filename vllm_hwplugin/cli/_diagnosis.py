@@ -20,7 +20,7 @@ import vllm_hwplugin
 
 from .. import platforms
 from ..base import cachedir, gates, run_records
-from ..base.journal import RunRecord
+from ..base.run_records import RunRecord
 from ..base.versions import is_supported
 from ..musa import host as musa_host
 from ..musa import self_test

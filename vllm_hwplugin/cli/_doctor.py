@@ -14,8 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..base.journal import RunRecord
-from ..base.run_records import is_running
+from ..base.run_records import RunRecord, is_running
 from ..ops.operations import RECORD
 from ..platforms import KEY as PLATFORM
 from ..spec_decode.step_counts import SERVED, Reason

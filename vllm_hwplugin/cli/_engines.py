@@ -10,7 +10,7 @@ from typing import Final, Literal
 from ..base import run_records
 from ..base.errors import HwpluginError
 from ..base.features import ENGINE_REPORT
-from ..base.journal import RunRecord, pids
+from ..base.run_records import RunRecord, pids
 
 State = Literal["starting", "running", "orphaned", "ended"]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..base.errors import HwpluginError
-from ..base.journal import Use
+from ..base.run_records import Use
 
 #: The GPU to assume if this host has none: what vLLM asks of a device to make a configuration.
 ASSUMED_CAPABILITY: Final = "9.0"
@@ -155,12 +155,12 @@ def _foreseen(arguments: Any, assumed: bool) -> dict[str, Any]:
     # vLLM adds to this dict.
     named = [name for name, value in given.items() if value != getattr(SpeculativeConfig, name, None)]
     config = arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-    from ..base import journal
+    from ..base import run_records
     from ..patching import current_plan, find_installed
     from ..spec_decode import ignored_settings, planned_engine
     from ..spec_decode.capture_sizes import UNSERVED
 
-    entry, spec, v2 = journal.current(), config.speculative_config, planned_engine.uses_v2(config)
+    entry, spec, v2 = run_records.current(), config.speculative_config, planned_engine.uses_v2(config)
     drafts = "no speculation" if spec is None else f"{spec.method} k={spec.num_speculative_tokens}"
     runner = f"Model Runner {'V2' if v2 else 'V1'}"
     described = f"{runner}, {drafts}, cudagraph_mode {config.compilation_config.cudagraph_mode.name}"

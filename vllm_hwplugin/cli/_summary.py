@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from ..base.journal import Use
-from ..base.run_records import is_running
+from ..base.run_records import Use, is_running
 from ..spec_decode.capture_sizes import UNSERVED
 from ..spec_decode.engine_report import unused_by_cause
 from ..spec_decode.step_counts import SERVED

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.features import V2_DRAFT_METADATA
 from vllm_hwplugin.spec_decode.builders import why_not_in_graph
 from vllm_hwplugin.spec_decode.graph_recording import attempt_capture
@@ -29,9 +29,9 @@ def capture_steps(speculator: Any, *arguments: Any, **settings: Any) -> None:
     # With fewer steps, the one after the first has the metadata that was made for it.
     reason = None if speculator.num_speculative_steps < 3 else why_not_in_graph(speculator.attn_groups)
     if reason is not None:
-        journal.note(V2_DRAFT_METADATA, f"{_ON_HOST}: {reason}")
+        run_records.note(V2_DRAFT_METADATA, f"{_ON_HOST}: {reason}")
         return
-    journal.note(V2_DRAFT_METADATA, "the graph of all draft steps, where there is one, makes each step's metadata")
+    run_records.note(V2_DRAFT_METADATA, "the graph of all draft steps, where there is one, makes each step's metadata")
     manager = speculator.decode_cudagraph_manager
     capture = partial(manager.capture, *arguments, **settings)
     attempt_capture(V2_DRAFT_METADATA, _ON_HOST, capture, [manager], speculator.device)

@@ -28,7 +28,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.fallback import report_unused
 from vllm_hwplugin.base.features import V2_FUSED_DRAFTS
 from vllm_hwplugin.spec_decode.graph_recording import attempt_capture
@@ -69,8 +69,8 @@ class FusedDrafts:
         self._generate_draft = generate_draft
         # The capture looks up slots by it, and -1 from an earlier batch would be a row before the first.
         self._speculator.idx_mapping.zero_()
-        journal.note(V2_FUSED_DRAFTS, f"{self._speculator.num_speculative_steps - 1} steps in one graph")
-        journal.use(V2_FUSED_DRAFTS, True)
+        run_records.note(V2_FUSED_DRAFTS, f"{self._speculator.num_speculative_steps - 1} steps in one graph")
+        run_records.use(V2_FUSED_DRAFTS, True)
         return self.generate
 
     def replay(self, batch_desc: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
 
 from vllm_hwplugin.base.features import WINDOW_BLOCKS
-from vllm_hwplugin.base.journal import RunRecord
+from vllm_hwplugin.base.run_records import RunRecord
 from vllm_hwplugin.spec_decode.engine_report import NO_SPECULATION, UNNEEDED, Findings, Unused, report, use_of
 
 

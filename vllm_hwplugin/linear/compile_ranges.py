@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_hwplugin.base import features, journal
+from vllm_hwplugin.base import features, run_records
 
 
 def check_and_update_config(vllm_config: Any) -> None:
@@ -17,7 +17,7 @@ def check_and_update_config(vllm_config: Any) -> None:
     For `check_and_update_config` of a platform. vLLM drops a bound above ``max_num_batched_tokens``. With two ranges it
     runs no graph whose shapes are all static, and an encoder's may be.
     """
-    entry = journal.current()
+    entry = run_records.current()
     if entry is None or features.LINEAR not in entry.live:
         return
     from vllm_hwplugin.linear import layers

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
-from vllm_hwplugin.base import features, journal
+from vllm_hwplugin.base import features, run_records
 from vllm_hwplugin.base.fallback import report_unused
 from vllm_hwplugin.ops.compile.jit import GPUS, ensure
 from vllm_hwplugin.ops.compile.spec import KERNELS
@@ -103,7 +103,7 @@ def _is_loaded(x: torch.Tensor) -> bool:
     if _loaded is None and x.device.type in GPUS and not torch.cuda.is_current_stream_capturing():
         _loaded = _KERNEL.is_for(torch.cuda.get_device_capability(x.device)) and ensure(_KERNEL)
         if _loaded:
-            journal.note(features.LINEAR, f"linear layers of up to {MOST_TOKENS} tokens are the plugin's kernels")
+            run_records.note(features.LINEAR, f"linear layers of up to {MOST_TOKENS} tokens are the plugin's kernels")
         else:
             # torch.compile has not fused the norms with their neighbours then.
             report_unused(

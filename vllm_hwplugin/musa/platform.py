@@ -23,7 +23,7 @@ import torchada
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from ..base import journal
+from ..base import run_records
 from ..base.features import NEXT_TOKEN_KERNEL, gate_of
 from ..ops.definitions import define_missing
 from ..spec_decode.drafters import CACHED_METHODS
@@ -348,7 +348,7 @@ def _verifies_hybrid(vllm_config: VllmConfig) -> bool:
 def _check_speculation(spec: Any) -> None:
     """Refuse a drafter with a kernel that does not compile."""
     # vLLM launches these kernels at the first request, not while the engine starts.
-    triton, record = versions.installed("triton"), journal.current()
+    triton, record = versions.installed("triton"), run_records.current()
     if spec is None or not versions.needs_next_token_kernel(triton):
         return
     enough = f"install MUSA's Triton {versions.MIN_TRITON_TO_SPECULATE} or later"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from .. import __version__
-from ..base import cachedir, journal
+from ..base import cachedir, run_records
 from . import versions
 
 logger = logging.getLogger("vllm.hwplugin")
@@ -101,7 +101,7 @@ def note_results(results: Iterable[Result]) -> None:
     _wrong.update({result.name: result.detail for result in failed if result.state == "wrong"})
     for result in failed:
         logger.warning("self-test of this GPU: %s", result)
-    journal.note("self-test", "; ".join(map(str, failed)) or "nothing wrong")
+    run_records.note("self-test", "; ".join(map(str, failed)) or "nothing wrong")
 
 
 def find_wrong(*checks: str) -> str | None:

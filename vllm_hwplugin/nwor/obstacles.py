@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from packaging.version import Version
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 
 _FREED_BLOCKS: Final = Version("0.24.0")
 #: ``CompilationMode.STOCK_TORCH_COMPILE``: torch.compile wraps the whole model, so no module hook runs.
@@ -17,7 +17,7 @@ _WHOLE_MODEL_COMPILED: Final = 1
 
 def vllm_version() -> Version:
     """Return this process's public vLLM version, 0 if unknown."""
-    entry = journal.current()
+    entry = run_records.current()
     return Version(Version(entry.vllm_version or "0").public) if entry is not None else Version("0")
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from vllm_hwplugin.base import gates, journal
+from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.base.errors import HwpluginError
 from vllm_hwplugin.base.fallback import report_unused
 from vllm_hwplugin.base.features import NWOR, gate_of
@@ -130,8 +130,8 @@ class RejectedDrafts:
             # The hook belongs to the innermost module, because vLLM's wrappers capture what they call.
             self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         left = f"; left out, without a row for each token: {', '.join(caches.left_out)}" if caches.left_out else ""
-        journal.note(NWOR, f"{self._mode} of {len({cache.layer for cache in caches.rows})} layers{left}")
-        journal.use(NWOR, True)
+        run_records.note(NWOR, f"{self._mode} of {len({cache.layer for cache in caches.rows})} layers{left}")
+        run_records.use(NWOR, True)
         if caches.left_out:
             logger.warning("%s: left out %d layers without a row for each token", NWOR, len(caches.left_out))
 
@@ -154,7 +154,7 @@ class RejectedDrafts:
         keepers = (rows if keep else None, self._witness)
         self._keepers = tuple(keeper for keeper in keepers if keeper is not None)
         how = "kernels" if kernels else "PyTorch operations"
-        journal.note(f"{NWOR} rows", f"by {how}, with {rows.num_bytes / 2**20:.1f} MiB")
+        run_records.note(f"{NWOR} rows", f"by {how}, with {rows.num_bytes / 2**20:.1f} MiB")
 
     def _before_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if self._caches is not None:

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import gelu, silu
 
-from ..base import journal
+from ..base import run_records
 from .define import SCHEMAS
 from .operations import DEFINED, OPS, RECORD, Operation, describe
 
@@ -47,7 +47,7 @@ def define_missing(key: str) -> tuple[str, ...]:
             ", ".join(operation.qualname for operation in new),
         )
     for operation in new:
-        journal.note(f"{RECORD}{operation.name}", describe("torch", f"this vLLM has no kernel of it for {key}"))
+        run_records.note(f"{RECORD}{operation.name}", describe("torch", f"this vLLM has no kernel of it for {key}"))
     return tuple(_libraries)
 
 

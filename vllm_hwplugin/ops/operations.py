@@ -22,7 +22,7 @@ MUSA_KEY: Final = "PrivateUse1"
 #: Why other hosts have none of the plugin's kernels.
 NO_GPU: Final = "the plugin's kernels stand under vLLM's names only on CUDA and MUSA"
 
-#: Prefix of an operation's name among a process's decisions (:func:`vllm_hwplugin.base.journal.note`).
+#: Prefix of an operation's name among a process's decisions (:func:`vllm_hwplugin.base.run_records.note`).
 RECORD: Final = "operation "
 
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from ..base import gates, journal
+from ..base import gates, run_records
 from ..base.errors import HwpluginError
 from .operations import GATE, KEY, MUSA_KEY, OPS, RECORD, SKIP, Operation, choose, describe, unknown_names
 
@@ -72,7 +72,7 @@ class Override:
 
     def settle(self, state: Literal["open", "plugin", "vllm", "torch"], reason: str) -> None:
         self.state, self.reason = state, reason
-        journal.note(f"{RECORD}{self.op.name}", describe(state, reason))
+        run_records.note(f"{RECORD}{self.op.name}", describe(state, reason))
         logger.debug("%s: %s", self.op.qualname, describe(state, reason))
 
 
@@ -108,9 +108,9 @@ def install(settings: gates.Settings) -> None:
         text = f"{SKIP} names {', '.join(wrong)}, without a kernel; expected some of {', '.join(OPS)}"
         if required or settings.strict:
             raise OverrideError(text)
-        if not journal.repeats_another():
+        if not run_records.repeats_another():
             logger.warning("%s", text)
-    if journal.role() in _NO_MODEL:
+    if run_records.role() in _NO_MODEL:
         return
     try:
         refused = _put_all(choice, skip, required)
@@ -152,7 +152,7 @@ def _put_all(choice: str, skip: Sequence[str], required: bool) -> dict[str, str]
                 logger.debug("%s cannot get the plugin's kernel", op.qualname, exc_info=True)
                 refused[op.name] = f"{type(error).__name__}: {error}"
             if op.name in refused:
-                journal.note(f"{RECORD}{op.name}", describe(_stock(op), refused[op.name]))
+                run_records.note(f"{RECORD}{op.name}", describe(_stock(op), refused[op.name]))
     return refused
 
 

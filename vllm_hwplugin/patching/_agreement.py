@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from ..base import gates
-from ..base.journal import RunRecord, starts_engines
+from ..base.run_records import RunRecord, starts_engines
 from ._errors import InstallError
 
 logger = logging.getLogger("vllm.hwplugin")

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import NamedTuple
 
 from .. import __version__
-from ..base import gates, journal
-from ..base.journal import RunRecord
+from ..base import gates, run_records
+from ..base.run_records import RunRecord
 from ..base.versions import SUPPORTED, is_supported
 from . import outside
 from ._agreement import compare_with_first
@@ -50,7 +50,7 @@ class _State:
     """What is patched in; `finder` and `undo` are exact at every moment."""
 
     def __init__(self, entry: RunRecord) -> None:
-        self.journal = entry
+        self.record = entry
         self.overlay: Overlay | None = None
         self.gates: tuple[gates.Gate, ...] = ()
         self.wanted: _Wanted | None = None
@@ -116,7 +116,7 @@ def install(settings: gates.Settings | None = None, *, catalogue: Catalogue | No
         elif _state.finder is not None:
             _state.finder.put_first()
         _register_with_vllm()
-        return _state.journal
+        return _state.record
 
 
 def current_plan() -> Plan | None:
@@ -147,23 +147,23 @@ def force(*, in_place: bool = True) -> None:
         state.finder.put_first()
         if not any(_is_unpatched(name, copy) for name, copy in state.finder.copies.items()):
             return
-        before = state.journal.live
+        before = state.record.live
         # What was refused stays refused: a part of it may have run unpatched.
         refused = {name: feature.reason for name, feature in state.plan.features.items() if feature.state == "refused"}
         _patch_in(state, state.wanted, refused, in_place=in_place)
-        lost = [name for name in before if name not in state.journal.live]
+        lost = [name for name in before if name not in state.record.live]
         if lost:
-            reasons = dict.fromkeys(state.journal.features[name]["reason"] for name in lost)
+            reasons = dict.fromkeys(state.record.features[name]["reason"] for name in lost)
             logger.warning("%s: not patched in, vLLM runs unpatched there: %s", ", ".join(lost), "; ".join(reasons))
-        journal.save()
+        run_records.save()
 
 
 def _install(settings: gates.Settings, catalogue: Catalogue | None) -> _State:
-    state = _State(journal.new(__version__))
+    state = _State(run_records.new(__version__))
     try:
         settings.require_process()
         if not settings.switched_on:
-            return _State(journal.begin_off(__version__))
+            return _State(run_records.begin_off(__version__))
         _activate(state, settings, catalogue)
     except BaseException as error:
         state.withdraw()
@@ -181,15 +181,15 @@ def _install(settings: gates.Settings, catalogue: Catalogue | None) -> _State:
         _refuse_mixture(state, {}, text)
         # Placing the copies may have shown that the first folder is full.
         base = state.overlay.writable_base() if state.overlay is not None else None
-        state = _State(_unpatched_record(state.journal, text))
-        if not compare_with_first(state.journal, settings.environ, stop=False):
+        state = _State(_unpatched_record(state.record, text))
+        if not compare_with_first(state.record, settings.environ, stop=False):
             logger.error(
                 "nothing is patched in, vLLM runs unpatched in this process (%s): %s",
-                state.journal.role,
+                state.record.role,
                 text.replace("\n", "; "),
                 exc_info=None if expected else error,
             )
-        journal.begin(state.journal, base)
+        run_records.begin(state.record, base)
     return state
 
 
@@ -202,7 +202,7 @@ def _refuse_mixture(state: _State, copies: Mapping[str, Copy], reason: str) -> N
 
 def _unpatched_record(entry: RunRecord, error: str) -> RunRecord:
     """Return a run record of the process with nothing patched in."""
-    plain = journal.new(entry.plugin_version)
+    plain = run_records.new(entry.plugin_version)
     plain.vllm_dist, plain.vllm_version, plain.vllm_root = entry.vllm_dist, entry.vllm_version, entry.vllm_root
     plain.error = error
     return plain
@@ -210,7 +210,7 @@ def _unpatched_record(entry: RunRecord, error: str) -> RunRecord:
 
 def _activate(state: _State, settings: gates.Settings, catalogue: Catalogue | None) -> None:
     installed = find_installed()
-    entry = state.journal
+    entry = state.record
     entry.vllm_dist, entry.vllm_version, entry.vllm_root = installed.dist, installed.version, str(installed.root)
     overlay = Overlay(settings.environ)
     try_unlisted, strict = settings.values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag, settings.strict
@@ -227,7 +227,7 @@ def _activate(state: _State, settings: gates.Settings, catalogue: Catalogue | No
         entry.features[trouble.where] = {"state": "refused", "reason": trouble.reason}
     catalogue = external.behind(catalogue)
     others, missing = outside.find_targets(catalogue.features)
-    if journal.starts_engines():
+    if run_records.starts_engines():
         for text in (*installed.troubles, *settings.part_errors, *settings.unknown()):
             logger.warning("%s", text)
     if demanded := settings.unclaimed:
@@ -244,7 +244,7 @@ def _activate(state: _State, settings: gates.Settings, catalogue: Catalogue | No
     entry.notes, entry.overlay = [*installed.troubles, *overlay.notes], str(overlay.base)
     if not compare_with_first(entry, settings.environ, stop=settings.demanded):
         _report(entry, plan, installed, overlay, try_unlisted)
-    journal.begin(entry, overlay.writable_base())
+    run_records.begin(entry, overlay.writable_base())
 
 
 def _report(entry: RunRecord, plan: Plan, installed: Installed, overlay: Overlay, try_unlisted: bool) -> None:
@@ -368,7 +368,7 @@ def _reapply(
 
 
 def _record(state: _State, plan: Plan, copies: Mapping[str, Copy]) -> None:
-    entry, state.plan = state.journal, plan
+    entry, state.plan = state.record, plan
     entry.fingerprint = plan.fingerprint
     for name, (feature, state_of, reason, _) in plan.features.items():
         entry.features[name] = {"state": state_of, "reason": reason}
@@ -381,9 +381,9 @@ def _record(state: _State, plan: Plan, copies: Mapping[str, Copy]) -> None:
 def _on_load(state: _State) -> Callable[[str], None]:
     def on_load(name: str) -> None:
         # The first sign of life of a child of a plain fork.
-        journal.adopt()
-        state.journal.modules[name] = "served"
-        journal.save()
+        run_records.adopt()
+        state.record.modules[name] = "served"
+        run_records.save()
         # If patches were applied before vLLM was imported, its table exists by now. While the state is being made, the
         # switches are not all known.
         if _state is not None:
@@ -408,7 +408,7 @@ def _register_with_vllm() -> None:
 
 
 def _fingerprint() -> str:
-    patches = _state.journal.fingerprint if _state is not None else "none"
+    patches = _state.record.fingerprint if _state is not None else "none"
     return patches if patches == "none" else f"{patches} {__version__}"
 
 
@@ -437,4 +437,4 @@ def _renew_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_locks)
-journal.check_with(functools.partial(force, in_place=False))
+run_records.check_with(functools.partial(force, in_place=False))

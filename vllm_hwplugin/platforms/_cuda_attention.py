@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from vllm_hwplugin.attention.backends import CUDA, Faster
-from vllm_hwplugin.base import gates, journal
+from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.ops.compile import jit
 from vllm_hwplugin.ops.compile.spec import KERNELS
 
@@ -275,7 +275,7 @@ def _report(config: Any, choice: LayerChoice, baseline: Baseline) -> None:
     layers = f"heads of {config.head_size}{', non-causal' if config.use_non_causal else ''}"
     backend = "the plugin's FLASH_ATTN" if choice.own else f"vLLM's {baseline.backend or 'error'}"
     _once(f"attention with {layers}: {backend} ({choice.reason})")
-    journal.note(f"attention, {layers}", f"{backend}: {choice.reason}")
+    run_records.note(f"attention, {layers}", f"{backend}: {choice.reason}")
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from vllm_hwplugin.attention.capabilities import LARGEST_OF_VLLM
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 
 from ._cuda_attention import GATE, largest_head, missing_for_fa4, setting
 
@@ -55,7 +55,7 @@ def check_and_update_config(vllm_config: Any, device_capability: Callable[[], An
         f"attention: {text}. To use FlashAttention 4, install these packages; to silence this warning, set a version "
         f"(--attention-config.flash_attn_version 3); {GATE}=off leaves the version to vLLM."
     )
-    journal.note(KEY, text)
+    run_records.note(KEY, text)
 
 
 @functools.cache

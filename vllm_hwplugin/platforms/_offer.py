@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from ..base import gates, journal
+from ..base import gates, run_records
 from ..base.errors import HwpluginError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.hwplugin")
 
-#: Key of the decision in the run record (:func:`vllm_hwplugin.base.journal.note`).
+#: Key of the decision in the run record (:func:`vllm_hwplugin.base.run_records.note`).
 KEY = "platform"
 
 GATE: Final = "VLLM_HWPLUGIN_PLATFORM"
@@ -84,9 +84,9 @@ def decision() -> Decision:
         failure = error
         choice = Decision(None, f"the choice failed: {type(error).__name__}: {error}", logging.ERROR)
     if choice is not _SWITCHED_OFF:
-        level = logging.DEBUG if journal.repeats_another() else choice.level
+        level = logging.DEBUG if run_records.repeats_another() else choice.level
         logger.log(level, "platform: %s", choice, exc_info=failure)
-        journal.note(KEY, str(choice))
+        run_records.note(KEY, str(choice))
     if choice.kind == "musa":
         from ..musa import triton_names
 
@@ -151,13 +151,13 @@ def note_used() -> None:
     All supported versions store it in ``vllm.platforms._current_platform``; reading the public name would make vLLM
     choose.
     """
-    if journal.current() is None:
+    if run_records.current() is None:
         return
     used = getattr(sys.modules.get("vllm.platforms"), "_current_platform", None)
     if used is None:
         return
     offered = str(decision()) if decision.cache_info().currsize else "no platform class: vLLM did not ask for one"
-    journal.note(KEY, f"{offered}; vLLM runs on {type(used).__module__}.{type(used).__qualname__}")
+    run_records.note(KEY, f"{offered}; vLLM runs on {type(used).__module__}.{type(used).__qualname__}")
 
 
 def others(environ: Mapping[str, str]) -> tuple[EntryPoint, ...]:

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from packaging.version import Version
 
-from vllm_hwplugin.base import gates, journal
+from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.base.errors import HwpluginError
 from vllm_hwplugin.base.features import CAPTURE_SIZES, gate_of
 from vllm_hwplugin.spec_decode.drafters import MASK_METHODS, TRIED_METHODS
@@ -153,13 +153,13 @@ def check_and_update_config(vllm_config: Any) -> bool:
                 f"{CAPTURE_SIZES}: {decision}, a bug in vllm-hwplugin; set {gate_of(CAPTURE_SIZES)}=off, and report it"
             ) from error
         logger.exception("%s: the sizes are left to vLLM, because the plugin failed", CAPTURE_SIZES)
-    journal.note(CAPTURE_SIZES, decision)
+    run_records.note(CAPTURE_SIZES, decision)
     return unnamed
 
 
 def _why_left(vllm_config: Any) -> str | None:
     """Return why the sizes stay vLLM's, or None."""
-    compilation, parallel, entry = vllm_config.compilation_config, vllm_config.parallel_config, journal.current()
+    compilation, parallel, entry = vllm_config.compilation_config, vllm_config.parallel_config, run_records.current()
     if entry is None or CAPTURE_SIZES not in entry.live:
         reason = "" if entry is None else entry.features.get(CAPTURE_SIZES, {}).get("reason") or entry.error
         return f"{CAPTURE_SIZES} is not patched in{f' ({reason})' if reason else ''}"
@@ -217,7 +217,7 @@ def _set(vllm_config: Any, limit: int | None) -> tuple[str, str]:
 
 def _note_unserved(vllm_config: Any, option: str) -> None:
     """Note decode batches without a FULL graph and the size for them."""
-    compilation, scheduler, entry = vllm_config.compilation_config, vllm_config.scheduler_config, journal.current()
+    compilation, scheduler, entry = vllm_config.compilation_config, vllm_config.scheduler_config, run_records.current()
     mode = compilation.cudagraph_mode
     if entry is None or mode.decode_mode().name != "FULL":
         # Without any FULL graph of decode batches, only the mode helps.
@@ -239,7 +239,7 @@ def _note_unserved(vllm_config: Any, option: str) -> None:
         )
         if entry.decisions.get(UNSERVED) != text:
             logger.info("%s: %s", UNSERVED, text)
-        journal.note(UNSERVED, text)
+        run_records.note(UNSERVED, text)
 
 
 def served_requests(

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_hwplugin.base import gates, journal
+from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.base.errors import HwpluginError
 from vllm_hwplugin.base.features import DFLASH_DRAFT_BACKEND, DFLASH_FULL_GRAPH, gate_of
 
@@ -123,7 +123,7 @@ def check(vllm_config: Any) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _warn(text: str) -> None:
-    journal.note(_DECISION, text)
+    run_records.note(_DECISION, text)
     logger.warning("%s", text)
 
 
@@ -221,7 +221,7 @@ def _named_backend(vllm_config: Any) -> tuple[str, Any, str]:
         option = "attention_backend of --speculative-config"
         return option, spec.attention_backend, "leave the option out and vLLM chooses one for the draft"
     # vLLM 0.20 has one option for both models.
-    entry = journal.current()
+    entry = run_records.current()
     # If the feature is patched in, this version's target and draft no longer share one backend.
     apart = entry is not None and DFLASH_DRAFT_BACKEND in entry.live
     return (

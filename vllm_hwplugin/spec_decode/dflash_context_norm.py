@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.features import DFLASH_CONTEXT_NORM
 
 logger = logging.getLogger("vllm.hwplugin")
@@ -63,7 +63,7 @@ def _honours_rows(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
     with _lock:
         if question not in _answers:
             _answers[question] = _ask(op, x, weights)
-            journal.use(DFLASH_CONTEXT_NORM, not all(_answers.values()), context_norm_obstacle() or "")
+            run_records.use(DFLASH_CONTEXT_NORM, not all(_answers.values()), context_norm_obstacle() or "")
         return _answers[question]
 
 
@@ -84,7 +84,7 @@ def _ask(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
     if broadcast:
         where += " broadcast"
     decision = _OP_IS_RIGHT if failure is None else f"rms_norm {failure}; one call a layer instead"
-    journal.note(f"{DFLASH_CONTEXT_NORM} {where}", decision)
+    run_records.note(f"{DFLASH_CONTEXT_NORM} {where}", decision)
     logger.info("%s on %s: %s", DFLASH_CONTEXT_NORM, where, decision)
     return failure is None
 

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.features import DFLASH_DRAFT_BACKEND
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ def draft_config(target: VllmConfig) -> VllmConfig:
     attention = copy.copy(target.attention_config)
     named = attention.backend
     if named is None:
-        journal.note(DFLASH_DRAFT_BACKEND, "target and draft select their attention backends separately")
+        run_records.note(DFLASH_DRAFT_BACKEND, "target and draft select their attention backends separately")
     elif named.get_class().supports_non_causal():
-        journal.note(
+        run_records.note(
             DFLASH_DRAFT_BACKEND, f"the draft has the target's {named.name}, which declares non-causal attention"
         )
     else:
         attention.backend = None
-        journal.note(
+        run_records.note(
             DFLASH_DRAFT_BACKEND, f"the draft selects its own backend: {named.name} is the target's and only causal"
         )
     # The name that vLLM declares from 0.21.0 on; a plain attribute here.
@@ -93,11 +93,11 @@ def layouts_clash(
         if len({group.backend for group in sharing}) < 2:
             continue
         if len({_block_dim(group, kernel_block_sizes[group.kv_cache_group_id], cache_dtype) for group in sharing}) > 1:
-            journal.note(
+            run_records.note(
                 f"{DFLASH_DRAFT_BACKEND} KV cache",
                 f"keys and values lie block by block, because {' and '.join(tensor.shared_by)} share memory",
             )
-            journal.use(DFLASH_DRAFT_BACKEND, True)
+            run_records.use(DFLASH_DRAFT_BACKEND, True)
             return True
     return False
 

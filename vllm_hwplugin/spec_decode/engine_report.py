@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from vllm_hwplugin.base import journal, log
+from vllm_hwplugin.base import log, run_records
 from vllm_hwplugin.base.fallback import refuse_if_required
-from vllm_hwplugin.base.journal import RunRecord, Use
+from vllm_hwplugin.base.run_records import RunRecord, Use
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -69,21 +69,21 @@ def report(part: Any, examine: Callable[[Any, RunRecord], Findings]) -> None:
 
     Raises:
         FeatureRequired: a switch is `on`, and the feature is not used.
-        HwpluginError: a module of a feature was imported past the plugin; see :func:`.journal.check_live`.
+        HwpluginError: a module of a feature was imported past the plugin; see :func:`.run_records.check_live`.
     """
-    entry = journal.current()
+    entry = run_records.current()
     if entry is None:
         return
     # A Ray worker may get here before vLLM's logging is configured.
     log.give_out()
-    journal.check_live()
+    run_records.check_live()
     try:
         findings = examine(part, entry)
     except Exception:
         # Only the report is lost: this vLLM may keep elsewhere what was looked for here.
         logger.warning("cannot say which features this %s uses", type(part).__name__, exc_info=True)
         return
-    settled = journal.settle_uses(findings.uses, findings.engine)
+    settled = run_records.settle_uses(findings.uses, findings.engine)
     logger.info("%s %s", findings.described, sentence(settled))
     for feature in findings.demanded:
         if feature in settled and not settled[feature]["used"]:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 from vllm_hwplugin.base.errors import HwpluginError
-from vllm_hwplugin.base.journal import RunRecord, Use
+from vllm_hwplugin.base.run_records import RunRecord, Use
 from vllm_hwplugin.spec_decode.drafters import MASK_METHODS
 from vllm_hwplugin.spec_decode.engine_report import Unused, use_of
 from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, PARTS, Part

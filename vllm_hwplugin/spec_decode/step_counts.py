@@ -14,7 +14,7 @@ import time
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -95,7 +95,7 @@ class StepCounts:
         if self._judged or steps < _JUDGED:
             return
         self._judged = True
-        entry = journal.current()
+        entry = run_records.current()
         use = None if entry is None else entry.uses.get(self.feature)
         if 10 * served < steps and use is not None and use["used"]:
             main = max(Reason, key=lambda reason: counts[reason])
@@ -115,7 +115,7 @@ def begin() -> None:
     for counts in _paths.values():
         counts.reset()
     save()
-    entry = journal.current()
+    entry = run_records.current()
     # The thread does not run in a fork of its process.
     if entry is not None and (_keeper is None or not _keeper.is_alive()):
         _keeper = threading.Thread(target=_keep, args=(entry,), name="vllm-hwplugin steps", daemon=True)
@@ -126,13 +126,13 @@ def begin() -> None:
 
 def save() -> None:
     outcomes = {path: counts.outcomes() for path, counts in list(_paths.items())}
-    journal.keep_steps({path: counted for path, counted in outcomes.items() if counted})
+    run_records.keep_steps({path: counted for path, counted in outcomes.items() if counted})
 
 
-def _keep(entry: journal.RunRecord) -> None:
+def _keep(entry: run_records.RunRecord) -> None:
     while True:
         time.sleep(INTERVAL)
-        if journal.current() is not entry:
+        if run_records.current() is not entry:
             return
         save()
         for counts in list(_paths.values()):

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_hwplugin.base import gates, journal, run_records
+from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.spec_decode.step_counts import INTERVAL
 
 # For the engines that were made last in this process: vLLM also drops its own counters of earlier engines.
@@ -39,7 +39,7 @@ class StepCounters:
         """Count what workers have recorded since the last call."""
         if self._workers is None:
             # The engines are ready when a front end makes its metrics, so every worker has its run record.
-            family = run_records.families(run_records.read_all()).get((journal.pids(), os.getpid()), [])
+            family = run_records.families(run_records.read_all()).get((run_records.pids(), os.getpid()), [])
             engines = self._labelvalues
             self._workers = {engine: entry.process for entry in family for engine in engines if entry.engine == engine}
         for engine, worker in self._workers.items():

@@ -2,7 +2,7 @@
 """Decide which patched-in features a worker of vLLM uses, and why not the rest.
 
 It depends on the model runner, the speculative method, the CUDA graph mode and the model. A feature's own report
-(`vllm_hwplugin.base.journal.use`) takes precedence over this table.
+(`vllm_hwplugin.base.run_records.use`) takes precedence over this table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
 from vllm_hwplugin.base import gates
-from vllm_hwplugin.base.journal import RunRecord
+from vllm_hwplugin.base.run_records import RunRecord
 from vllm_hwplugin.base.terms import TERMS, Term, read_term
 from vllm_hwplugin.linear import layers
 from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, step_counts

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.errors import HwpluginError
-from vllm_hwplugin.base.journal import pids
+from vllm_hwplugin.base.run_records import pids
 
 from . import _entry_points
 from ._job import Event, Job

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from tests.cpu_seconds import patience, wait_until
-from vllm_hwplugin.base import journal, run_records
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin_lab.bench import _launch
 
 JOB = ("module", '{"label": "tiny"}', {"SAID": "yes"})
@@ -130,7 +130,7 @@ def test_the_package_is_importable_in_the_child_behind_the_users_paths(monkeypat
 
 
 def at(pid, ppid, moment):
-    made = journal.new("0")
+    made = run_records.new("0")
     made.pid, made.ppid, made.started = pid, ppid, moment.isoformat(timespec="milliseconds")
     return made
 

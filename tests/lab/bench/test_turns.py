@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.cpu_seconds import patience
-from vllm_hwplugin.base import journal, run_records
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin_lab.bench import Job, TimeLimit, Workload, _launch, measure_in_turn, of_workloads
 from vllm_hwplugin_lab.bench.results import processes_entry
 
@@ -214,7 +214,7 @@ def test_when_the_time_is_up_what_both_sides_have_measured_is_there_and_what_the
         now = datetime.now(timezone.utc).isoformat()
         for pid in [event["pid"] for event in said if event["event"] == "ready"]:
             for number, (own, parent) in enumerate(((pid, 1), (-pid, pid), (-2 * pid, pid))):
-                one = journal.new("0")
+                one = run_records.new("0")
                 one.pid, one.ppid, one.started, one.decisions = own, parent, now, {"graphs": f"by {number} of {pid}"}
                 yield one
 

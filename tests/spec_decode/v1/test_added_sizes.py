@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.spec_decode import graph_recording
 from vllm_hwplugin.spec_decode.v1 import added_sizes, mixed_sizes
 
@@ -105,7 +105,7 @@ def test_sizes_that_fail_are_those_of_the_plugin(
     version: str,
     engine: dict[str, int],
     failing: range,
-    entry: journal.RunRecord,
+    entry: run_records.RunRecord,
     left: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -138,7 +138,7 @@ def test_sizes_that_fail_are_those_of_the_plugin(
 
 
 def test_a_size_of_vllms_that_fails_ends_the_start_as_without_the_plugin(
-    vllm_tree: Any, entry: journal.RunRecord, monkeypatch: pytest.MonkeyPatch
+    vllm_tree: Any, entry: run_records.RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = vllm_tree("0.33.0")
     config = made(config_of(), fill_of(tree))

@@ -16,7 +16,7 @@ from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.forward_context import BatchDescriptor  # noqa: E402
 
 from vllm_hwplugin import patching  # noqa: E402
-from vllm_hwplugin.base import journal  # noqa: E402
+from vllm_hwplugin.base import run_records  # noqa: E402
 from vllm_hwplugin.base.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode import dflash_config  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.dflash_full_graph import ContextGraphs, lengthen_query_buffers  # noqa: E402
@@ -324,7 +324,7 @@ def test_many_short_requests_fit_the_query_buffers(make_dflash):
 def test_the_constructor_checks_first_and_then_makes_room(vllm_tree, version, monkeypatch):
     """On a platform of another's, too, where nothing else looks whether DFlash's modules run patched."""
     calls = []
-    entry = journal.new("0")
+    entry = run_records.new("0")
     entry.features = {"dflash-full-graph": {"state": "live", "reason": ""}}
     monkeypatch.setattr(patching, "install", lambda: entry)
     monkeypatch.setattr(patching, "force", lambda: calls.append("forced"))

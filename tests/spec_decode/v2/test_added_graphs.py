@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilde
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode import capture_sizes, graph_recording, obstacles
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs, step_inputs, tail_capture
@@ -82,10 +82,10 @@ CAPTURES: dict[str, tuple[tuple[Any, str], Callable[..., bool], set[str]]] = {
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """By feature, whether the engine uses it, as the journal was told last; where there is no capture to leave."""
+    """By feature, whether the engine uses it, as the run record was told last; where there is no capture to leave."""
     told: dict[str, bool] = {}
     monkeypatch.setattr(graph_recording, "leave_capture", lambda pool, *, broken: None)
-    monkeypatch.setattr(journal, "use", lambda feature, used, reason="": told.__setitem__(feature, used))
+    monkeypatch.setattr(run_records, "use", lambda feature, used, reason="": told.__setitem__(feature, used))
     return told
 
 
@@ -135,7 +135,7 @@ def test_released_managers_capture_what_they_do_without_the_plugin(
     version: str,
     full: tuple[int, ...],
     profile: bool,
-    entry: journal.RunRecord,
+    entry: run_records.RunRecord,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tree = vllm_tree(version)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.fallback import FeatureRequired
 from vllm_hwplugin.frozen import fused_drafts
 from vllm_hwplugin.spec_decode import builders, graph_recording
@@ -200,7 +200,7 @@ def test_steps_that_cannot_be_captured_are_launched_one_by_one(
             raise RuntimeError("operation not permitted when stream is capturing")
 
     used: list[bool] = []
-    monkeypatch.setattr(journal, "use", lambda feature, serves, reason="": used.append(serves))
+    monkeypatch.setattr(run_records, "use", lambda feature, serves, reason="": used.append(serves))
     monkeypatch.setattr(graph_recording, "leave_capture", lambda pool, *, broken: None)
     monkeypatch.setattr(graph_recording, "reserved_memory", lambda: 0)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)

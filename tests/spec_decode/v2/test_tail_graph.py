@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode import utils
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
 from vllm_hwplugin.spec_decode.obstacles import Part
@@ -68,7 +68,7 @@ def test_drafting_starts_from_the_states_that_vllm_gives_a_drafter(model: Any) -
 
 def test_fused_weights_that_do_not_fit_leave_the_step_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[Any] = []
-    monkeypatch.setattr(journal, "use", lambda *said: noted.append(said))
+    monkeypatch.setattr(run_records, "use", lambda *said: noted.append(said))
     draft = SimpleNamespace(model=SimpleNamespace(fused=torch.ones(2, 3)))
     graphs = TailGraphs(SimpleNamespace(max_num_reqs=2, sample=lambda *_: "vLLM's"))
     graphs.captured = captured(fused=FusedWeights(draft))
@@ -127,7 +127,7 @@ def test_a_head_that_is_put_in_the_place_of_another_leaves_the_step_to_vllm(monk
     assert "weight" in str(parameters.moved())
     head.weight = torch.nn.Parameter(torch.ones(3, 2))
     assert "weight" in str(parameters.moved())
-    monkeypatch.setattr(journal, "use", lambda *_: None)
+    monkeypatch.setattr(run_records, "use", lambda *_: None)
     graphs = TailGraphs(SimpleNamespace(max_num_reqs=2, sample=lambda *_: "vLLM's"))
     graphs.captured = captured(parameters=parameters)
     graphs.held = object()  # type: ignore[assignment]

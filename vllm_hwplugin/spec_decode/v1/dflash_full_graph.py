@@ -18,7 +18,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.features import DFLASH_FULL_GRAPH
 from vllm_hwplugin.spec_decode.graph_recording import Graphs, attempt
 from vllm_hwplugin.spec_decode.v1.draft_decision import DraftKeys, pad_up
@@ -76,7 +76,7 @@ class ContextGraphs(Graphs[CUDAGraphWrapper]):
                 self.failed = True
                 return
         self._fused = FusedWeights(proposer.model)
-        journal.note(DFLASH_FULL_GRAPH, f"context keys and values in graphs of {list(self._sizes)} tokens")
+        run_records.note(DFLASH_FULL_GRAPH, f"context keys and values in graphs of {list(self._sizes)} tokens")
 
     def store(self, states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Write a batch's context into the drafter's cache, by graph if possible.

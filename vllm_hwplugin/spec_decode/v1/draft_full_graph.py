@@ -20,7 +20,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.fallback import gives_up
 from vllm_hwplugin.base.features import DFLASH_FULL_GRAPH, DRAFT_FULL_GRAPH
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, GraphShape
@@ -145,7 +145,7 @@ class DraftGraphs(Graphs[PassGraphs]):
 
     def _note(self, decision: str) -> None:
         self._decision = decision
-        journal.note(DRAFT_FULL_GRAPH, decision)
+        run_records.note(DRAFT_FULL_GRAPH, decision)
 
     # -- one draft phase: first pass, then one-token steps ------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID, eagle_step_update_slot_mapping_and_metadata
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.features import DRAFT_LOOP_GRAPH
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, uniform_shape
 from vllm_hwplugin.spec_decode.graph_recording import Graphs
@@ -191,7 +191,7 @@ class DraftLoop(Graphs[ChainGraphs]):
             if not self.attempt(partial(record, num_reqs), passes.graph_pool):
                 return
         steps = self._owner.speculative_config.num_speculative_tokens - 1
-        journal.note(DRAFT_LOOP_GRAPH, f"{steps} steps in one graph for {list(ladder)} requests")
+        run_records.note(DRAFT_LOOP_GRAPH, f"{steps} steps in one graph for {list(ladder)} requests")
 
     def serves(self, num_reqs: int) -> bool:
         """Whether there is a chain of `num_reqs` requests."""

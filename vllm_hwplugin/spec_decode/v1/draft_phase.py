@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 from vllm.v1.outputs import SamplerOutput
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.features import V1_DRAFT_PHASE
 from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.decode_batch import (
@@ -124,7 +124,7 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
             self.stay_stock("the drafter's passes have no graphs of decode batches that could be joined")
             return
         if self.attempt(lambda: self._prepare(passes, shapes)):
-            journal.use(V1_DRAFT_PHASE, False, "the target has no FULL graph of a decode batch")
+            run_records.use(V1_DRAFT_PHASE, False, "the target has no FULL graph of a decode batch")
 
     def _prepare(self, passes: PassGraphs, shapes: Sequence[GraphShape]) -> None:
         runner = self._owner
@@ -193,12 +193,12 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
             self.attempt(have_again)
             return
         sizes = [graphs.shape.num_reqs for graphs in (self.captured or {}).values()]
-        journal.note(
+        run_records.note(
             V1_DRAFT_PHASE,
             f"{len(sizes)} shapes of at most {max(sizes)} requests, captured in {self._spent[0]:.1f} s, "
             f"{self._spent[1] / 2**20:.0f} MiB" + (plan.left and f"; {plan.left}"),
         )
-        journal.use(V1_DRAFT_PHASE, True)
+        run_records.use(V1_DRAFT_PHASE, True)
 
     @property
     def query_len(self) -> int:

@@ -21,7 +21,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.features import V1_STEP_INPUTS
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, has_prompt
 from vllm_hwplugin.spec_decode.graph_recording import Graphs, record_graph
@@ -145,12 +145,12 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         torch.accelerator.synchronize()
         if self.captured is None:
             return
-        journal.note(
+        run_records.note(
             V1_STEP_INPUTS,
             f"graphs of 1 to {len(self.captured)} requests, captured in {time.perf_counter() - started:.1f} s, "
             + (f"without attention metadata: {reason}" if reason else "with attention metadata"),
         )
-        journal.use(V1_STEP_INPUTS, True)
+        run_records.use(V1_STEP_INPUTS, True)
 
     def _make_buffers(self) -> int:
         """Allocate what graphs read and the drafts; return for how many requests."""

@@ -16,7 +16,7 @@ import torch
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.platforms import current_platform
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.features import CAPTURE_SIZES, V2_MIXED_GRAPHS
 from vllm_hwplugin.spec_decode.capture_sizes import has_sizes, leave_to_vllm, vllms_sizes
 from vllm_hwplugin.spec_decode.graph_recording import agreed, attempt, exchanged_later
@@ -96,7 +96,7 @@ def captured(
             vars(compilation).pop(LEFT_OUT, None)
             if has_sizes(compilation):
                 leave_to_vllm(compilation)
-                journal.use(CAPTURE_SIZES, False, "capturing graphs of its sizes failed")
+                run_records.use(CAPTURE_SIZES, False, "capturing graphs of its sizes failed")
             if mixed:
                 leave_out_mixed_graphs(compilation)
         _begin_anew(manager)
@@ -108,7 +108,7 @@ def captured(
         marks[_SETTLED] = False
         return tuple(done)
     if mixed and has_mixed_graphs(compilation):
-        journal.use(V2_MIXED_GRAPHS, True)
+        run_records.use(V2_MIXED_GRAPHS, True)
     return ()
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.fallback import report_unused
 from vllm_hwplugin.base.features import BACKPORT_MIXED_GRAPHS, V2_MIXED_GRAPHS
 from vllm_hwplugin.spec_decode.builders import flash_versions
@@ -109,9 +109,9 @@ def add_mixed_graphs(runner: Any) -> None:
     vars(runner.compilation_config)[KEEPS_PIECES] = runner.supports_mm_inputs
     vars(runner.compilation_config)[_ADDED] = True
     bound = f", and {grid} tokens × requests over FlashAttention 2" if grid else ""
-    journal.note(V2_MIXED_GRAPHS, f"{len(graphs)} shapes of at most {sizes[-1]} tokens and {most} requests{bound}")
+    run_records.note(V2_MIXED_GRAPHS, f"{len(graphs)} shapes of at most {sizes[-1]} tokens and {most} requests{bound}")
     for feature in (V2_MIXED_GRAPHS, BACKPORT_MIXED_GRAPHS):
-        journal.use(feature, True)
+        run_records.use(feature, True)
 
 
 def _over_flash_2(runner: Any) -> bool:

@@ -27,7 +27,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens, prepare_pos_seq_lens
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.features import V2_STEP_INPUTS
 from vllm_hwplugin.spec_decode.graph_recording import Graphs, record_graph
 from vllm_hwplugin.spec_decode.obstacles import Part, custom_processors, why_not
@@ -143,8 +143,8 @@ class StepInputs(Graphs[_Captured]):
         if not self.attempt(lambda: self._record(base, reason is not None)):
             return
         if reason is not None:
-            journal.note(V2_STEP_INPUTS, f"{reason}; attention metadata is vLLM's in each step")
-        journal.use(V2_STEP_INPUTS, True)
+            run_records.note(V2_STEP_INPUTS, f"{reason}; attention metadata is vLLM's in each step")
+        run_records.use(V2_STEP_INPUTS, True)
 
     def _record(self, base: Captured, metadata_is_vllms: bool) -> None:
         runner, embeds = self._owner, _embeds_tokens(self._owner)

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import graph_capture
 
-from vllm_hwplugin.base import journal
+from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.features import V2_TAIL_GRAPH
 from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, asks_for_nothing_else
@@ -148,14 +148,14 @@ class TailGraphs(Graphs[Captured]):
             self._profiled, self.captured = captured, None
             self._estimated = time.perf_counter() - started
             return
-        journal.note(
+        run_records.note(
             V2_TAIL_GRAPH,
             f"{len(shapes)} shapes of at most {max(captured.most_reqs.values())} requests, captured in "
             f"{time.perf_counter() - started:.1f} s, {(reserved_memory() - reserved) / 2**20:.0f} MiB"
             + (f"; the largest before that, for vLLM's estimate, in {self._estimated:.1f} s" if self._estimated else "")
             + "".join(f"; {part}: {reason}" for part, reason in by_vllm.items()),
         )
-        journal.use(V2_TAIL_GRAPH, True)
+        run_records.use(V2_TAIL_GRAPH, True)
 
     def _record(self, shapes: Sequence[GraphShape], left: Mapping[Part, str]) -> None:
         self.captured = TailRecorder(self._owner, self._vllm, left, shapes).record()

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.base import journal, run_records
+from vllm_hwplugin.base import run_records
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    journal.forget()
+    run_records.forget()
     yield
-    journal.forget()
+    run_records.forget()
 
 
 def written(base: Path) -> dict[str, object]:
@@ -28,11 +28,11 @@ def written(base: Path) -> dict[str, object]:
     return entry
 
 
-def test_a_journal_is_written_and_read_back(tmp_path: Path) -> None:
-    entry = journal.new("1.2.3")
+def test_a_run_record_is_written_and_read_back(tmp_path: Path) -> None:
+    entry = run_records.new("1.2.3")
     entry.features = {"a": {"state": "live", "reason": "fits"}, "b": {"state": "off", "reason": "gate"}}
-    journal.begin(entry, tmp_path)
-    assert journal.current() is entry
+    run_records.begin(entry, tmp_path)
+    assert run_records.current() is entry
     (found,) = run_records.read_all(tmp_path)
     assert found == entry
     assert found.live == ("a",)
@@ -42,42 +42,42 @@ def test_a_journal_is_written_and_read_back(tmp_path: Path) -> None:
 
 
 def test_a_decision_is_kept_whenever_it_is_noted(tmp_path: Path) -> None:
-    journal.note("early", "before the journal")
-    journal.begin(journal.new("1"), tmp_path)
-    journal.note("late", "after it")
-    assert written(tmp_path)["decisions"] == {"early": "before the journal", "late": "after it"}
+    run_records.note("early", "before the run record")
+    run_records.begin(run_records.new("1"), tmp_path)
+    run_records.note("late", "after it")
+    assert written(tmp_path)["decisions"] == {"early": "before the run record", "late": "after it"}
 
 
 def test_saying_the_same_again_writes_nothing(tmp_path: Path) -> None:
-    journal.begin(journal.new("1"), tmp_path)
-    journal.note("key", "text")
+    run_records.begin(run_records.new("1"), tmp_path)
+    run_records.note("key", "text")
     (path,) = (tmp_path / "records").glob("*.json")
     before = path.stat().st_ino
-    journal.note("key", "text")
+    run_records.note("key", "text")
     assert path.stat().st_ino == before
-    journal.note("key", "other")
+    run_records.note("key", "other")
     assert path.stat().st_ino != before
 
 
 def test_an_unwritable_folder_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "records").write_text("in the way")
-    journal.begin(journal.new("1"), tmp_path)
-    journal.note("key", "text")
+    run_records.begin(run_records.new("1"), tmp_path)
+    run_records.note("key", "text")
     assert run_records.read_all(tmp_path) == []
 
 
-def test_a_forked_child_gets_a_journal_of_its_own(tmp_path: Path) -> None:
-    journal.begin(journal.new("1"), tmp_path)
-    journal.note("key", "from the parent")
-    journal.settle_uses({}, engine=0)
-    journal.keep_steps({"feature part": {"served": 1}})
+def test_a_forked_child_gets_a_run_record_of_its_own(tmp_path: Path) -> None:
+    run_records.begin(run_records.new("1"), tmp_path)
+    run_records.note("key", "from the parent")
+    run_records.settle_uses({}, engine=0)
+    run_records.keep_steps({"feature part": {"served": 1}})
     child = os.fork()
     if not child:
-        journal.adopt()
-        journal.adopt()
+        run_records.adopt()
+        run_records.adopt()
         os._exit(0)
     os.waitpid(child, 0)
-    journal.adopt()
+    run_records.adopt()
     entries = {entry.pid: entry for entry in run_records.read_all(tmp_path)}
     assert set(entries) == {os.getpid(), child}
     assert entries[child].ppid == os.getpid()
@@ -88,19 +88,19 @@ def test_a_forked_child_gets_a_journal_of_its_own(tmp_path: Path) -> None:
     ]
 
 
-def test_the_first_word_of_a_plain_fork_leaves_its_parents_journal_alone(tmp_path: Path) -> None:
-    journal.begin(journal.new("1"), tmp_path)
+def test_the_first_word_of_a_plain_fork_leaves_its_parents_run_record_alone(tmp_path: Path) -> None:
+    run_records.begin(run_records.new("1"), tmp_path)
     child = os.fork()
     if not child:
-        journal.note("key", "from the child")
+        run_records.note("key", "from the child")
         os._exit(0)
     os.waitpid(child, 0)
-    journal.note("other", "from the parent")
+    run_records.note("other", "from the parent")
     entries = {entry.pid: entry.decisions for entry in run_records.read_all(tmp_path)}
     assert entries == {os.getpid(): {"other": "from the parent"}, child: {"key": "from the child"}}
 
 
-def test_a_journal_keeps_names_of_the_command_line_and_no_values(
+def test_a_run_record_keeps_names_of_the_command_line_and_no_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = [
@@ -118,12 +118,12 @@ def test_a_journal_keeps_names_of_the_command_line_and_no_values(
         "x",
     ]
     monkeypatch.setattr("sys.orig_argv", argv)
-    journal.begin(journal.new("1"), tmp_path)
+    run_records.begin(run_records.new("1"), tmp_path)
     assert written(tmp_path)["argv"] == ["python", "--api-key", "--key", "--o"]
 
 
-def test_old_journals_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "KEPT", 3)
+def test_old_run_records_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_records, "KEPT", 3)
     folder = tmp_path / "records"
     folder.mkdir(mode=0o700)
     # Linux has no process of this number.
@@ -135,7 +135,7 @@ def test_old_journals_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def names() -> list[str]:
         return sorted(path.name for path in folder.glob("*.json") if path.is_file())
 
-    journal.begin(journal.new("1"), tmp_path)
+    run_records.begin(run_records.new("1"), tmp_path)
     assert names()[:2] == [f"0000000000003-{gone}.json", f"0000000000004-{gone}.json"]
     assert len(names()) == 3
     assert (folder / "notes.txt").exists()
@@ -145,13 +145,13 @@ def test_old_journals_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (folder / running).write_text("{}")
         for number in range(count):
             (folder / f"{1000000000000 + number}-{gone}.json").write_text("{}")
-        journal.begin(journal.new("1"), tmp_path)
+        run_records.begin(run_records.new("1"), tmp_path)
         assert (running in names()) == kept
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 99}', '{"format": 1}', '{"format": 1, "pid": 3}'])
-def test_a_damaged_or_foreign_journal_is_left_out(tmp_path: Path, text: str) -> None:
-    journal.begin(journal.new("1"), tmp_path)
+def test_a_damaged_or_foreign_run_record_is_left_out(tmp_path: Path, text: str) -> None:
+    run_records.begin(run_records.new("1"), tmp_path)
     (tmp_path / "records" / "0-1.json").write_text(text)
     assert len(run_records.read_all(tmp_path)) == 1
 
@@ -168,7 +168,7 @@ def test_a_damaged_or_foreign_journal_is_left_out(tmp_path: Path, text: str) -> 
     ],
 )
 def test_so_is_one_with_a_field_of_another_kind(tmp_path: Path, field: str, value: object) -> None:
-    journal.begin(journal.new("1"), tmp_path)
+    run_records.begin(run_records.new("1"), tmp_path)
     (path,) = (tmp_path / "records").glob("*.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     left_out: list[str] = []
@@ -177,7 +177,7 @@ def test_so_is_one_with_a_field_of_another_kind(tmp_path: Path, field: str, valu
 
 
 def test_a_field_of_a_later_release_is_no_hindrance(tmp_path: Path) -> None:
-    journal.begin(journal.new("1"), tmp_path)
+    run_records.begin(run_records.new("1"), tmp_path)
     (path,) = (tmp_path / "records").glob("*.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"later": 1}))
     assert len(run_records.read_all(tmp_path)) == 1
@@ -186,8 +186,8 @@ def test_a_field_of_a_later_release_is_no_hindrance(tmp_path: Path) -> None:
 def test_all_places_are_read_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_records, "places", lambda: (tmp_path / "one", tmp_path / "two", tmp_path / "three"))
     for name in ("one", "two"):
-        journal.begin(journal.new(name), tmp_path / name)
-        journal.forget()
+        run_records.begin(run_records.new(name), tmp_path / name)
+        run_records.forget()
     assert sorted(entry.plugin_version for entry in run_records.read_all()) == ["one", "two"]
 
 
@@ -211,35 +211,35 @@ def test_all_places_are_read_by_default(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_the_role_is_told_by_name_and_command_line(name: str, argv: list[str], expected: str) -> None:
-    assert journal.role(name, argv) == expected
+    assert run_records.role(name, argv) == expected
 
 
-def use(used: bool, reason: str = "") -> journal.Use:
+def use(used: bool, reason: str = "") -> run_records.Use:
     return {"used": used, "reason": reason}
 
 
 def test_what_a_feature_said_while_an_engine_was_built_is_of_that_engine_alone(tmp_path: Path) -> None:
-    journal.begin(journal.new("1"), tmp_path)
-    journal.use("a", False, "found an obstacle")
-    journal.settle_uses({"a": use(True), "b": use(True)})
+    run_records.begin(run_records.new("1"), tmp_path)
+    run_records.use("a", False, "found an obstacle")
+    run_records.settle_uses({"a": use(True), "b": use(True)})
     assert written(tmp_path)["uses"] == {"a": use(False, "found an obstacle"), "b": use(True)}
     # Another engine in the same process.
-    journal.settle_uses({"a": use(True)})
+    run_records.settle_uses({"a": use(True)})
     assert written(tmp_path)["uses"] == {"a": use(True), "b": use(True)}
     # What found an obstacle and then decides anew is not held to the obstacle.
-    journal.use("a", False, "found an obstacle")
-    journal.note("a", "decided anew")
-    journal.settle_uses({"a": use(True), "b": use(False, "not configured")})
+    run_records.use("a", False, "found an obstacle")
+    run_records.note("a", "decided anew")
+    run_records.settle_uses({"a": use(True), "b": use(False, "not configured")})
     assert written(tmp_path)["uses"] == {"a": use(True), "b": use(False, "not configured")}
 
 
 def test_a_forked_child_has_no_engine_yet(tmp_path: Path) -> None:
-    journal.begin(journal.new("1"), tmp_path)
-    journal.settle_uses({"a": use(True)})
-    journal.use("a", False, "found while serving")
+    run_records.begin(run_records.new("1"), tmp_path)
+    run_records.settle_uses({"a": use(True)})
+    run_records.use("a", False, "found while serving")
     child = os.fork()
     if not child:
-        journal.settle_uses({"a": use(True)})
+        run_records.settle_uses({"a": use(True)})
         os._exit(0)
     os.waitpid(child, 0)
     entries = {entry.pid: entry for entry in run_records.read_all(tmp_path)}
@@ -247,12 +247,12 @@ def test_a_forked_child_has_no_engine_yet(tmp_path: Path) -> None:
     assert entries[os.getpid()].uses == {"a": use(False, "found while serving")}
 
 
-def process(pid: int, ppid: int) -> journal.RunRecord:
-    return dataclasses.replace(journal.new("1"), pid=pid, ppid=ppid)
+def process(pid: int, ppid: int) -> run_records.RunRecord:
+    return dataclasses.replace(run_records.new("1"), pid=pid, ppid=ppid)
 
 
-def family(written: list[journal.RunRecord], pid: int) -> list[journal.RunRecord]:
-    return run_records.families(written)[journal.pids(), pid]
+def family(written: list[run_records.RunRecord], pid: int) -> list[run_records.RunRecord]:
+    return run_records.families(written)[run_records.pids(), pid]
 
 
 def test_a_process_is_found_with_its_ancestors_children() -> None:
@@ -275,14 +275,14 @@ def test_a_process_id_that_was_used_before_is_no_ancestor() -> None:
 
 
 def test_a_process_runs_that_has_not_ended_nor_left_its_id_to_a_later_one() -> None:
-    own = journal.new("1")
+    own = run_records.new("1")
     assert run_records.is_running(own)
     # Whatever the clock says by now.
     assert run_records.is_running(dataclasses.replace(own, started="2020-01-01T00:00:00.000+00:00"))
     assert not run_records.is_running(dataclasses.replace(own, ticks=own.ticks - 1))
     assert not run_records.is_running(dataclasses.replace(own, ticks=-1))
     ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    left = dataclasses.replace(own, pid=ended.pid, ticks=journal.ticks(ended.pid))
+    left = dataclasses.replace(own, pid=ended.pid, ticks=run_records.ticks(ended.pid))
     assert run_records.is_running(left)
     assert ended.stdin is not None
     ended.stdin.close()
