@@ -107,7 +107,7 @@ def outcome():
 """
 
 
-def test_a_feature_of_another_platform_or_without_its_package_is_refused(acme: Project) -> None:
+def test_a_feature_of_another_platform_or_without_its_package_is_not_needed(acme: Project) -> None:
     acme.write("vllm/platforms/__init__.py", "from acme_npu.platform import NPU\ncurrent_platform = NPU()\n")
     files = {"acme_npu/__init__.py": "", "acme_npu/platform.py": 'class NPU:\n    device_name = "npu"\n'}
     acme.distribution("acme-npu", "0.26.1+cn", files, "[vllm.platform_plugins]\nacme = acme_npu.platform:register\n")
@@ -121,6 +121,7 @@ def test_a_feature_of_another_platform_or_without_its_package_is_refused(acme: P
     folder = acme.folder / "acme"
     for name, more in conditions.items():
         acme.feature(name, STEP, gate=f"ACME_{name.upper()}".replace("-", "_"), catalogue=folder, more=more)
+    acme.feature("follows", STEP, gate="ACME_FOLLOWS", catalogue=folder, requires=["elsewhere"])
     code = f"PATCHES = {str(acme.patches)!r}\n{PLATFORMS}"
     # The first two change the same line, so each has its turn.
     variables = folders(acme, "acme")
@@ -128,12 +129,22 @@ def test_a_feature_of_another_platform_or_without_its_package_is_refused(acme: P
     answers = acme.outcomes(code, turns)
     states, doctor = answers["plugin"]
     assert states["acme/by-plugin"] == ["live", ""]
-    assert states["acme/elsewhere"] == ["refused", "it is for platform cuda or musa, and this is acme or npu"]
+    elsewhere = "it is for platform cuda or musa, and this is acme or npu"
+    assert states["acme/elsewhere"] == ["not-needed", elsewhere]
+    follows = f"it requires acme/elsewhere, which is not needed here ({elsewhere})"
+    assert states["acme/follows"] == ["not-needed", follows]
     assert states["acme/newer"] == ["refused", "it needs acme-npu>=0.27, and acme-npu 0.26.1+cn is installed"]
-    assert states["acme/without"] == ["refused", "it needs acme-other, and no acme-other is installed"]
+    assert states["acme/without"] == ["not-needed", "it needs acme-other, and no acme-other is installed"]
     # Doctor imports no plugin, so it knows a platform by its entry point.
     assert doctor == {name: state for name, (state, _) in states.items()}
     assert answers["device"][0]["acme/by-device"] == ["live", ""]
+    # A strict start ends only for what this host needs.
+    strict = variables | {"ACME_BY_PLUGIN": "off", "VLLM_HWPLUGIN_STRICT": "1"}
+    assert (
+        "STRICT=1, but acme/newer cannot be patched"
+        in acme.start("import vllm.platforms", "install()", **strict).stderr
+    )
+    acme.run("import vllm.platforms", "install()", **strict, ACME_NEWER="off")
 
 
 @pytest.mark.parametrize(

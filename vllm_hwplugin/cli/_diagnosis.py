@@ -305,7 +305,11 @@ def _decide(
     if cache.trouble is not None and not cache.read_only:
         look.problems.append(cache.trouble)
         return all_of("refused", "no folder for patched copies", look.problems)
-    others, missing = find_targets(catalogue.features, lambda: _platform_names(installed, look))
+
+    def platform() -> list[str]:
+        return _platform_names(installed, look)
+
+    others, missing = find_targets(catalogue.features, platform)
 
     def check(file: PatchedFile) -> None:
         if trouble := trouble_in(file.path, file.text):
@@ -320,7 +324,7 @@ def _decide(
         try_unlisted=settings.values["VLLM_HWPLUGIN_TRY_UNLISTED"].flag,
         strict=settings.strict,
         refused=missing | catalogue.mistaken(settings),
-        unneeded=find_unneeded(catalogue.features),
+        unneeded=find_unneeded(catalogue.features, platform),
         others=others,
         check=check,
     )

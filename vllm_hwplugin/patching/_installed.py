@@ -267,14 +267,15 @@ def find_targets(
 ) -> tuple[dict[str, Installed], dict[str, str]]:
     """Return other distributions that features change, and why features cannot have theirs.
 
-    An external catalogue's feature of another platform, or without its companion distribution, is among the latter.
+    An external catalogue's feature is among the latter if this process's platform is unknown, or if its companion
+    distribution has another version.
 
     Args:
         platform: returns the names of this process's platform, none if unknown; called only if a feature names one.
     """
     features = tuple(features)
     targets: dict[str, Installed] = {}
-    missing = {feature.id: why for feature in features if feature.is_outside and (why := _elsewhere(feature, platform))}
+    missing = {feature.id: why for feature in features for why, is_needed in [_unmet(feature, platform)] if is_needed}
     of: dict[str, list[Feature]] = {}
     for feature in features:
         if feature.distribution != VLLM:
@@ -287,22 +288,28 @@ def find_targets(
     return targets, missing
 
 
-def find_unneeded(features: Iterable[Feature]) -> dict[str, str]:
-    """Return which own features this host does not need, and why."""
-    return {
-        feature.id: why
-        for feature in features
-        if not feature.is_outside and (why := _elsewhere(feature, platform_names))
-    }
+def find_unneeded(
+    features: Iterable[Feature], platform: Callable[[], Collection[str]] = platform_names
+) -> dict[str, str]:
+    """Return which features this host does not need, and why: features for other hosts, and what requires them."""
+    unneeded: dict[str, str] = {}
+    for feature in features:
+        why, is_needed = _unmet(feature, platform)
+        lacking = next((name for name in feature.requires if name in unneeded), None)
+        if why and not is_needed:
+            unneeded[feature.id] = why
+        elif lacking is not None:
+            unneeded[feature.id] = f"it requires {lacking}, which is not needed here ({unneeded[lacking]})"
+    return unneeded
 
 
-def _elsewhere(feature: Feature, platform: Callable[[], Collection[str]]) -> str:
-    """Return why a feature is not for this process, or ""."""
+def _unmet(feature: Feature, platform: Callable[[], Collection[str]]) -> tuple[str, bool]:
+    """Return why a feature cannot be in this process, or "", and whether the host needs it nevertheless."""
     if feature.platforms:
         here = platform()
         if not {*here} & {*feature.platforms}:
             shown = f"this is {' or '.join(sorted(here))}" if here else "vLLM has not chosen its platform"
-            return f"it is for platform {' or '.join(feature.platforms)}, and {shown}"
+            return f"it is for platform {' or '.join(feature.platforms)}, and {shown}", not here
     if feature.companion:
         from packaging.requirements import Requirement
 
@@ -310,7 +317,7 @@ def _elsewhere(feature: Feature, platform: Callable[[], Collection[str]]) -> str
         try:
             version = importlib.metadata.version(wanted.name)
         except importlib.metadata.PackageNotFoundError:
-            return f"it needs {feature.companion}, and no {wanted.name} is installed"
+            return f"it needs {feature.companion}, and no {wanted.name} is installed", False
         if not wanted.specifier.contains(version, prereleases=True):
-            return f"it needs {feature.companion}, and {wanted.name} {version} is installed"
-    return ""
+            return f"it needs {feature.companion}, and {wanted.name} {version} is installed", feature.is_outside
+    return "", False

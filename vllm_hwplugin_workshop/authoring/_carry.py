@@ -71,7 +71,7 @@ class Carried(NamedTuple):
     Attributes:
         files: Path -> the file with the edits that fit: all edits if the change applies.
         offset: The largest distance of a hunk from its stated line, in lines.
-        reason: One line unless the change applies.
+        reason: One line unless the change applies or is there.
         is_base: Whether the diff was made from exactly this text, according to git's blob ids.
     """
 
@@ -203,7 +203,7 @@ def _judge(made: int, present: int, rejected: list[Rejected], absent: list[str])
     if rejected:
         return Outcome.CONFLICT, f"{len(rejected)} of {total} hunks do not fit"
     if not made:
-        return Outcome.UPSTREAM, "this vLLM has the change already"
+        return Outcome.UPSTREAM, ""
     if present:
         return Outcome.CONFLICT, f"{present} of {total} hunks are in this vLLM already, and the rest are not"
     return Outcome.APPLIES, ""
@@ -220,7 +220,8 @@ def carry_all(
     """Apply the change to each version, in the order of `sources`.
 
     A version after one that has the change most likely has it in another form, or reverted it. If the change would fit
-    there, it is refused for a person to check, unless the diff was made from exactly that text.
+    there, it is refused for a person to check, unless the diff was made from exactly that text. If no hunk has a place
+    there, the version counts as one that has the change.
 
     Raises:
         HwpluginError: A source cannot be read.
@@ -229,7 +230,7 @@ def carry_all(
 
 
 def after_upstream(results: list[Carried]) -> list[Carried]:
-    """Refuse results after a version that has the change, see `carry_all`."""
+    """Judge the results after a version that has the change, see `carry_all`."""
     since = min((Version(result.version) for result in results if result.outcome is Outcome.UPSTREAM), default=None)
     for number, result in enumerate(results):
         is_after = since is not None and Version(result.version) > since
@@ -239,4 +240,16 @@ def after_upstream(results: list[Carried]) -> list[Carried]:
                 "still need it, use `patches edit` and `save`"
             )
             results[number] = result._replace(outcome=Outcome.CONFLICT, reason=reason)
+        elif is_after and _has_no_place(result):
+            reason = f"vLLM {since} has the change, and has changed its lines since"
+            results[number] = result._replace(outcome=Outcome.UPSTREAM, rejected=(), reason=reason)
     return results
+
+
+def _has_no_place(result: Carried) -> bool:
+    """Whether none of the change's old lines are in the version's files."""
+    return (
+        bool(result.rejected)
+        and all(hunk.verdict.status == "drifted" and not hunk.fits_with for hunk in result.rejected)
+        and not any(edited.edits for edited in result.files.values())
+    )

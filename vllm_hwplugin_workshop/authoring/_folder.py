@@ -35,7 +35,6 @@ FEATURE: Final = "patch.toml"
 _LINE: Final = re.compile(r"^versions\b.*$", re.MULTILINE)
 # The folder of an unfinished write.
 _UNFINISHED: Final = re.compile(r"\.[a-z0-9-]+\.[0-9]+\.new")
-_HAS_IT: Final = "this vLLM has the change already"
 
 
 class About(NamedTuple):
@@ -129,7 +128,8 @@ def create(
     """Write a new feature, and a new catalogue around it if needed.
 
     Args:
-        upstream: The versions that have the change already.
+        upstream: The versions that have the change already, oldest first. If the newest supported version is among
+            them, newer versions do not need the feature either.
         requires: Features of the catalogue.
 
     Raises:
@@ -143,8 +143,9 @@ def create(
     lines += [f"origin = {_basic(about.origin)}", f"removal = {_basic(about.removal)}"]
     lines.append(f"requires = [{', '.join(map(_basic, requires))}]")
     lines.append(f"versions = {_basic(made.versions)}")
-    if text := ranges(upstream):
-        lines += ["", "[[not_needed]]", f"versions = {_basic(text)}", f"reason = {_basic(_HAS_IT)}"]
+    if has_it := list(upstream):
+        lines += ["", "[[not_needed]]", f"versions = {_basic(ranges(has_it, goes_on=True))}"]
+        lines += [f"reason = {_basic(f'vLLM has the change from {has_it[0]} on')}"]
     catalogue = folder.parent
     if not catalogue.exists() or not any(catalogue.iterdir()):
         write(catalogue / outside.MANIFEST, f"name = {json.dumps(slug(catalogue.resolve().name))}\n")

@@ -62,14 +62,18 @@ class Line:
         return " || ".join(parts)
 
 
-def ranges(versions: Iterable[str]) -> str:
+def ranges(versions: Iterable[str], *, goes_on: bool = False) -> str:
     """Return the range that holds exactly these of the supported versions.
 
     An unsupported version is spelled out (`==`), because the range's ends would not tell whether it is held.
+
+    Args:
+        goes_on: If the newest supported version is among them, the range also holds all newer versions.
     """
     named = list(versions)
     line = Line(named=named)
-    return line.text({number for version in named for number in line.about(version)})
+    newer = line.of(Versions(f">={UNKNOWN_FROM}")) if goes_on and SUPPORTED[-1] in named else ()
+    return line.text({*newer, *(number for version in named for number in line.about(version))})
 
 
 def _version(text: str) -> Version | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -138,6 +139,9 @@ def check(
                 fitting.add(feature.id)
             elif released is not None and (reason := _in_another_form(feature, source, released)):
                 verdict = verdict._replace(status=Status.UPSTREAM, hunks=(), reason=reason)
+            elif released is not None and (since := _fixed_in(feature, source, released)):
+                cure = f'; vLLM {since} has the change: add [[not_needed]] with versions = ">={since}"'
+                verdict = verdict._replace(reason=verdict.reason + cure)
         if feature.id in clashes:
             verdict = verdict._replace(status=Status.CONFLICT, reason="; ".join(clashes[feature.id]))
         verdicts.append(verdict)
@@ -209,6 +213,20 @@ def _in_another_form(feature: Feature, source: Source, released: Callable[[str],
         note(f"note: {feature.id}: could not compare {source.label} with {after}: {error}")
         return ""
     return f"it has the lines of {after}, on which {not_needed.reason}" if has_lines else ""
+
+
+def _fixed_in(feature: Feature, source: Source, released: Callable[[str], Source]) -> str:
+    """Return the release before this version that has the change and that the feature does not list; "" if none."""
+    version, listed = _known(source.version), feature.versions.supported()
+    if version is None or feature.distribution != VLLM or not listed:
+        return ""
+    for release in SUPPORTED[SUPPORTED.index(listed[-1]) + 1 :]:
+        if Version(release) >= version:
+            break
+        with contextlib.suppress(SourceError):
+            if evaluate_as(feature, released(release), listed[-1]).status is Status.UPSTREAM:
+                return release
+    return ""
 
 
 def _became(old: Text, new: Text, start: int, end: int) -> list[str]:

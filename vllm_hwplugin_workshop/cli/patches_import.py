@@ -54,12 +54,15 @@ def import_change(arguments: Sequence[str]) -> int:
     index = Index()
     paths = [path for change in changes for path in change.paths]
     sources = read_versions(targets_of(options.versions, options.vllm), paths, index)
+    # Whether later versions have the change says where the feature's range ends.
+    later = [] if options.versions is None else read_versions(_later(sources), paths, index)
     changes = settled(changes, sources)
     folders = _folders(changes, options)
-    columns = carry_series(changes, sources, together=options.one, context=options.context)
+    columns = carry_series(changes, [*sources, *later], together=options.one, context=options.context)
     is_whole, required = True, list[str]()
     for change, folder, carried in zip(_units(changes, options.one), folders, columns, strict=True):
-        is_whole = _import_one(change, folder, carried, required, options) and is_whole
+        upstream = [result.version for result in carried if result.outcome is Outcome.UPSTREAM]
+        is_whole = _import_one(change, folder, carried[: len(sources)], upstream, required, options) and is_whole
         if folder is not None and folder.is_dir():
             required = [folder.name]
     say_notes(index.notes)
@@ -67,9 +70,18 @@ def import_change(arguments: Sequence[str]) -> int:
 
 
 def _import_one(
-    change: Change, folder: Path | None, carried: Sequence[Carried], required: Sequence[str], options: Namespace
+    change: Change,
+    folder: Path | None,
+    carried: Sequence[Carried],
+    upstream: Sequence[str],
+    required: Sequence[str],
+    options: Namespace,
 ) -> bool:
-    """Report and write a change; return whether each version gets it."""
+    """Report and write a change; return whether each version gets or has it.
+
+    Args:
+        upstream: The versions that have the change, also others than those of `carried`.
+    """
     good = [result for result in carried if result.outcome is Outcome.APPLIES]
     made = written(good, context=options.context)
     line(f"{change.title or 'a change'} ({change.origin})")
@@ -83,14 +95,21 @@ def _import_one(
         line(f"left out: {left.path}: {left.what}" + (f"; {left.way_out}" if left.way_out else ""))
     report_outcomes(carried, verbose=options.verbose)
     if folder is not None and good:
-        upstream = [result.version for result in carried if result.outcome is Outcome.UPSTREAM]
         create(folder, about_of(change, folder.name, options.gate, upstream), made, upstream, required)
     report_written(folder, made)
+    if good and upstream:
+        line(f"vLLM has the change from {upstream[0]} on: [[not_needed]] {ranges(upstream, goes_on=True)}")
     refused = [result.version for result in carried if result.outcome is Outcome.CONFLICT]
     if refused and folder is not None:
         more = "" if good else f" --change {options.file}"
         line(f"next: vllm-hwplugin patches edit {folder} --vllm {refused[-1]}{more}")
     return not refused and not any(left.way_out for left in change.left_out)
+
+
+def _later(sources: Sequence[Source]) -> list[str]:
+    """Return the supported versions after all of these."""
+    last = max(Version(source.version) for source in sources)
+    return [version for version in SUPPORTED if Version(version) > last]
 
 
 def _units(changes: Sequence[Change], together: bool) -> Sequence[Change]:
@@ -242,7 +261,7 @@ def report_outcomes(carried: Sequence[Carried], *, verbose: bool = True) -> None
     words = {Outcome.UPSTREAM: "upstream", Outcome.CONFLICT: "does not fit"}
     for result in carried:
         fits = f"moved by {result.offset} line{'' if result.offset == 1 else 's'}" if result.offset else "exact"
-        because = f": {result.reason}" if result.outcome is Outcome.CONFLICT else ""
+        because = f": {result.reason}" if result.reason else ""
         line(f"vllm {result.version}: {words.get(result.outcome, fits)}{because}")
     with_hunks = [result for result in carried if result.rejected]
     shown: dict[tuple[str, ...], str] = {}

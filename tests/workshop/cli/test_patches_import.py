@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import pytest
 from tests.program import program
 from vllm_hwplugin.patching import Catalogue, make_plan, outside
 from vllm_hwplugin.patching.texts import Plan
-from vllm_hwplugin_workshop.cli import patches_check, patches_edit, patches_import
+from vllm_hwplugin.versions import SUPPORTED
+from vllm_hwplugin_workshop.cli import drift, patches_check, patches_edit, patches_import
 from vllm_hwplugin_workshop.sources import Index, PipConfig, TreeSource
 
 from ..authoring.made import git_diff
+from ..conftest import PackageServer
 
 PATH = "vllm/v1/add.py"
 OLD = "import os\n\n\ndef add(a, b):\n    # Both numbers.\n    total = a + b\n    return total\n"
@@ -111,6 +114,41 @@ def test_import_edit_save_check(trees: list[str], change: Path) -> None:
     assert plan("0.33.0").features[feature.id].state == "not-needed"
     for arguments in (trees, ["--form"]):
         assert run("check", "mine", *arguments).exit_code == 0
+
+
+def test_an_upstream_fix_is_green_on_its_first_day(
+    here: Path, change: Path, server: PackageServer, write_wheel: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a range that ends before the fix; later versions have the fixed lines in another form."""
+    for module in (patches_import, drift):
+        monkeypatch.setattr(module, "Index", lambda: Index(server.config, retries=0))
+    texts = dict.fromkeys(SUPPORTED, OTHER) | {"0.30.0": OLD, "0.31.0": OLD, "0.32.0": NEW}
+    for version, text in texts.items():
+        server.add(write_wheel(here / "wheels", version, {"vllm/__init__.py": "", PATH: text}))
+    arguments = (str(change), "--into", "mine", "--versions")
+    assert imported(*arguments, ">=0.30,<0.32") == (0, {"0.30.0": "exact", "0.31.0": "exact"})
+    (feature,) = outside.load_outside(Path("mine")).features
+    assert (str(feature.versions), str(feature.not_needed[0].versions)) == (">=0.30,<0.32", ">=0.32")
+    result = program("drift", "--catalogue", "mine", "--all", "--next")
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (
+        0,
+        "vllm 0.33.0: mine/add-whole-numbers: not needed (vLLM has the change from 0.32.0 on)",
+    )
+    shutil.rmtree("mine")
+    assert imported(*arguments, ">=0.30")[1]["0.33.0"] == "upstream"
+    # A catalogue that says nothing of its range's end is told what to write.
+    file = Path("mine/add-whole-numbers/patch.toml")
+    file.write_text(file.read_text().partition("\n[[not_needed]]")[0])
+    result = program("drift", "--catalogue", "mine", "--next")
+    assert result.exit_code == 1
+    assert 'vLLM 0.32.0 has the change: add [[not_needed]] with versions = ">=0.32.0"' in result.stdout
+    # Where the lines that the change is for are back, a person has to look.
+    server.add(write_wheel(here / "wheels", "0.33.0", {"vllm/__init__.py": "", PATH: "# back\n" + OLD}, build="2"))
+    shutil.rmtree("mine")
+    status, said = imported(*arguments, ">=0.30")
+    assert (status, said["0.33.0"]) == (1, "does not fit")
+    (feature,) = outside.load_outside(Path("mine")).features
+    assert str(feature.not_needed[0].versions) == ">=0.32,<0.33"
 
 
 def test_a_version_that_takes_the_hunks_that_are_there_joins_their_range(trees: list[str], change: Path) -> None:
