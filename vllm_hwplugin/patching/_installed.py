@@ -291,7 +291,10 @@ def find_targets(
 def find_unneeded(
     features: Iterable[Feature], platform: Callable[[], Collection[str]] = platform_names
 ) -> dict[str, str]:
-    """Return which features this host does not need, and why: features for other hosts, and what requires them."""
+    """Return which features this host does not need, and why.
+
+    These are features for other hosts, and features that require them.
+    """
     unneeded: dict[str, str] = {}
     for feature in features:
         why, is_needed = _unmet(feature, platform)
@@ -304,7 +307,7 @@ def find_unneeded(
 
 
 def _unmet(feature: Feature, platform: Callable[[], Collection[str]]) -> tuple[str, bool]:
-    """Return why a feature cannot be in this process, or "", and whether the host needs it nevertheless."""
+    """Return why a feature cannot be used here, and whether this host needs it."""
     if feature.platforms:
         here = platform()
         if not {*here} & {*feature.platforms}:

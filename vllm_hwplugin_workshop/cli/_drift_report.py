@@ -216,7 +216,7 @@ def _in_another_form(feature: Feature, source: Source, released: Callable[[str],
 
 
 def _fixed_in(feature: Feature, source: Source, released: Callable[[str], Source]) -> str:
-    """Return the release before this version that has the change and that the feature does not list; "" if none."""
+    """Return the unlisted release before this version that has the change."""
     version, listed = _known(source.version), feature.versions.supported()
     if version is None or feature.distribution != VLLM or not listed:
         return ""

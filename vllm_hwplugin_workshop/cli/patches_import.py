@@ -77,10 +77,10 @@ def _import_one(
     required: Sequence[str],
     options: Namespace,
 ) -> bool:
-    """Report and write a change; return whether each version gets or has it.
+    """Report and write a change; return whether each version has it then.
 
     Args:
-        upstream: The versions that have the change, also others than those of `carried`.
+        upstream: The versions that have the change, also if `carried` lacks them.
     """
     good = [result for result in carried if result.outcome is Outcome.APPLIES]
     made = written(good, context=options.context)
@@ -107,7 +107,7 @@ def _import_one(
 
 
 def _later(sources: Sequence[Source]) -> list[str]:
-    """Return the supported versions after all of these."""
+    """Return the supported versions that are newer than all sources."""
     last = max(Version(source.version) for source in sources)
     return [version for version in SUPPORTED if Version(version) > last]
 

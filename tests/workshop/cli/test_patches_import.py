@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.program import program
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.patching import Catalogue, make_plan, outside
 from vllm_hwplugin.patching.texts import Plan
-from vllm_hwplugin.versions import SUPPORTED
 from vllm_hwplugin_workshop.cli import drift, patches_check, patches_edit, patches_import
 from vllm_hwplugin_workshop.sources import Index, PipConfig, TreeSource
 
