@@ -307,7 +307,7 @@ def find_unneeded(
 
 
 def _unmet(feature: Feature, platform: Callable[[], Collection[str]]) -> tuple[str, bool]:
-    """Return why a feature cannot be used here, and whether this host needs it."""
+    """Return what a feature lacks here, and whether the host needs it."""
     if feature.platforms:
         here = platform()
         if not {*here} & {*feature.platforms}:
