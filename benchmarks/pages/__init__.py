@@ -9,17 +9,3 @@ from ._host_time import parts_us
 from ._judged import goals, verdicts
 from ._pages import RESULTS, ROOT, drawings, outdated, pages, write
 from ._read import ResultsError, read_all
-
-__all__ = [
-    "RESULTS",
-    "ROOT",
-    "ResultsError",
-    "drawings",
-    "goals",
-    "outdated",
-    "pages",
-    "parts_us",
-    "read_all",
-    "verdicts",
-    "write",
-]

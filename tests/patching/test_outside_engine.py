@@ -14,8 +14,7 @@ import pytest
 import vllm_hwplugin
 from tests.cpu_seconds import patience
 from vllm_hwplugin.base import run_records
-from vllm_hwplugin.patching import find_installed
-from vllm_hwplugin.patching.outside import find_distribution
+from vllm_hwplugin.patching import find_distribution, find_installed
 
 pytestmark = pytest.mark.engine
 

@@ -8,8 +8,7 @@ import pytest
 
 from tests.cpu_seconds import slowness
 from vllm_hwplugin.base.versions import Versions
-from vllm_hwplugin.patching import Catalogue, Feature, PatchingError, make_plan
-from vllm_hwplugin.patching.outside import find_unneeded
+from vllm_hwplugin.patching import Catalogue, Feature, PatchingError, find_unneeded, make_plan
 from vllm_hwplugin.patching.texts import NotNeeded, Plan, Source, UnreadableFile, render_diff
 
 from .texts import ALPHA, GATE, GATE_2, OTHER, PATH, Memory, feature, file_diff

@@ -2,5 +2,3 @@
 """The command line: `vllm-hwplugin`, also `python -m vllm_hwplugin`."""
 
 from ._app import main, run
-
-__all__ = ["main", "run"]

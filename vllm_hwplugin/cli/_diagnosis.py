@@ -38,11 +38,13 @@ from ..patching import (
     PatchingError,
     VersionUnknown,
     find_installed,
+    find_targets,
+    find_unneeded,
     has_copy,
     load_catalogue,
     make_plan,
 )
-from ..patching.outside import FOLDERS, Found, find_outside, find_targets, find_unneeded
+from ..patching.outside import FOLDERS, Found, find_outside
 from ..patching.texts import NotPython, trouble_in
 from . import _host
 from ._engines import Engine, find_engines, fingerprints_differ, warn_of_orphans

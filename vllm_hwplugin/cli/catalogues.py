@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from ..base import gates
 from ..base.errors import HwpluginError
-from ..patching import VLLM, Catalogue, Feature, load_catalogue
-from ..patching.outside import FOLDERS, OWN, Outside, Trouble, find_outside, load_outside, refuse_taken
+from ..patching import OWN, VLLM, Catalogue, Feature, load_catalogue
+from ..patching.outside import FOLDERS, Outside, Trouble, find_outside, load_outside, refuse_taken
 from .text import printable
 
 

@@ -7,30 +7,18 @@ pure; `_installed`, `_overlay`, `_finder`, `_swap` and `_runtime` act on this pr
 The module `texts` has the parts for tools that read and write patches.
 """
 
-from ._catalogue import load_catalogue
+from ._catalogue import OWN, load_catalogue
 from ._errors import InstallError, PatchingError
-from ._installed import Installed, NotInstalled, VersionUnknown, find_installed
+from ._installed import (
+    Installed,
+    NotInstalled,
+    VersionUnknown,
+    find_distribution,
+    find_installed,
+    find_targets,
+    find_unneeded,
+)
 from ._model import VLLM, Catalogue, Feature, PatchedFile
 from ._overlay import FOLDER, has_copy
 from ._plan import make_plan
 from ._runtime import current_plan, force, install
-
-__all__ = [
-    "FOLDER",
-    "VLLM",
-    "Catalogue",
-    "Feature",
-    "InstallError",
-    "Installed",
-    "NotInstalled",
-    "PatchedFile",
-    "PatchingError",
-    "VersionUnknown",
-    "current_plan",
-    "find_installed",
-    "force",
-    "has_copy",
-    "install",
-    "load_catalogue",
-    "make_plan",
-]

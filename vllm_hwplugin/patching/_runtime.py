@@ -21,7 +21,7 @@ from ._agreement import compare_with_first
 from ._catalogue import load_catalogue
 from ._errors import AlreadyImported, InstallError, PatchingError, ReapplyRefused
 from ._finder import CopyFinder, serves
-from ._installed import Installed, find_installed
+from ._installed import Installed, find_installed, find_targets, find_unneeded
 from ._model import VLLM, Catalogue, ModuleCheck, PatchedFile, Plan
 from ._overlay import Copy, Overlay
 from ._plan import make_plan
@@ -226,7 +226,7 @@ def _activate(state: _State, settings: gates.Settings, catalogue: Catalogue | No
         # Recorded as a feature, because the catalogue may have had some.
         entry.features[trouble.where] = {"state": "refused", "reason": trouble.reason}
     catalogue = external.behind(catalogue)
-    others, missing = outside.find_targets(catalogue.features)
+    others, missing = find_targets(catalogue.features)
     if run_records.starts_engines():
         for text in (*installed.troubles, *settings.part_errors, *settings.unknown()):
             logger.warning("%s", text)
@@ -338,7 +338,7 @@ def _plan(wanted: _Wanted, refused: Mapping[str, str], *, in_place: bool) -> tup
         try_unlisted=wanted.try_unlisted,
         strict=wanted.strict,
         refused=refused,
-        unneeded=outside.find_unneeded(wanted.catalogue.features),
+        unneeded=find_unneeded(wanted.catalogue.features),
         others=wanted.installed,
         check=check,
     )

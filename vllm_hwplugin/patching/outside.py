@@ -22,7 +22,6 @@ from ._catalogue import (
     Terms,
     distribution_of,
     feature_folders,
-    gate_name,
     in_order,
     load_feature,
     plain_name,
@@ -31,28 +30,8 @@ from ._catalogue import (
     text_of,
 )
 from ._errors import CatalogueError
-from ._installed import find_distribution, find_targets, find_unneeded, importable
+from ._installed import importable
 from ._model import VLLM, Catalogue, Feature
-
-__all__ = [
-    "ASIDE",
-    "FOLDERS",
-    "MANIFEST",
-    "OWN",
-    "Found",
-    "Manifest",
-    "Outside",
-    "Trouble",
-    "feature_folders",
-    "find_distribution",
-    "find_outside",
-    "find_targets",
-    "find_unneeded",
-    "gate_name",
-    "load_outside",
-    "read_manifest",
-    "refuse_taken",
-]
 
 #: The file that makes a folder a catalogue.
 MANIFEST: Final = "catalogue.toml"

@@ -6,17 +6,3 @@ the patch engine; the classes do, and vLLM imports the chosen class by name.
 """
 
 from ._offer import CLASSES, GATE, GROUP, KEY, Decision, PlatformError, foresee, must_hold, note_used, offer, others
-
-__all__ = [
-    "CLASSES",
-    "GATE",
-    "GROUP",
-    "KEY",
-    "Decision",
-    "PlatformError",
-    "foresee",
-    "must_hold",
-    "note_used",
-    "offer",
-    "others",
-]

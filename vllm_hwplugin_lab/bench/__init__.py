@@ -8,7 +8,7 @@ A side (unpatched or patched) is a :class:`Job`. ``turns`` runs the jobs of a ca
 ``serve``, ``soak`` and ``micro`` are other kinds of runs: a server's load, a changing load, and single kernels.
 """
 
-from ._checkpoints import DRAFT_TOKENS, Checkpoints, CheckpointsMissing, find_checkpoints, load_prompts
+from ._checkpoints import DRAFT_TOKENS, Checkpoints, find_checkpoints, load_prompts
 from ._host import Host, HostUnknown, detect_host
 from ._job import Event, Job, Outcome, Workload, acceptance_length
 from ._launch import Ended, TimeLimit, run_child
@@ -17,39 +17,3 @@ from ._shapes import DRAFT_MODEL, METHODS, NO_DRAFTS, SHAPES
 from .plan import ALL_SIDES, Case, Settings, job_for
 from .results import provenance, read_results, results_text, rounds_entry
 from .turns import launch, measure_in_turn, of_workloads
-
-__all__ = [
-    "ALL_SIDES",
-    "DRAFT_MODEL",
-    "DRAFT_TOKENS",
-    "METHODS",
-    "NO_DRAFTS",
-    "SHAPES",
-    "Case",
-    "Checkpoints",
-    "CheckpointsMissing",
-    "Ended",
-    "Event",
-    "Host",
-    "HostUnknown",
-    "Job",
-    "Outcome",
-    "Settings",
-    "TimeLimit",
-    "Workload",
-    "acceptance_length",
-    "detect_host",
-    "engine_environment",
-    "engine_options",
-    "find_checkpoints",
-    "job_for",
-    "launch",
-    "load_prompts",
-    "measure_in_turn",
-    "of_workloads",
-    "provenance",
-    "read_results",
-    "results_text",
-    "rounds_entry",
-    "run_child",
-]

@@ -5,20 +5,5 @@
 `reference`. This module's imports load neither torch nor vLLM.
 """
 
-from ._cases import CAPABILITIES, Case, Plain, Request, Trial, draw, trials
+from ._cases import CAPABILITIES, Case, Plain, Request, draw, trials
 from ._session import Job, ProbeError, judge, one_line, probe
-
-__all__ = [
-    "CAPABILITIES",
-    "Case",
-    "Job",
-    "Plain",
-    "ProbeError",
-    "Request",
-    "Trial",
-    "draw",
-    "judge",
-    "one_line",
-    "probe",
-    "trials",
-]

@@ -6,57 +6,11 @@ finds the hunks for each version, `_folder` writes a feature, and `_worktree` le
 does not fit. `_release` carries a catalogue to a new release. docs/your-own-patches.md shows the commands.
 """
 
-from ._carry import Carried, Edited, Outcome, Rejected, carry, carry_all
-from ._change import Change, ChangeError, LeftOut, Step, blob_name, merged, read_change, read_series, settled
+from ._carry import Carried, Outcome, Rejected, carry, carry_all
+from ._change import Change, ChangeError, Step, blob_name, merged, read_change, read_series, settled
 from ._folder import About, check_catalogue, create, extend, new_folder, put_back, read_catalogue, read_feature, slug
 from ._hunks import Written, carry_again, render, written
 from ._line import ranges
-from ._release import ForAPerson, add_texts, carry_catalogue, read_texts, relied_texts, write_texts
+from ._release import add_texts, carry_catalogue, read_texts, relied_texts, write_texts
 from ._series import carry_series
-from ._worktree import REJECTED, WorkTree, change_of, open_tree, read_tree, told, where_it_stands
-
-__all__ = [
-    "REJECTED",
-    "About",
-    "Carried",
-    "Change",
-    "ChangeError",
-    "Edited",
-    "ForAPerson",
-    "LeftOut",
-    "Outcome",
-    "Rejected",
-    "Step",
-    "WorkTree",
-    "Written",
-    "add_texts",
-    "blob_name",
-    "carry",
-    "carry_again",
-    "carry_all",
-    "carry_catalogue",
-    "carry_series",
-    "change_of",
-    "check_catalogue",
-    "create",
-    "extend",
-    "merged",
-    "new_folder",
-    "open_tree",
-    "put_back",
-    "ranges",
-    "read_catalogue",
-    "read_change",
-    "read_feature",
-    "read_series",
-    "read_texts",
-    "read_tree",
-    "relied_texts",
-    "render",
-    "settled",
-    "slug",
-    "told",
-    "where_it_stands",
-    "write_texts",
-    "written",
-]
+from ._worktree import REJECTED, change_of, open_tree, read_tree, told, where_it_stands

@@ -9,16 +9,3 @@ from ._index import Index, IndexSource
 from ._pip import PipConfig
 from ._target import distribution_of, open_installed, open_target
 from ._text import IndexUnreachable, SourceError, TreeSource, WheelSource
-
-__all__ = [
-    "Index",
-    "IndexSource",
-    "IndexUnreachable",
-    "PipConfig",
-    "SourceError",
-    "TreeSource",
-    "WheelSource",
-    "distribution_of",
-    "open_installed",
-    "open_target",
-]

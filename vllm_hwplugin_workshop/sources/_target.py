@@ -14,8 +14,7 @@ from packaging.version import Version
 
 from vllm_hwplugin.base.versions import is_version
 from vllm_hwplugin.cli.text import shortened
-from vllm_hwplugin.patching import VLLM, Feature, NotInstalled, find_installed
-from vllm_hwplugin.patching.outside import find_distribution
+from vllm_hwplugin.patching import VLLM, Feature, NotInstalled, find_distribution, find_installed
 from vllm_hwplugin.patching.texts import Source
 
 from ._index import Index, IndexSource

@@ -5,15 +5,3 @@ from ._arguments import MAX_HEAD_SIZE, Scratch, refuse, refuse_heads
 from ._call import Kernel, kernel_for, paged_attention
 from ._hopper import HopperKernel
 from ._triton import TritonKernel
-
-__all__ = [
-    "MAX_HEAD_SIZE",
-    "HopperKernel",
-    "Kernel",
-    "Scratch",
-    "TritonKernel",
-    "kernel_for",
-    "paged_attention",
-    "refuse",
-    "refuse_heads",
-]

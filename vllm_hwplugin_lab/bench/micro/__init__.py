@@ -22,27 +22,3 @@ from ._figures import (
     summary,
 )
 from ._supervise import CRASHED, FAILED, MEASURED, Cell, outcome, supervise
-
-__all__ = [
-    "ATTENTION_FIXED",
-    "ATTENTION_FLOPS",
-    "BY_LAUNCHES",
-    "BY_MEMORY",
-    "BY_PRODUCTS",
-    "CRASHED",
-    "FAILED",
-    "FORMAT",
-    "MEASURED",
-    "Cell",
-    "attention_cases",
-    "bandwidth",
-    "find",
-    "left_out",
-    "make_results",
-    "op_cases",
-    "op_ratio",
-    "outcome",
-    "roofline",
-    "summary",
-    "supervise",
-]

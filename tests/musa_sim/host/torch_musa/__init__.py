@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: E402, F401
+# ruff: noqa: E402
 """``torch.musa`` over the simulated device: the names of torch_musa 2.7.1, whose source is public, and no others. To
 others it is the release for torch 2.11, which vLLM needs.
 
