@@ -24,6 +24,7 @@ if [ "$1" = --version ]; then echo "Cuda compilation tools, release 13.0, V13.0.
 echo "$@" >> "$here/calls"
 if [ -e "$here/slow" ]; then sleep 1; fi
 if [ -e "$here/hangs" ]; then echo $$ > "$here/hangs"; sleep 60; fi
+if [ -e "$here/dies" ]; then case "$*" in *load-cluster*) . "$here/dies";; esac; fi
 if [ -e "$here/broken" ]; then echo "error: the compiler is broken"; exit 1; fi
 while [ $# -gt 0 ]; do if [ "$1" = -o ]; then echo built > "$2"; fi; shift; done
 """

@@ -225,6 +225,34 @@ def test_on_a_full_disk_the_compilers_words_are_said(
     assert len(nvcc.calls) == 1
 
 
+@pytest.mark.parametrize("status", ["signal", "139", "254"])
+def test_a_compiler_that_crashes_runs_once_more_without_optional_flags(
+    own_cache: Path, plan: MakePlan, torch_musa: TorchBuild, nvcc: Any, status: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a signal; or as clang's driver ends when its compiling process was ended by one."""
+    nvcc.path.with_name("dies").write_text("kill -SEGV $$" if status == "signal" else f"exit {status}")
+    made = plan(toolchain=toolchain.Toolchain("mcc", str(nvcc.path), Version("5.1.0")), torch=torch_musa)
+    library = jit.build_once(made, os.environ)
+    assert ["load-cluster" in call for call in nvcc.calls] == [True, False, False]
+    found = built.read_cached(library.parent)
+    assert found is not None
+    assert not any("load-cluster" in flag for flag in found.flags)
+    assert "did not build sample" in caplog.text
+    assert "again without optional flags" in caplog.text
+    assert jit.build_once(made, os.environ) == library
+    assert len(nvcc.calls) == 3
+
+
+def test_a_compiler_that_refuses_the_source_does_not_run_again(
+    own_cache: Path, plan: MakePlan, torch_musa: TorchBuild, nvcc: Any
+) -> None:
+    nvcc.set("broken")
+    made = plan(toolchain=toolchain.Toolchain("mcc", str(nvcc.path), Version("5.1.0")), torch=torch_musa)
+    with pytest.raises(KernelUnavailable, match="the compiler is broken"):
+        jit.build_once(made, os.environ)
+    assert len(nvcc.calls) == 1
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
 def test_file_systems_that_keep_no_locks_are_passed_over(
     own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, number: int, monkeypatch: pytest.MonkeyPatch

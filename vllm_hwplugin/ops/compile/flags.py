@@ -50,6 +50,11 @@ class FlagRow:
     gate: str | None = None
     gate_is: bool = True
 
+    @property
+    def optional(self) -> bool:
+        """Whether the flags only optimise: a switch omits them, and results stay the same."""
+        return self.gate is not None and not self.changes_numerics
+
 
 _OPTIMISE: Final = "full optimisation"
 _CPLUSPLUS: Final = "the stable ABI's headers need it, and older compilers have it"

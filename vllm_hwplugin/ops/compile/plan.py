@@ -99,6 +99,9 @@ class BuildPlan:
             self.port.tree(self.root / name, folder / name)
         return dataclasses.replace(self, root=folder, suffix=MUSA_SUFFIX)
 
+    def without_optional_flags(self) -> BuildPlan:
+        return dataclasses.replace(self, chosen=tuple(row for row in self.chosen if not row.optional))
+
     @property
     def source(self) -> Path:
         return self.root / self.kernel.name / f"{self.kernel.name}{self.suffix}"
