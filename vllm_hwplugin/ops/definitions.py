@@ -147,44 +147,6 @@ def rms_norm(result: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | N
     result.copy_(value)
 
 
-def rotary_embedding(
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    head_size: int,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool,
-    rope_dim_offset: int = 0,
-    inverse: bool = False,
-) -> None:
-    """Rotate heads in place, bit for bit like vLLM's ``RotaryEmbedding.forward_static``.
-
-    Each product and sum is rounded to the cache's type; with a float32 cache the result is rounded once.
-
-    Args:
-        positions: [tokens] or [batch, tokens], integers: rows of the cache.
-        query: positions' shape and then [heads * head_size] or [heads, head_size]. Written.
-        key: like query, with its own number of heads, written; None if the layer computes no keys.
-        cos_sin_cache: [max_position, rotary_dim], the cosines and then the sines; query's type or float32.
-        is_neox: the pairs are (i, i + rotary_dim / 2), else (2i, 2i + 1).
-        rope_dim_offset: the first rotated element of a head.
-        inverse: rotate back.
-    """
-    cos, sin = cos_sin_cache.index_select(0, positions.flatten()).chunk(2, dim=-1)
-    cos, sin = (part.unflatten(0, positions.shape).unsqueeze(-2) for part in (cos, -sin if inverse else sin))
-    for tensor in (query, key):
-        if tensor is not None:
-            heads = tensor if tensor.dim() == positions.dim() + 2 else tensor.unflatten(-1, (-1, head_size))
-            _rotate(heads[..., rope_dim_offset : rope_dim_offset + cos_sin_cache.shape[1]], cos, sin, is_neox)
-
-
-def _rotate(part: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool) -> None:
-    first, second = part.chunk(2, dim=-1) if is_neox else (part[..., ::2], part[..., 1::2])
-    rotated = first * cos - second * sin
-    second.copy_(second * cos + first * sin)
-    first.copy_(rotated)
-
-
 def apply_repetition_penalties_(
     logits: torch.Tensor, prompt_mask: torch.Tensor, output_mask: torch.Tensor, repetition_penalties: torch.Tensor
 ) -> None:

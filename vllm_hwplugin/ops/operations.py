@@ -57,6 +57,7 @@ OPS: Final = _by_name(
     Operation("rms_norm_dynamic_per_token_quant", "_C", ""),
     Operation("merge_attn_states", "_C", ""),
     Operation("topk_softmax", "_moe_C", "routers of mixtures of experts"),
+    Operation("rotary_embedding", "_C", "DFlash drafters, for the keys of the context"),
 )
 """Operations that the plugin has a kernel for."""
 
@@ -66,7 +67,6 @@ DEFINED: Final = _by_name(
     *OPS.values(),
     Operation("weak_ref_tensor", "_C", "every capture of a graph"),
     Operation("rms_norm", "_C", "DFlash and DSpark drafters, for the states and the keys of the context", ("result",)),
-    Operation("rotary_embedding", "_C", "DFlash drafters, for the keys of the context", ("query", "key")),
     Operation(
         "apply_repetition_penalties_",
         "_C",

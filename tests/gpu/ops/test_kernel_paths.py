@@ -23,6 +23,7 @@ from vllm_hwplugin.ops import (  # noqa: E402
     fused_qk_norm_rope,
     merge_attn_states,
     rms_norm_dynamic_per_token_quant,
+    rotary_embedding,
     silu_and_mul_per_block_quant,
     topk_softmax,
 )
@@ -181,10 +182,22 @@ def _silu_and_mul_per_block_quant(dtype: Any) -> None:
         assert _near(scales, value / LARGEST[quantised]), (words, quantised, group, turned)
 
 
+def _rotary_embedding(dtype: Any) -> None:
+    """Every cosine and sine is 1, and so is every element: the first of a pair is 0 then, and the second is 2."""
+    for size, cache_type in itertools.product((80, 514), (dtype, torch.float32)):
+        query, key = _full((5, 3 * size), 1.0, dtype), _full((5, 2, size), 1.0, dtype)
+        positions = torch.full((5,), 2, device="cuda")
+        rotary_embedding.rotary_embedding(positions, query, key, size, _full((3, size), 1.0, cache_type), False)
+        for tensor in (query.view(5, 3, size), key):
+            assert _all(tensor[..., ::2], 0.0), (size, cache_type)
+            assert _all(tensor[..., 1::2], 2.0), (size, cache_type)
+
+
 PATHS: dict[str, tuple[Callable[[Any], None], tuple[Any, ...]]] = {
     "fused_qk_norm_rope": (_fused_qk_norm_rope, HALVES),
     "merge_attn_states": (_merge_attn_states, TYPES),
     "topk_softmax": (_topk_softmax, TYPES),
+    "rotary_embedding": (_rotary_embedding, TYPES),
     "rms_norm_dynamic_per_token_quant": (_rms_norm_dynamic_per_token_quant, TYPES),
     "silu_and_mul_per_block_quant": (_silu_and_mul_per_block_quant, HALVES),
 }

@@ -57,6 +57,7 @@ _KERNELS: Final = (
         "float32",
     ),
     KernelSpec("topk_softmax", "experts are chosen by about ten PyTorch operations, among them a sort of all experts"),
+    KernelSpec("rotary_embedding", "keys of a DFlash drafter's context are rotated by about ten PyTorch operations"),
     KernelSpec(
         "paged_attention",
         "layers with heads above 256 run on Triton kernels, which are several times slower",

@@ -109,6 +109,18 @@ def _qk_norm_rope(tokens: int, heads: int, kv_heads: int, head: int) -> tuple[An
     )
 
 
+def _rope(tokens: int, heads: int, kv_heads: int, head: int) -> tuple[Any, ...]:
+    used = min(tokens, POSITIONS) * head
+    return (
+        Operand("positions", (tokens,), "int64", "in", "positions"),
+        Operand("query", (tokens, heads * head), "bfloat16", "inout", tolerance=_BF16),
+        Operand("key", (tokens, kv_heads * head), "bfloat16", "inout", tolerance=_BF16),
+        head,
+        Operand("cos_sin_cache", (POSITIONS, head), "bfloat16", "in", "cos sin", token_dim=None, used=used),
+        True,
+    )
+
+
 def _silu_quant(tokens: int, hidden: int, group: int, transposed: bool) -> tuple[Any, ...]:
     scales = (tokens, hidden // group)
     return (
@@ -172,6 +184,9 @@ _SHAPES: dict[str, dict[str, Callable[[int], tuple[Any, ...]]]] = {
     "merge_attn_states": {
         "32 heads of 128": lambda tokens: _merge(tokens, 32, 128),
         "8 heads of 128": lambda tokens: _merge(tokens, 8, 128),
+    },
+    "rotary_embedding": {
+        "32/8 heads of 128": lambda tokens: _rope(tokens, 32, 8, 128),
     },
     "topk_softmax": {
         "8 of 128": lambda tokens: _topk(tokens, 128, 8, "float32"),

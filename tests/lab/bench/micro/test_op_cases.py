@@ -57,6 +57,7 @@ def test_vllm_passes_as_many_arguments_in_that_order(vllm_tree, version):
         # and the residual is read and written
         ("rms_norm_dynamic_per_token_quant 4096 with residual", 8, 8 * (3 * 4096 * 2 + 4096 + 4) + 4096 * 2),
         ("merge_attn_states", 8, 8 * 32 * (3 * 128 * 2 + 3 * 4)),
+        ("rotary_embedding", 8, 8 * (8 + 2 * 40 * 128 * 2 + 128 * 2)),
         ("topk_softmax", 8, 8 * (128 * 4 + 3 * 8 * 4)),
     ],
 )
