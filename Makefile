@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types drift unit mutants docs site clean
+.PHONY: help demo test test-all lint types drift unit mutants docs site release clean
 
 help:
 	@echo "make demo      the real vLLM on tiny checkpoints, stock and patched side by side"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-all  the same with all tests, all engines and all versions of vLLM: what CI runs"
 	@echo "make mutants   do tests fail with each wrong line of tests/mutants? FILES='...' for the packages of these files"
 	@echo "make docs      write the generated pages again, the fingerprints of the patched texts, and the site"
+	@echo "make release   the last commit's wheels, source archive, SBOM and checksums in dist/"
 	@echo "make clean     remove .venv and caches"
 
 demo: $(STAMP)
@@ -93,6 +94,10 @@ site: $(STAMP)
 	git ls-files --cached --others --exclude-standard -- $(PAGES) | xargs cp --parents --target-directory build/pages && \
 	{ found=$$(NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict 2>&1) || { echo "$$found"; false; }; }
 	@echo "site: build/site/index.html"
+
+# It needs nvcc.
+release: $(STAMP)
+	@bash .ci/release
 
 clean:
 	rm -rf "$${XDG_CACHE_HOME:-$$HOME/.cache}/vllm-hwplugin-tests/runs"

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tomllib
 
+from vllm_hwplugin import __version__
 from vllm_hwplugin.base import gates
 from vllm_hwplugin.base.gates import CATALOGUE_PREFIX, REPLACED
 from vllm_hwplugin.base.terms import TERMS
@@ -60,3 +62,16 @@ def test_every_name_is_known(page: Path) -> None:
     kinds = "|".join(sorted({feature.partition("-")[0] for feature in features}))
     written = set(re.findall(rf"`((?:{kinds})-[a-z0-9-]+)`", prose(page)))
     assert written - features - TERMS.keys() == set()
+
+
+def test_the_project_has_one_address_and_the_pages_name_this_version() -> None:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    address = urls["Repository"]
+    assert all(url.startswith(address) for url in urls.values())
+    # Of examples: `uses: OWNER/vllm-hwplugin@v1.0.0`, and `repo:` with `rev:`.
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    named = [found for text in texts for found in re.findall(r"([\w.-]+/vllm-hwplugin)@v(\S+)", text)]
+    named += [
+        found for text in texts for found in re.findall(r"github\.com/([\w.-]+/vllm-hwplugin)\n\s+rev: v(\S+)", text)
+    ]
+    assert {*named} == {(address.removeprefix("https://github.com/"), __version__)}

@@ -5,4 +5,4 @@ vLLM loads :func:`vllm_hwplugin.plugin.register` by its entry point in every pro
 so that naming the package costs a process nothing.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
