@@ -42,7 +42,7 @@ def test_help_is_whole_and_has_two_examples(arguments: tuple[str, ...], monkeypa
     assert (result.exit_code, result.stderr) == (0, "")
     assert max(map(len, result.stdout.splitlines())) <= 80
     if arguments[0] not in ("bench", "demo", "probe"):
-        assert result.stdout.partition("examples:\n")[2].count("  vllm-hwplugin ") == 2
+        assert result.stdout.partition("Examples:\n")[2].count("  vllm-hwplugin ") == 2
 
 
 @pytest.mark.parametrize(("arguments", "missing"), [(["bench"], "typer"), (["probe", "--help"], "rich")])

@@ -62,6 +62,9 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         # As the lab's commands write it.
         super().add_usage(usage, actions, groups, prefix or "Usage: ")
 
+    def start_section(self, heading: str | None) -> None:
+        super().start_section(heading and heading[:1].upper() + heading[1:])
+
     def _split_lines(self, text: str, width: int) -> list[str]:
         # Names are not split at their hyphens.
         return textwrap.wrap(text, width, break_on_hyphens=False)
@@ -82,17 +85,19 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         width = max(map(len, commands or ("",)))
         below = [f"  {key:<{width}}  {command.about}" for key, command in (commands or {}).items()]
-        below = ["commands:", *below, ""] if below else []
-        below += ["examples:", *(f"  vllm-hwplugin {example}" for example in examples)]
+        below = ["Commands:", *below, ""] if below else []
+        below += ["Examples:", *(f"  vllm-hwplugin {example}" for example in examples)]
         prog = f"vllm-hwplugin {name}".rstrip()
         super().__init__(
             prog=prog,
-            usage=f"{prog} [options] COMMAND ..." if commands else None,
+            usage=f"{prog} [OPTIONS] COMMAND ..." if commands else None,
             description="\n\n".join(textwrap.fill(paragraph, 78) for paragraph in about.split("\n\n")),
             epilog="\n".join(below),
             formatter_class=_Formatter,
             allow_abbrev=False,
+            add_help=False,
         )
+        self.add_argument("-h", "--help", action="help", help="Show this message and exit.")
         self._commands = commands or {}
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -18,6 +19,9 @@ from vllm_hwplugin.cli.output import STANDARD_OUTPUT, writable
 from vllm_hwplugin.cli.parser import FAILURE, Run
 
 _Settings = TypeVar("_Settings")
+
+# As argparse's parsers write them.
+_METAVARS = {"int": "N", "float": "X", "str": "TEXT", "path": "PATH"}
 
 # typer's error for invalid options, which typer does not export.
 _UsageError: Any = typer.BadParameter.__base__
@@ -39,7 +43,8 @@ def grouped(groups: Mapping[str, Sequence[str]], *examples: str, base: type[Any]
             shown: dict[str, list[tuple[str, str]]] = {heading: [] for heading in (*groups, "Options")}
             for parameter in self.get_params(ctx):
                 if record := parameter.get_help_record(ctx):
-                    shown[headings.get(parameter.name, "Options")].append(record)
+                    names = re.sub(r"<(?:list\[)?(\w+)[^<]*>$", lambda kind: _METAVARS[kind[1]], record[0])
+                    shown[headings.get(parameter.name, "Options")].append((names, record[1]))
             for heading, records in shown.items():
                 if records:
                     with formatter.section(heading):
@@ -60,6 +65,7 @@ def runs(name: str, command: Callable[..., None] | typer.Typer, *examples: str) 
         app.command(name, cls=grouped({}, *examples))(command)
         command = app
     whole = typer.main.get_command(command)
+    whole.context_settings["help_option_names"] = ["-h", "--help"]
 
     def run(arguments: Sequence[str]) -> int:
         try:

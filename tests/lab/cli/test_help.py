@@ -19,7 +19,7 @@ def test_every_options_name_is_whole_and_stands_once(words, monkeypatch):
     command = typer.main.get_command(bench.bench)
     command = command if len(words) == 1 else command.commands[words[1]]
     wanted = [name for one in command.params for name in (*one.opts, *one.secondary_opts)]
-    named = re.findall(r"^  (-\S+)(?: / (--\S+))?", result.output, re.MULTILINE)
+    named = re.findall(r"^  (?:-h, )?(-\S+)(?: / (--\S+))?", result.output, re.MULTILINE)
     assert sorted(filter(None, sum(named, ()))) == sorted([*wanted, "--help"])
     assert (
         result.output.count(f"  vllm-hwplugin {' '.join(words)} ")
