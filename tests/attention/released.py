@@ -13,12 +13,13 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
+
+from ..stubbed_vllm import StubbedVllm
 
 REAL = {
     "vllm.v1.attention.backend": "vllm/v1/attention/backend.py",
@@ -51,7 +52,7 @@ def released(
         paged: stands for the plugin's kernel; by default there is none.
         flash: the versions of FlashAttention that vLLM was built with, the one it takes last.
     """
-    hook = _Hook(version, tree, layout, flash)
+    hook = StubbedVllm(version, tree, REAL, _given(version, layout, flash))
     before = dict(sys.modules)
     _forget()
     # None makes an import fail, also where another package of that name is installed.
@@ -79,69 +80,37 @@ def _forget() -> None:
         vars(importlib.import_module(package)).pop(attribute, None)
 
 
-class _Hook:
-    def __init__(self, version: str, tree: Any, layout: str, flash: tuple[int, ...]) -> None:
-        self._version = version
-        self._tree = tree
-        self._layout = layout
-        self._flash = flash
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "vllm" else None  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None if spec.name in REAL else _Stub(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        path = REAL.get(module.__name__)
-        if path is not None:
-            text = self._tree.read(path)
-            assert text is not None, f"vLLM {self._version} has no {path}"
-            exec(compile(text, path, "exec", dont_inherit=True), vars(module))
-            return
-        one_process = SimpleNamespace(world_size=1, rank_in_group=0)
-        vars(module).update(
-            {
-                "vllm.version": {"__version__": self._version},
-                "vllm.envs": {"VLLM_BATCH_INVARIANT": False, "VLLM_USE_V2_MODEL_RUNNER": False},
-                "vllm.platforms": {"current_platform": MagicMock(is_xpu=lambda: False, device_type="cpu")},
-                "vllm.v1.attention.backends.fa_utils": {
-                    "get_flash_attn_version": lambda **_: self._flash[-1] if self._flash else None,
-                    "is_fa_version_supported": lambda version: version in self._flash,
-                    "is_flash_attn_varlen_func_available": lambda: bool(self._flash),
-                    "flash_attn_supports_sinks": lambda: bool({3, 4}.intersection(self._flash)),
-                    "uses_fa4_hd256_kernel": lambda *_: False,
-                    "reshape_and_cache_flash": write_cache,
-                },
-                "vllm.v1.worker.ubatching": {"dbo_current_ubatch_id": lambda: 0},
-                "vllm.v1.attention.backends.utils": {
-                    "get_kv_cache_layout": lambda: self._layout,
-                    "get_num_attention_heads_from_layers": lambda *_: 8,
-                },
-                "vllm.distributed.parallel_state": {
-                    "get_dcp_group": lambda: one_process,
-                    "get_pcp_group": lambda: one_process,
-                    "get_dcp_world_size_and_rank": lambda *_: (1, 0),
-                },
-                "vllm.v1.attention.ops.triton_reshape_and_cache_flash": {"triton_reshape_and_cache_flash": write_cache},
-                "vllm.utils.torch_utils": {"is_quantized_kv_cache": lambda _: False},
-                "vllm.v1.kv_cache_interface": {"is_quantized_kv_cache": lambda _: False},
-                "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
-                "vllm.platforms.interface": {"DeviceCapability": lambda major, minor: (major, minor)},
-                "vllm.model_executor.warmup.jit_warmup": {
-                    "VllmJitKernel": {"FA4DenseAttentionKernel.CompileKey": object}
-                },
-            }.get(module.__name__, {})
-        )
-
-
-class _Stub(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        value = MagicMock(name=f"{self.__name__}.{name}")
-        setattr(self, name, value)
-        return value
+def _given(version: str, layout: str, flash: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+    one_process = SimpleNamespace(world_size=1, rank_in_group=0)
+    return {
+        "vllm.version": {"__version__": version},
+        "vllm.envs": {"VLLM_BATCH_INVARIANT": False, "VLLM_USE_V2_MODEL_RUNNER": False},
+        "vllm.platforms": {"current_platform": MagicMock(is_xpu=lambda: False, device_type="cpu")},
+        "vllm.v1.attention.backends.fa_utils": {
+            "get_flash_attn_version": lambda **_: flash[-1] if flash else None,
+            "is_fa_version_supported": lambda version: version in flash,
+            "is_flash_attn_varlen_func_available": lambda: bool(flash),
+            "flash_attn_supports_sinks": lambda: bool({3, 4}.intersection(flash)),
+            "uses_fa4_hd256_kernel": lambda *_: False,
+            "reshape_and_cache_flash": write_cache,
+        },
+        "vllm.v1.worker.ubatching": {"dbo_current_ubatch_id": lambda: 0},
+        "vllm.v1.attention.backends.utils": {
+            "get_kv_cache_layout": lambda: layout,
+            "get_num_attention_heads_from_layers": lambda *_: 8,
+        },
+        "vllm.distributed.parallel_state": {
+            "get_dcp_group": lambda: one_process,
+            "get_pcp_group": lambda: one_process,
+            "get_dcp_world_size_and_rank": lambda *_: (1, 0),
+        },
+        "vllm.v1.attention.ops.triton_reshape_and_cache_flash": {"triton_reshape_and_cache_flash": write_cache},
+        "vllm.utils.torch_utils": {"is_quantized_kv_cache": lambda _: False},
+        "vllm.v1.kv_cache_interface": {"is_quantized_kv_cache": lambda _: False},
+        "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
+        "vllm.platforms.interface": {"DeviceCapability": lambda major, minor: (major, minor)},
+        "vllm.model_executor.warmup.jit_warmup": {"VllmJitKernel": {"FA4DenseAttentionKernel.CompileKey": object}},
+    }
 
 
 def write_cache(

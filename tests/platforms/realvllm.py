@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,6 +22,8 @@ import pytest
 import vllm_hwplugin
 from vllm_hwplugin.platforms import _offer
 
+from ..stubbed_vllm import StubbedVllm, forget_vllm
+
 REAL = {
     "vllm.platforms": "vllm/platforms/__init__.py",
     "vllm.platforms.interface": "vllm/platforms/interface.py",
@@ -32,56 +33,26 @@ REAL = {
 }
 
 
-class RealVllm:
-    """Import hook and loader in one; ``install`` puts it in front for the length of a test."""
+class RealVllm(StubbedVllm):
+    """``install`` puts the import hook in front for the length of a test."""
 
     def __init__(self, version: str, tree: Any, nvml: bool = True) -> None:
-        self.version = version
-        self._tree = tree
-        self._nvml = nvml
+        def import_pynvml() -> Any:
+            if nvml:
+                return MagicMock(nvmlDeviceGetCount=lambda: 1)
+            return MagicMock(nvmlInit=MagicMock(side_effect=RuntimeError("NVML is not supported")))
+
+        unset = dict.fromkeys(("VLLM_PLUGINS", "CUDA_VISIBLE_DEVICES"))
+        given = {
+            "vllm.logger": {"init_logger": _logger},
+            "vllm.envs": {"VLLM_TARGET_DEVICE": "cuda", "VLLM_TPU_USING_PATHWAYS": False, **unset},
+            "vllm.utils.import_utils": {"import_pynvml": import_pynvml, "resolve_obj_by_qualname": resolve},
+        }
+        super().__init__(version, tree, REAL, given)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-            del sys.modules[name]
+        forget_vllm()
         monkeypatch.setattr(sys, "meta_path", [self, *sys.meta_path])
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name.partition(".")[0] != "vllm":
-            return None
-        return ModuleSpec(name, self, is_package=REAL.get(name, "__init__.py").endswith("__init__.py"))
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None if spec.name in REAL else _Stub(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        path = REAL.get(module.__name__)
-        if path is not None:
-            text = self._tree.read(path)
-            assert text is not None, f"vLLM {self.version} has no {path}"
-            exec(compile(text, path, "exec", dont_inherit=True), vars(module))
-        elif module.__name__ == "vllm.logger":
-            module.init_logger = _logger  # type: ignore[attr-defined]
-        elif module.__name__ == "vllm.envs":
-            vars(module).update(
-                VLLM_PLUGINS=None, VLLM_TARGET_DEVICE="cuda", VLLM_TPU_USING_PATHWAYS=False, CUDA_VISIBLE_DEVICES=None
-            )
-        elif module.__name__ == "vllm.utils.import_utils":
-            module.import_pynvml = self._pynvml  # type: ignore[attr-defined]
-            module.resolve_obj_by_qualname = resolve  # type: ignore[attr-defined]
-
-    def _pynvml(self) -> Any:
-        if self._nvml:
-            return MagicMock(nvmlDeviceGetCount=lambda: 1)
-        return MagicMock(nvmlInit=MagicMock(side_effect=RuntimeError("NVML is not supported")))
-
-
-class _Stub(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        value = MagicMock(name=f"{self.__name__}.{name}")
-        setattr(self, name, value)
-        return value
 
 
 def _logger(name: str) -> logging.Logger:
