@@ -22,11 +22,11 @@ _COLUMNS = 2
 _GROUP = 0.86
 _RUNNERS = {"patched": "V1", "mrv2-patched": "V2"}
 _MARKERS = ("o", "s", "^", "D", "v")
-#: Verdict in docs/compatibility.md -> name and colour; a number counts as "exact".
+#: Verdict in docs/compatibility.md -> name and colour.
 _VERDICTS = {
     "-": ("not needed", "#f0f0f0"),
     "upstream": ("upstream", "#c0e0f4"),
-    "exact": ("applies", "#009e73"),
+    "✅": ("applies", "#009e73"),
 }
 _ELSE = ("off", "#d55e00")
 _REASONS = ("#0072b2", "#56b4e9", "#d55e00", "#e69f00", "#cc79a7", "#f0e442")
@@ -85,7 +85,7 @@ def compatibility(page: str) -> str:
     """Draw docs/compatibility.md's table as a map of features and versions."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
     (_, *versions), *features = lines
-    verdicts = [[_VERDICTS.get("exact" if cell.isdigit() else cell, _ELSE) for cell in cells] for _, *cells in features]
+    verdicts = [[_VERDICTS.get(cell, _ELSE) for cell in cells] for _, *cells in features]
     figure, axes = panels(1, 1, 0.16 * len(features) + 0.6)
     panel = axes[0][0]
     for name, colour in dict.fromkeys(verdict for row in verdicts for verdict in row):

@@ -47,6 +47,7 @@ _WORDS = {
     Status.NO_PYTHON: "no Python",
 }
 
+_FITS = "✅"
 _MADE_BY = "Made by `vllm-hwplugin drift --all --markdown docs/compatibility.md`; do not edit."
 
 
@@ -279,7 +280,7 @@ def troubled_hunks(verdict: FeatureVerdict) -> list[HunkVerdict]:
 def summary(verdict: FeatureVerdict) -> str:
     """Return a verdict in a few words."""
     if verdict.status is Status.APPLIES:
-        offset = _furthest(verdict)
+        offset = max((abs(hunk.offset) for hunk in verdict.hunks), default=0)
         return f"moved by {offset} line{'' if offset == 1 else 's'}" if offset else "exact"
     if verdict.status is Status.DRIFTED:
         lost = len(troubled_hunks(verdict))
@@ -417,10 +418,9 @@ def as_markdown(catalogue: Catalogue, reports: Iterable[TargetReport]) -> str:
 
 def _table(catalogue: Catalogue, reports: list[TargetReport], target: str) -> list[str]:
     lines = [
-        "*exact*: every hunk matches at its stated line. A number N: every hunk matches at exactly one place, up to N "
-        f"lines from the stated one. *upstream*: {target} has the change. A dash: {target} does not have the bug, so "
-        "the feature is not needed. *would fit*: the patch does not list the version, and fits it. Anything else: the "
-        "feature is off on that version. Each feature's section says what is applied where, and why not elsewhere.",
+        f"{_FITS}: the patch applies, because every hunk fits exactly one place. *upstream*: {target} has the change. "
+        f"A dash: {target} does not have the bug, so the feature is not needed. *would fit*: the patch does not list "
+        "the version, and fits it. Anything else: the feature is off on that version. Each feature's section says why.",
         "",
         f"| feature | {' | '.join(map(_text, _names(reports)))} |",
         "|---" * (1 + len(reports)) + "|",
@@ -449,12 +449,7 @@ def _in_short(report: TargetReport, feature: str) -> str:
         return "-"
     if verdict.status is Status.UNLISTED:
         return "would fit" if feature in report.fitting else "drifted"
-    return str(_furthest(verdict) or "exact") if verdict.status is Status.APPLIES else summary(verdict)
-
-
-def _furthest(verdict: FeatureVerdict) -> int:
-    """Return the largest distance of a hunk from its stated line."""
-    return max((abs(hunk.offset) for hunk in verdict.hunks), default=0)
+    return _FITS if verdict.status is Status.APPLIES else summary(verdict)
 
 
 def _names(reports: Sequence[TargetReport]) -> list[str]:

@@ -287,8 +287,8 @@ def test_markdown(small_tree: Callable[..., Path], tmp_path: Path) -> None:
     page = (tmp_path / "page.md").read_text()
     rows = [
         "| feature | 0.25.0 | 0.33.0 |",
-        "| [`context`](#context) | - | exact |",
-        "| [`graphs`](#graphs) | exact | exact |",
+        "| [`context`](#context) | - | ✅ |",
+        "| [`graphs`](#graphs) | ✅ | ✅ |",
     ]
     assert [line for line in page.splitlines() if line.startswith("| ")] == rows
     assert "- 0.25.0: not needed (the fault came with 0.26.0)" in page
