@@ -28,7 +28,7 @@ GOOD: Mapping[str, str | None] = {
     "torch_musa": "2.11.0.post2+musa5.2.0",
     "torchada": "0.1.103",
     "torchvision": "0.26.0.post2+musa5.2.0",
-    "triton": "3.6.0",
+    "triton": "3.7.0",
     "mate": "0.2.7",
     "mate-mubin": "0.2.7",
     "mthreads-ml-py": "2.4.3",
@@ -123,6 +123,7 @@ def test_a_host_whose_packages_go_together_has_nothing_to_say(doctor: Doctor) ->
         ("triton", {"triton": "3.2.0"}, "Triton 3.2.0 cannot compile vLLM's kernels (TRITON_ATTN"),
         ("triton", {"triton": "3.3.0"}, "Triton 3.3.0 cannot compile vLLM's kernels (TRITON_ATTN"),
         ("triton", {"triton": None}, "Triton is not installed"),
+        ("triton", {"triton": "3.6.0"}, "Triton 3.6.0 has known bugs"),
         (
             "triton",
             {"triton": "3.7.1", "files": {"triton/backends/musa/compiler.py": None}},

@@ -17,6 +17,7 @@ import pytest
 from ..conftest import versions
 from ..platforms import realvllm
 from ..platforms.realvllm import REAL, Load, own
+from .test_triton_gaps import vendors
 
 FILES = (*REAL.values(), "vllm/device_allocator/", "vllm/v1/worker/", "vllm/v1/sample/", "vllm/distributed/")
 every_version = pytest.mark.parametrize("version", versions(*FILES))
@@ -144,6 +145,8 @@ def test_an_old_triton_does_not_sample(version: str, musa_vllm: Callable[..., An
     def kept() -> Any:
         return sampler.apply_top_k_top_p(logits.clone(), torch.full((9,), 3), None)
 
+    jit: Any = importlib.import_module("triton.runtime.jit")
+    monkeypatch.setattr(jit, "_make_pointer_alias_spec", vendors, raising=False)
     for installed, in_triton in (("3.6.0", True), ("3.2.0", False)):
         monkeypatch.setattr(own_worker.versions, "installed", {"triton": installed}.get)
         worker.init_device()
@@ -151,6 +154,9 @@ def test_an_old_triton_does_not_sample(version: str, musa_vllm: Callable[..., An
         result = kept()
         assert kernel.called is in_triton
     assert result.isfinite().sum(1).tolist() == [3] * 9
+    # And arguments that share memory are counted as Triton numbers them.
+    assert jit._make_pointer_alias_spec is not vendors
+    assert monkeypatch.delitem(sys.modules, "triton.backends.mtgpu.musa_testing") is None
 
 
 @every_version

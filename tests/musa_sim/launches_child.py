@@ -49,9 +49,9 @@ def said_of(launch: dict) -> str:
 
 if __name__ == "__main__":
     from vllm_hwplugin import plugin
-    from vllm_hwplugin.musa import triton_names
+    from vllm_hwplugin.musa import triton_gaps
 
-    triton_names.install()
+    triton_gaps.install()
     plugin.register()
     ttir_child.pretend_a_gpu()
     said: dict[str, str] = {}

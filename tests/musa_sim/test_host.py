@@ -103,7 +103,7 @@ from vllm.platforms import current_platform
 
 assert current_platform.device_name == "musa"
 assert "vllm.triton_utils" not in sys.modules
-assert type(sys.meta_path[-1]).__module__ == "vllm_hwplugin.musa.triton_names"
+assert type(sys.meta_path[-1]).__module__ == "vllm_hwplugin.musa.triton_gaps"
 """
 
 

@@ -246,6 +246,9 @@ ROWS: Final = (
     Row("triton", "Triton {version} is the public build, which compiles only for {result}; install MUSA's build "
         f"{_INDEX}", lambda host: not host.triton_backends - _PUBLIC_BACKENDS and " and ".join(
             sorted(host.triton_backends))),
+    Row("triton", "Triton {version} has known bugs: wrong products in loops, and wrong aliased pointers, which the "
+        "plugin fixes; run `vllm-hwplugin probe musa`, or install 3.2.0, Moore Threads' pin",
+        lambda host: _minor(host.versions.get("triton")) == str(MIN_TRITON)),
     Row("mate", f"mate {{version}} is another project of that name, {_NO_FLASH_ATTN}; uninstall it and install Moore "
         f"Threads' mate {_INDEX}", lambda host: host.vendors_mate is False),
     Row("mate", f"mate is not installed, {_NO_FLASH_ATTN}; install Moore Threads' mate {_INDEX}",

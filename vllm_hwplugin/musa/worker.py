@@ -12,7 +12,7 @@ import torch
 from vllm.v1.worker.gpu_worker import Worker
 
 from ..base import gates
-from . import _vllm_api, self_test, versions
+from . import _vllm_api, self_test, triton_gaps, versions
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -30,6 +30,8 @@ class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the t
             logger.warning("top-k and top-p use torch's sort instead of vLLM's Triton kernel: %s", trouble)
             _vllm_api.sample_without_triton()
         _vllm_api.mask_without_inductor()
+        triton_gaps.fix_aliases()
+        triton_gaps.give_benchmark()
         with _vllm_api.taken_for_cuda(self.device_config, torch.cuda, torch.musa):
             super().init_device()
         capability = torch.musa.get_device_capability()

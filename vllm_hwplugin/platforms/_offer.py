@@ -88,10 +88,10 @@ def decision() -> Decision:
         logger.log(level, "platform: %s", choice, exc_info=failure)
         run_records.note(KEY, str(choice))
     if choice.kind == "musa":
-        from ..musa import triton_names
+        from ..musa import triton_gaps
 
         # Before vLLM imports Triton, as it does once it has its platform.
-        triton_names.install()
+        triton_gaps.install()
     return choice
 
 
