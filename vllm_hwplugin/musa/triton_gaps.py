@@ -51,7 +51,7 @@ def install() -> None:
 
 
 def fix_aliases() -> None:
-    """Make Triton name the arguments that share memory, as in-place kernels have them."""
+    """Make Triton name the arguments of a launch that share memory."""
     try:
         jit: Any = importlib.import_module("triton.runtime.jit")
         theirs = jit._make_pointer_alias_spec
