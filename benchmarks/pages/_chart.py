@@ -117,7 +117,7 @@ def step_in_time(files: Sequence[Found]) -> str:
         panel.barh(y + 0.2, profile["gpu_busy_ms"], 0.3, color="black", label="" if y else _FLOOR)
         told = f" {profile['graph_launches']:g} graphs and {profile['kernel_launches']:g} kernels launched"
         panel.text(at, y - 0.2, told, va="center", fontsize=7)
-    names = [SIDE_NAMES[engine["side"]].replace("MRV2", "V2") for engine in engines]
+    names = [SIDE_NAMES[engine["side"]] for engine in engines]
     panel.set_yticks(range(len(engines)), names)
     told = "; ".join(dict.fromkeys(map(_measured, files)))
     panel.set_xlabel(f"ms, {_FLOOR} by torch's profiler in a separate run; {told}")

@@ -27,13 +27,12 @@ from ._text import head, paragraph, row
 HEAD = """# Engines: every figure
 
 Made from the files `engines-*.json` by `make docs`; do not edit. What follows from it is in
-[docs/benchmarks.md](../../docs/benchmarks.md). Stock is the baseline, unpatched vLLM (`VLLM_HWPLUGIN=0`); stock and
-patched run vLLM's V1 model runner, MRV2 and MRV2 patched the same on Model Runner V2. A step is one pass of the target
-over the drafts, with the draft phase after it. Its time is from the best round, with the median round's in brackets;
-tokens/s follow from such a step and the acceptance of all rounds. Acceptance of the `tiny` shape is real (trained
-checkpoints, greedy); the other shapes have dummy weights and vLLM's synthetic acceptance, and are compared by the time
-of a step. The launch figures come from torch's profiler over steps that verify every request: medians per step, GPU
-busy as the mean. A `-` was not measured.
+[docs/benchmarks.md](../../docs/benchmarks.md). Unpatched is `VLLM_HWPLUGIN=0`; sides without V2 in their name run on
+Model Runner V1. A step is one pass of the target over the drafts, with the draft phase after it. Its time is from the
+best round, with the median round's in brackets; tokens/s follow from such a step and the acceptance of all rounds.
+Acceptance of the `tiny` shape is real (trained checkpoints, greedy); the other shapes have dummy weights and vLLM's
+synthetic acceptance, and are compared by the time of a step. The launch figures come from torch's profiler over steps
+that verify every request: medians per step, GPU busy as the mean. A `-` was not measured.
 """
 
 _IN_TURN = (

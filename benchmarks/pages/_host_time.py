@@ -122,7 +122,7 @@ _HOW = (
     "Host time in a decode step, in microseconds: the median step of the quickest round. Each microsecond is in "
     "exactly one row, so the rows add up to the step. There was no profiler: each function of vLLM and of the "
     "plugin that a step goes through was timed, at about a microsecond a call. The engine ran in its caller's "
-    "process. One run looked at all sides in turn: V1, and Model Runner V2 as MRV2; patched has the features named. "
+    "process. One run looked at all sides in turn, on V1 and on Model Runner V2 (V2); patched has the features named. "
     "GPU busy comes from torch's profiler, in a separate part of the run."
 )
 #: Number of functions that are named for each side.

@@ -24,8 +24,8 @@ Made from the files `serve-*.json` by `make docs`; do not edit.
 """
 _HOW = (
     "The engines of a file's sides shared the same GPUs and had their rounds in turn. Speedup compares the best "
-    "round's tokens/s with the best round of the baseline, unpatched vLLM (stock) on the same model runner (MRV2 is "
-    "Model Runner V2); a speedup within the spread of one side's rounds is noise. A round shorter than 5 seconds is "
+    "round's tokens/s with the best round of unpatched vLLM on the same model runner (V2 is Model Runner "
+    "V2, the rest V1); a speedup within the spread of one side's rounds is noise. A round shorter than 5 seconds is "
     "mostly its start and its end. `GPU busy` is the share of the rounds' time in which the GPU ran a kernel, by its "
     "driver; on several GPUs a kernel that waits for another rank counts as busy. Latencies cover all rounds: "
     f"{', '.join(f'{name[:-3].upper()} is the {meaning}' for name, meaning in LATENCIES.items())}. "

@@ -57,7 +57,7 @@ def test_each_drawing_names_what_it_shows():
     drawn = drawings()
     for name in ("benchmarks", "gain", "served", "step"):
         text = " ".join(re.findall(r">([^<>]+)<", drawn[f"docs/{name}.svg"]))
-        for shown in (r"NVIDIA H\d", r"vLLM 0\.\d+\.\d", r"0\.6[bB]", r"\bV2\b|MRV2", r"20\d\d-\d\d-\d\d"):
+        for shown in (r"NVIDIA H\d", r"vLLM 0\.\d+\.\d", r"0\.6[bB]", r"\bV2\b", r"20\d\d-\d\d-\d\d"):
             assert re.search(shown, text), (name, shown)
     assert "no device" in drawn["docs/compatibility.svg"]
 
@@ -151,7 +151,7 @@ def test_loads_of_several_numbers_of_api_servers_stand_together(tree):
     page = pages(tree)["docs/benchmarks.md"]
     part = page.partition(heading)[2].partition("## ")[0]
     lines = [line.split(" | ") for line in part.splitlines() if line.startswith("| 0.33")]
-    for side in ("MRV2", "MRV2 patched"):
+    for side in ("V2 unpatched", "V2 patched"):
         largest = [line for line in lines if line[2:4] == ["256", side]]
         assert [line[4] for line in largest] == ["one API server", "4 API servers", "no HTTP"]
         assert [line[7] for line in largest[1:]] == ["14.0", "10.0"]
@@ -223,7 +223,7 @@ def test_a_side_that_failed_half_way_is_said_and_is_no_gain(tree):
 
     change(tree / DFLASH, fails)
     made = pages(tree)
-    assert "engines-h200-vllm-0.26.0-dflash-0.6b.json: 0.6b dflash k=7, stock" in made["docs/benchmarks.md"]
+    assert "engines-h200-vllm-0.26.0-dflash-0.6b.json: 0.6b dflash k=7, unpatched" in made["docs/benchmarks.md"]
     assert key not in table_of(made["docs/benchmarks.md"])
     # The other runner's sides have all their rounds.
     assert ("0.26.0", "V2", *key[2:]) in table_of(made["docs/benchmarks.md"])

@@ -27,12 +27,12 @@ LEAST_US = 5.0
 
 #: Side -> its name in tables, in their order.
 SIDE_NAMES = {
-    "stock": "stock",
+    "stock": "unpatched",
     "plugin": "plugin",
     "patched": "patched",
-    "mrv2": "MRV2",
-    "mrv2-plugin": "MRV2 plugin",
-    "mrv2-patched": "MRV2 patched",
+    "mrv2": "V2 unpatched",
+    "mrv2-plugin": "V2 plugin",
+    "mrv2-patched": "V2 patched",
     "server": "server",
     "before": "before",
     "after": "after",
@@ -375,7 +375,7 @@ def reasons(comparison: Compared, device: str | None) -> Iterator[str]:
     after, before = comparison.busy
     if before and after:
         shares = [between(busy, ".0%", "–") for busy in (before, after)]
-        yield f"GPU busy: {shares[0]} of the time with {other}, {shares[1]} with {named}."
+        yield f"GPU busy: {shares[0]} of the time ({other}), {shares[1]} ({named})."
         if max(comparison.ratios) <= NOISE:
             yield _why_not(comparison)
     elif device == "cpu":

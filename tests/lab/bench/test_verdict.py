@@ -94,7 +94,7 @@ def test_the_cause_is_the_gpu_or_the_steps_that_were_left_to_vllm():
     for words in ("up to 1.35×", "unknown"):
         assert [words in cause(0.6, slowest=slowest) for slowest in (None, 75)] == [False, True]
     (gain,) = compared(patched=[load(200, busy=0.9)], stock=[load(100, busy=0.5)])
-    assert "50% of the time with stock, 90% with patched" in verdict(gain, "cuda")
+    assert "50% of the time (unpatched), 90% (patched)" in verdict(gain, "cuda")
     (unknown,) = compared(patched=[load(200)], stock=[load(100)])
     assert ["CUDA graphs" in verdict(unknown, device) for device in ("cpu", "cuda")] == [True, False]
 

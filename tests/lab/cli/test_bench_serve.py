@@ -18,7 +18,7 @@ pytest.importorskip("numpy")
 
 GPU = Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
 ALL = ["stock", "patched", "mrv2", "mrv2-patched"]
-SIDES = ["stock", "patched", "MRV2", "MRV2 patched"]
+SIDES = ["unpatched", "patched", "V2 unpatched", "V2 patched"]
 CASE = ["--target", "T", "--draft", "D", "--method", "eagle3"]
 
 

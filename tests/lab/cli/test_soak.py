@@ -98,7 +98,7 @@ def test_all_sides_that_the_host_can_run_soak_at_the_same_time(run):
     assert patched["acceptance_per_position"] == [0.8, 0.4]
     assert patched["texts"] == {"count": 2, "worst_gap": 0.0, "not_first_choice": 0.0}
     assert (patched["platform"], patched["features"]) == ("a.B", ["v1-draft-phase"])
-    assert "MRV2 patched: 60 steps, 2 requests, 4 tokens" in result.output
+    assert "V2 patched: 60 steps, 2 requests, 4 tokens" in result.output
     assert "60 phases, 59 of them in graphs; graphs replayed: target 58, draft 57" in result.output
 
 
