@@ -29,7 +29,6 @@ _FOLDER = "benchmarks/results"
 RESULTS = ROOT / _FOLDER
 #: Page that compares a step with and without a feature -> prefix of its files.
 _COSTS = {
-    "docs/linear.md": "cost-linear-",
     "docs/nwor.md": "cost-nwor-",
     "docs/kernels.md": "cost-ops-",
     "docs/model-runner-v2.md": "cost-plain-decode-",

@@ -17,6 +17,7 @@ TERMS: Final = {
     "context-norm": "the norm operation reads each layer's row of weights",
     "data-parallel": "there is one data parallel rank",
     "decode-graphs": "decode batches have no FULL CUDA graphs",
+    "draft-counts": "the number of drafts stays as configured: {}",
     "draft-loader:": "no draft was loaded by {}",
     "draft-moe-backend": "--speculative-config names no moe_backend",
     "drafter:": "the speculative method is {}",

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ..spec_decode.capture_sizes import leave_mixed_to_vllm, piecewise_sizes
+from ..spec_decode.draft_schedule import counts_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,7 +24,7 @@ logger = logging.getLogger("vllm.hwplugin")
 #: Graphs of a process; the rest up to torchada's 1,900 is for other captures.
 MOST: Final = 1800
 # Graphs of a size without its pieces, with a drafter: the target's FULL graph, the drafter's passes, their inputs, and
-# the parts of sampling and drafting.
+# the parts of sampling and drafting; for each number of drafts that has graphs.
 _WHOLE: Final = 10
 
 
@@ -41,7 +42,7 @@ def fit(vllm_config: VllmConfig, *, named: bool) -> None:
     if not compilation.cudagraph_capture_sizes:
         return
     pieces = _pieces(vllm_config)
-    whole = 1 if vllm_config.speculative_config is None else _WHOLE
+    whole = 1 if vllm_config.speculative_config is None else _WHOLE * max(len(counts_of(compilation)), 1)
     cases = _lora_cases(vllm_config)
 
     def graphs(chosen: Sequence[int]) -> int:

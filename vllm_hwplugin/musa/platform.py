@@ -139,11 +139,12 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         if not _vllm_api.triton_has_knobs() and _vllm_api.switch_off_jit_warmup(vllm_config):
             logger.warning("kernels are compiled at first use, not during warm-up: this Triton has no triton.knobs")
         from .. import dflash
-        from ..spec_decode import capture_sizes
+        from ..spec_decode import capture_sizes, draft_schedule
         from . import graph_budget
 
         dflash.check_and_update_config(vllm_config)
         unnamed = capture_sizes.check_and_update_config(vllm_config)
+        draft_schedule.name_draft_counts(vllm_config, named=not unnamed)
         graph_budget.fit(vllm_config, named=not unnamed)
 
     # -- facts about the devices

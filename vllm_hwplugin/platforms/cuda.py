@@ -32,12 +32,13 @@ class CudaPlatform(_CudaPlatform):  # type: ignore[misc]  # vLLM is not there wh
         super().check_and_update_config(vllm_config)
         from .. import dflash
         from ..linear import compile_ranges
-        from ..spec_decode import capture_sizes
+        from ..spec_decode import capture_sizes, draft_schedule
         from . import _flash_attn_version
 
         _flash_attn_version.check_and_update_config(vllm_config, cls.get_device_capability)
         dflash.check_and_update_config(vllm_config)
-        capture_sizes.check_and_update_config(vllm_config)
+        unnamed = capture_sizes.check_and_update_config(vllm_config)
+        draft_schedule.name_draft_counts(vllm_config, named=not unnamed)
         compile_ranges.check_and_update_config(vllm_config)
 
     @classmethod

@@ -18,7 +18,7 @@ from vllm_hwplugin.base import gates
 from vllm_hwplugin.base.run_records import RunRecord
 from vllm_hwplugin.base.terms import TERMS, Term, read_term
 from vllm_hwplugin.linear import layers
-from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, step_counts
+from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, draft_schedule, step_counts
 from vllm_hwplugin.spec_decode.drafters import CACHED_METHODS, DRAFTERS, MASK_METHODS
 from vllm_hwplugin.spec_decode.engine_report import NO_SPECULATION, UNNEEDED, Findings, Unused, report, use_of
 from vllm_hwplugin.spec_decode.obstacles import PARTS, decodes_plainly
@@ -156,6 +156,8 @@ class EngineFacts:
                 return Unused("{}", lambda: drafter_obstacle(self._drafter, self._mode, together=False))
             case "capture-sizes":
                 return Unused(text, capture_sizes.why_left(self._config.compilation_config))
+            case "draft-counts":
+                return Unused(text, draft_schedule.why_fixed(self._config.compilation_config))
             case "context-norm":
                 return Unused("{}", dflash_context_norm.context_norm_obstacle)
         holds = self._unneeded[term.name]

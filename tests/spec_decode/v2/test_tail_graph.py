@@ -280,6 +280,7 @@ def test_graphs_are_of_shapes_whose_states_the_target_keeps(
             decode_query_len=1 + drafts,
             device="cpu",
             cudagraph_manager=manager,
+            compilation_config=SimpleNamespace(),
             speculator=SimpleNamespace(),
             speculative_config=SimpleNamespace(method="eagle3"),
             req_states=SimpleNamespace(draft_tokens=torch.zeros(1)),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +18,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample import states as sampling_states
 
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, GraphShape, uniform_shape
+from vllm_hwplugin.spec_decode.draft_schedule import counts_of
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2.tail_buffers import Padding
@@ -82,15 +84,16 @@ def scheduled_query_lens(runner: Any) -> list[int]:
     return [1 + count if count else 0 for count in drafts[1 : 1 + most]]
 
 
-def rungs(full_graphs: Collection[tuple[int, int | None]], query_lens: Sequence[int]) -> list[GraphShape]:
+def rungs(full_graphs: Collection[tuple[int, int | None]], *query_lens: Sequence[int]) -> list[GraphShape]:
     """Return the shapes of the target's FULL decode graphs, largest first.
 
     Args:
         full_graphs: (num_reqs, uniform_token_count) of each of the target's FULL graphs.
-        query_lens: tokens of a request in a decode batch, by the batch's request count from 1; 0 for no graph.
+        query_lens: tokens of a request in a decode batch, by the batch's request count from 1; 0 for no graph. Each
+            sequence adds shapes.
     """
     shapes = set()
-    for count, query_len in enumerate(query_lens, 1):
+    for count, query_len in chain(*(enumerate(lens, 1) for lens in query_lens)):
         sizes = [size for size, uniform in full_graphs if uniform == query_len and count <= size <= MAX_NUM_REQS]
         if sizes:
             shapes.add(uniform_shape(query_len, min(sizes)))
@@ -101,10 +104,13 @@ def decode_shapes(runner: Any) -> list[GraphShape]:
     """Return the shapes of the target's FULL decode graphs, largest first.
 
     Planned graphs count, also before their capture. With a schedule of draft counts, each count has the shapes of its
-    batch sizes.
+    batch sizes; all batch sizes if the load decides between the counts.
     """
     planned = runner.cudagraph_manager._capture_descs.get(CUDAGraphMode.FULL, ())
-    return rungs([(desc.num_reqs, desc.uniform_token_count) for desc in planned], scheduled_query_lens(runner))
+    full_graphs = [(desc.num_reqs, desc.uniform_token_count) for desc in planned]
+    lens = scheduled_query_lens(runner)
+    every = [[1 + count] * len(lens) for count in counts_of(runner.compilation_config) if count]
+    return rungs(full_graphs, *(every or [lens]))
 
 
 def decode_query_len(batch: Any, known: Container[int]) -> int | Reason:
