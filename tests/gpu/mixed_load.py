@@ -89,7 +89,12 @@ def environment(folder: Path, name: str, runner: str, **variables: str) -> dict[
 
 
 def run_each(
-    made: Load, folder: Path, runner: str, sides: Mapping[str, Mapping[str, str]], features: Collection[str]
+    made: Load,
+    folder: Path,
+    runner: str,
+    sides: Mapping[str, Mapping[str, str]],
+    features: Collection[str],
+    **variables: str,
 ) -> dict[str, Run]:
     """Run a load on V1 or V2 at the same time with several choices for `features`.
 
@@ -99,11 +104,12 @@ def run_each(
         runner: V1 or V2.
         sides: name -> feature -> its gate's value, `off` where none is given.
         features: those that differ.
+        variables: of all sides.
     """
 
     def process(side: str) -> Process:
         gates = {gate_of(feature): sides[side].get(feature, "off") for feature in features}
-        return Process({side: made}, environment(folder, side, runner, **gates))
+        return Process({side: made}, environment(folder, side, runner, **gates, **variables))
 
     processes = {side: process(side) for side in sides}
     runs = loads.at_once(

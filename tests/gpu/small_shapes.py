@@ -58,6 +58,7 @@ class Case:
         since: the first vLLM that runs it.
         options: of vLLM's.
         initialised: see :class:`Load`. All drafts of a block begin as the same token, and would all be one.
+        variables: of the environment.
     """
 
     shape: Shape
@@ -68,6 +69,7 @@ class Case:
     since: str = "0.20.0"
     options: Mapping[str, Any] = field(default_factory=dict)
     initialised: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def engine(self, folder: Path) -> dict[str, Any]:
         """Arguments of `LLM`.
@@ -122,6 +124,8 @@ _ALL_OF_V2: Final = dict.fromkeys(V2_GRAPHS, "")
 _PREFILL: Final = {"gdn_prefill_backend": "triton", "enable_prefix_caching": False}
 #: Variables with which linear layers in FP8 are not FlashInfer's or DeepGEMM's, which are compiled as well.
 NOTHING_TO_COMPILE: Final = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
+#: A sum is split alike whatever else is in a batch. vLLM would leave compiled models, and their pieces, out with it.
+_BATCH_INVARIANT: Final = {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
 
 CASES: Final[Mapping[str, Case]] = {
     "experts": Case(cut("30b-a3b", 4), "eagle3", _DRAFTS_STEP_BY_STEP, _ALL_OF_V2),
@@ -166,6 +170,7 @@ CASES: Final[Mapping[str, Case]] = {
         _PASSES_OF_MLA,
         _ALL_OF_V2,
         options={"attention_config": {"backend": "FLASH_ATTN_MLA"}},
+        variables=_BATCH_INVARIANT,
     ),
     "MLA, planned by its kernel": Case(
         cut("deepseek-v3-4l", 4, n_routed_experts=16),

@@ -38,7 +38,7 @@ def compare(name: str, folder: Path, runner: str, expected: Mapping[str, str], f
         pytest.skip(f"vLLM {version} has no such features on V2")
     made = case.load(folder / "model")
     sides: dict[str, dict[str, str]] = {"off": {}, "auto": dict.fromkeys(features, "auto")}
-    runs = run_each(made, folder, runner, sides, features)
+    runs = run_each(made, folder, runner, sides, features, **case.variables)
     stock, graphs = runs["off"], runs["auto"]
     keep(f"shape {name} {runner}", {"used": graphs.used, "unused": graphs.unused, "accepted": stock.accepted()})
     loads.assert_same(stock, graphs)
