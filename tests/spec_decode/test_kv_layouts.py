@@ -227,6 +227,12 @@ def test_later_backends_have_one_layout(vllm_tree: Callable) -> None:
             assert dim == 0, f"vLLM {version}: {name}"
 
 
+def clash(config: Any, groups: Any, sizes: list[int]) -> bool:
+    cache = types.SimpleNamespace(cache_dtype="auto")
+    runner = types.SimpleNamespace(kv_cache_config=config, attn_groups=groups, cache_config=cache)
+    return dflash_draft_backend.layouts_clash(runner, sizes)
+
+
 @pytest.mark.parametrize(
     ("spec", "gid"), [(Spec(), 1), (MambaSpec(), 0)], ids=["attention without a cache", "another kind of cache"]
 )
@@ -236,7 +242,7 @@ def test_groups_without_keys_and_values_are_passed_over(monkeypatch: pytest.Monk
     group = types.SimpleNamespace(kv_cache_spec=spec, kv_cache_group_id=gid, layer_names=["layer"], backend=None)
     other = types.SimpleNamespace(kv_cache_spec=Spec(), kv_cache_group_id=0, layer_names=["other"], backend=int)
     config = types.SimpleNamespace(kv_cache_tensors=[types.SimpleNamespace(shared_by=["layer", "other"])])
-    assert dflash_draft_backend.layouts_clash(config, [[group, other]], [BLOCK_SIZE], "auto") is False
+    assert clash(config, [[group, other]], [BLOCK_SIZE]) is False
 
 
 def test_an_engine_of_one_backend_is_not_asked_for_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,4 +259,4 @@ def test_an_engine_of_one_backend_is_not_asked_for_its_layout(monkeypatch: pytes
         for index, name in enumerate(("full", "sliding"))
     ]
     config = types.SimpleNamespace(kv_cache_tensors=[types.SimpleNamespace(shared_by=["full", "sliding"])])
-    assert not dflash_draft_backend.layouts_clash(config, groups, [BLOCK_SIZE] * 2, "auto")
+    assert not clash(config, groups, [BLOCK_SIZE] * 2)

@@ -70,24 +70,20 @@ def without_mm_prefix(config: VllmConfig) -> VllmConfig:
     return text_only
 
 
-def layouts_clash(
-    kv_cache_config: Any, attn_groups: Sequence[Sequence[Any]], kernel_block_sizes: Sequence[int], cache_dtype: str
-) -> bool:
+def layouts_clash(runner: Any, kernel_block_sizes: Sequence[int]) -> bool:
     """Whether layers that share a KV cache tensor disagree on block dimensions.
 
-    Args:
-        kv_cache_config: vLLM's ``KVCacheConfig``; its tensors say which layers share memory.
-        kernel_block_sizes: tokens per block, by KV cache group. A last group of layers without a cache has none.
-        cache_dtype: ``CacheConfig.cache_dtype``, which decides the shape for some backends.
+    `runner` is V1's. `kernel_block_sizes` are tokens per block, by KV cache group; a last group may have none.
     """
     # Not at the top: vLLM's selector of backends imports this module, and this import loads much.
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     groups: dict[str, Any] = {}
-    for group in itertools.chain.from_iterable(attn_groups):
+    for group in itertools.chain.from_iterable(runner.attn_groups):
         if isinstance(group.kv_cache_spec, AttentionSpec) and group.kv_cache_group_id < len(kernel_block_sizes):
             groups.update(dict.fromkeys(group.layer_names, group))
-    for tensor in kv_cache_config.kv_cache_tensors:
+    cache_dtype = runner.cache_config.cache_dtype
+    for tensor in runner.kv_cache_config.kv_cache_tensors:
         sharing = [groups[name] for name in tensor.shared_by if name in groups]
         # One backend agrees with itself, so an engine with one backend gets no more calls than in unpatched vLLM.
         if len({group.backend for group in sharing}) < 2:
