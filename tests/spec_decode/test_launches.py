@@ -101,6 +101,7 @@ def on_large(*attention: Attention, blackwell: tuple[Attention, ...] = ()) -> di
 _EAGLE: Final = {"drafter": "EagleSpeculator", "method": "eagle3"}
 _IMAGES: Final = {"supports_mm_inputs": True}
 _DP: Final = {"vllm_config.parallel_config.data_parallel_size": 8}
+_DENSE_DRAFT: Final = {"speculative_config.draft_model_config.is_moe": False}
 
 _DENSE_MLA: Final = on_large(FLASHMLA, blackwell=(FLASHINFER_MLA,))
 
@@ -116,6 +117,7 @@ LAUNCHES: Final = (
     Launch("Qwen3-8B-FP8, TP2, Eagle3", plain(), **_EAGLE),
     Launch("Qwen3-32B, TP2, Eagle3", plain(), **_EAGLE),
     Launch("Qwen3-30B-A3B, Eagle3", plain(), **_EAGLE),
+    Launch("Qwen3-30B-A3B, DP2, Eagle3", plain(), **_EAGLE, more={**_DP, **_DENSE_DRAFT}),
     # FlashAttention 2 has no attention sinks.
     Launch("gpt-oss-20b and 120b, Eagle3", {**plain(), "older": (TRITON,)}, **_EAGLE),
     Launch("Qwen3.5-4B and 9B, MTP", plain(GDN), plain(), more=_IMAGES, hybrid=True),
@@ -172,6 +174,7 @@ def runner_of(launch: Launch, gpu: str) -> Any:
     draft = target if launch.draft is None else launch.draft[gpu]
     speculator.attn_groups = [[group_of(attention, {})] for attention in draft]
     speculator.requires_non_causal = launch.method == "dflash"
+    speculator._build_uniform_batch_dp_sync = None
     runner.speculator, runner.speculative_config.method = speculator, launch.method
     if launch.hybrid:
         runner.model_state = object.__new__(MambaHybridModelState)
@@ -214,7 +217,8 @@ def test_the_page_is_up_to_date() -> None:
     [
         ("Llama-3.1-8B, Eagle3", ["SDIMX", "SI", "SDIMX"]),
         ("Qwen3-VL-8B, Eagle3", ["SDIMX", "SI", "SDIMX"]),
-        ("GLM-4.7, DP8, MTP", ["SI", "SI", "-"]),
+        ("GLM-4.7, DP8, MTP", ["SIX", "SI", "-"]),
+        ("Qwen3-30B-A3B, DP2, Eagle3", ["SDIMX", "SI", "SDIMX"]),
         ("Qwen3.6-27B and 35B-A3B, MTP, fp8 KV cache", ["SDI", "SI", "none"]),
     ],
 )

@@ -96,7 +96,11 @@ def runner_v1() -> Any:
 def runner_v2(target: type = TritonAttentionMetadataBuilder, draft: type = FlashAttentionMetadataBuilder) -> Any:
     """A `GPUModelRunner` of V2; the target's builders make metadata for the drafter's layer `mtp`, too."""
     speculator = object.__new__(MTPSpeculator)
-    speculator.speculative_config = SimpleNamespace(method="mtp", uses_dynamic_speculative_decoding=lambda: False)
+    speculator.speculative_config = SimpleNamespace(
+        method="mtp",
+        uses_dynamic_speculative_decoding=lambda: False,
+        draft_model_config=SimpleNamespace(is_moe=True),
+    )
     speculator.attn_groups = [[group(draft, "mtp")]]
     return SimpleNamespace(
         vllm_config=config(),
@@ -266,13 +270,7 @@ CASES: Final = [
     (runner_v2, "rejection_sampler", None, "not verified", TAIL),
     (runner_v2, "speculator.acceptance_estimator", object(), "acceptance", Part.V2_DRAFTING),
     (runner_v2, "adaptive_verification", object(), "verified changes", TAIL | MIXED),
-    (
-        runner_v2,
-        "vllm_config.parallel_config.data_parallel_size",
-        2,
-        "data parallelism",
-        Part.V2_DRAFTING | MIXED,
-    ),
+    (runner_v2, "vllm_config.parallel_config.data_parallel_size", 2, "draft's experts", Part.V2_DRAFTING),
     (runner_v2, "vllm_config.parallel_config.pipeline_parallel_size", 2, "pipeline", TAIL | MIXED),
     (runner_v2, "vllm_config.parallel_config.decode_context_parallel_size", 2, "split among", TAIL | MIXED),
     (runner_v2, "vllm_config.parallel_config.prefill_context_parallel_size", 2, "split among", TAIL | MIXED),
@@ -408,6 +406,19 @@ def test_without_drafts_there_are_graphs_of_inputs_and_sampling_where_they_are_a
     assert refused(plain_v2(), runner_v2) == refused(plain_v2(), runner_v2, "does not draft") == Part.V2_DRAFTING
     assert why_not(plain_v2(), TAIL) is None
     assert refused(change(plain_v2(), path, value), runner_v2, words) & WITHOUT_DRAFTS == parts
+
+
+def test_ranks_of_data_parallelism_have_graphs_of_what_they_agree_on_beforehand() -> None:
+    made = change(runner_v2(), "vllm_config.parallel_config.data_parallel_size", 2)
+    made.speculative_config.draft_model_config.is_moe = False
+    assert refused(made, runner_v2) == Part(0)
+    assert refused(change(made, "supports_mm_inputs", True), runner_v2, "each other's images") == MIXED
+    # As up to 0.29.
+    made.speculator = type("EagleSpeculator", (SimpleNamespace,), {})(attn_groups=made.speculator.attn_groups)
+    assert refused(made, runner_v2, "agree on each draft pass") == Part.V2_DRAFTING | MIXED
+    # It has no model.
+    made.speculative_config.method = "ngram"
+    assert not refused(made, runner_v2, "agree on each draft pass")
 
 
 def test_beside_a_drafter_no_request_brings_the_tokens_that_are_to_be_sampled() -> None:
@@ -590,6 +601,8 @@ OTHERS: Final = {
     "samples are watermarked",
     "block tables of the draft layers are made again in each step",
     "metadata must be built in each step ({})",
+    "ranks of data parallelism agree on each draft pass on the host",
+    "ranks of data parallelism do not know of each other's images",
     "a schedule for windows depends on the longest sequence",
 }
 

@@ -35,6 +35,7 @@ from vllm_hwplugin.spec_decode.builders import (
     why_not_in_graph,
 )
 from vllm_hwplugin.spec_decode.drafters import (
+    CACHED_METHODS,
     DRAFTERS,
     MASK_METHODS,
     SPECULATORS,
@@ -215,6 +216,23 @@ def _has(*names: str) -> Callable[[Any], bool]:
 def _ranks(*kinds: str) -> Callable[[Any], bool]:
     """Return a check for several ranks of any kind of parallelism named."""
     return lambda r: any(getattr(r.vllm_config.parallel_config, f"{kind}_parallel_size", 1) > 1 for kind in kinds)
+
+
+def _coupled_draft(runner: Any) -> bool:
+    """Whether ranks of data parallelism have draft models."""
+    return _ranks("data")(runner) and getattr(runner.speculative_config, "method", None) in CACHED_METHODS
+
+
+def _agrees_on_drafts(runner: Any) -> bool:
+    """Whether ranks of data parallelism agree again while they draft."""
+    # From 0.30 on vLLM drafts by what the target's batch agreed.
+    return _coupled_draft(runner) and not hasattr(runner.speculator, "_build_uniform_batch_dp_sync")
+
+
+def _shares_experts(runner: Any) -> bool:
+    """Whether draft passes exchange tokens between ranks of data parallelism."""
+    # vLLM pads passes after the first to the agreed number of requests, and a graph would pad them to its own.
+    return _coupled_draft(runner) and runner.speculative_config.draft_model_config.is_moe
 
 
 def _names(things: Iterable[Any]) -> str:
@@ -468,7 +486,14 @@ OBSTACLES: Final = (
         _has("drafter.set_per_group_attn_metadata", "drafter.set_per_group_block_table"),
     ),
     # Nothing of sampling and inputs is agreed.
-    Obstacle("ranks of data parallelism agree on each step on the host", _METADATA | _DRAFTS | _MIXED, _ranks("data")),
+    Obstacle("ranks of data parallelism agree on each step on the host", _METADATA, _ranks("data")),
+    Obstacle("ranks of data parallelism agree on each draft pass on the host", _DRAFTS | _MIXED, _agrees_on_drafts),
+    Obstacle("ranks of data parallelism share the draft's experts", _DRAFTS, _shares_experts),
+    Obstacle(
+        "ranks of data parallelism do not know of each other's images",
+        _MIXED,
+        lambda r: _ranks("data")(r) and r.supports_mm_inputs,
+    ),
     Obstacle(
         "stages of a pipeline exchange tokens in the host's order", _PHASE | _V1 | _TAIL | _MIXED, _ranks("pipeline")
     ),

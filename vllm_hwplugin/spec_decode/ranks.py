@@ -1,25 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agree between the ranks of tensor parallelism; imports no kernel, so obstacles can be read on any host."""
+"""Agree between the ranks of an engine; imports no kernel, so obstacles can be read on any host."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
 
 import torch
-from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
+from vllm.distributed.parallel_state import get_dp_group, get_tp_group, model_parallel_is_initialized
+
+_WITH_DATA_PARALLELISM: Final = ContextVar("with_data_parallelism", default=False)
+
+
+@contextmanager
+def with_data_parallelism() -> Iterator[None]:
+    """Let `all_ranks` include ranks of data parallelism.
+
+    They must make the same calls.
+    """
+    token = _WITH_DATA_PARALLELISM.set(True)
+    try:
+        yield
+    finally:
+        _WITH_DATA_PARALLELISM.reset(token)
 
 
 def all_ranks(agreed: bool) -> bool:
     """Whether all ranks of tensor parallelism agree; they wait for each other."""
-    return bool(over_ranks(agreed, torch.distributed.ReduceOp.MIN))
+    agreed = bool(over_ranks(agreed, torch.distributed.ReduceOp.MIN))
+    if _WITH_DATA_PARALLELISM.get() and model_parallel_is_initialized():
+        agreed = bool(_over(get_dp_group(), agreed, torch.distributed.ReduceOp.MIN))
+    return agreed
 
 
 def over_ranks(value: int, op: Any) -> int:
     """Return `op` applied to every rank's value."""
-    if not tensor_parallel():
+    return _over(get_tp_group(), value, op) if tensor_parallel() else value
+
+
+def _over(group: Any, value: int, op: Any) -> int:
+    if group.world_size == 1:
         return value
     values = torch.tensor([value], dtype=torch.int64)
-    torch.distributed.all_reduce(values, op=op, group=get_tp_group().cpu_group)
+    torch.distributed.all_reduce(values, op=op, group=group.cpu_group)
     return int(values.item())
 
 

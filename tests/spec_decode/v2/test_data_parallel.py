@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks of data parallelism in lock step: sampling and inputs in graphs change nothing that ranks exchange.
+"""Two ranks of data parallelism in lock step: graphs change nothing that ranks exchange.
 
 Layers of experts exchange tokens in each pass. So ranks must run the same passes with the same padding, also while one
 has no requests, or falls back to vLLM.
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from packaging.version import Version
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin.spec_decode.step_counts import Reason
+from vllm_hwplugin.spec_decode.v2 import mixed_graphs
 from vllm_hwplugin.spec_decode.v2.tail_graph import TailGraphs
 
 from ..engines import DRAFTS
@@ -26,7 +28,7 @@ from ..engines import VOCAB as WORDS
 from ..walks import BEST, MORE, PLAIN, UNPATCHED, host_of_graphs
 from .released_modules import Graph, ReleasedModules
 from .scheduled_runner import STAND_INS, Side, read_by_the_plugin
-from .test_mixed_graphs import KERNELS
+from .test_mixed_graphs import KERNELS, SIZES_HERE, graphs_of
 
 RANKS = 2
 
@@ -80,10 +82,24 @@ class Exchange:
             raise failures[0]
 
 
+class RankSide(Side):
+    """A rank, whose draft may have experts."""
+
+    def __init__(self, modules: ReleasedModules, experts: bool, **how: Any) -> None:
+        self._experts = experts
+        super().__init__(modules, **how)
+
+    def _begin(self) -> None:
+        self.config.speculative_config.draft_model_config.is_moe = self._experts
+        super()._begin()
+
+
 class Ranks:
     """All ranks of one engine."""
 
-    def __init__(self, tree: Any, monkeypatch: pytest.MonkeyPatch | None, mode: CUDAGraphMode, **choices: str) -> None:
+    def __init__(
+        self, tree: Any, monkeypatch: pytest.MonkeyPatch | None, mode: CUDAGraphMode, experts: bool, **choices: str
+    ) -> None:
         self._exchange, self.sides = Exchange(), list[Side]()
         #: By rank: the passes of the last step, with their tokens.
         self.passes: list[list[Any]] = [[] for _ in range(RANKS)]
@@ -97,7 +113,7 @@ class Ranks:
             if monkeypatch is not None:
                 read_by_the_plugin(modules, monkeypatch)
             vars(modules("cudagraph_utils"))["has_compiled_submodule"] = lambda model: True
-            self.sides.append(Side(modules, mode=mode, rank=(rank, RANKS)))
+            self.sides.append(RankSide(modules, experts, mode=mode, rank=(rank, RANKS), largest=max(SIZES_HERE)))
             self._note(rank)
 
     def _note(self, rank: int) -> None:
@@ -135,20 +151,24 @@ class Ranks:
 
 
 @contextmanager
-def both(tree: Any, mode: CUDAGraphMode) -> Iterator[tuple[Ranks, Ranks]]:
+def both(tree: Any, mode: CUDAGraphMode, experts: bool = False) -> Iterator[tuple[Ranks, Ranks]]:
     """Unpatched vLLM and vLLM with the plugin."""
     with host_of_graphs() as monkeypatch:
-        yield Ranks(tree, None, mode, **UNPATCHED), Ranks(tree, monkeypatch, mode)
+        yield Ranks(tree, None, mode, experts, **UNPATCHED), Ranks(tree, monkeypatch, mode, experts)
 
 
-def compare(engines: tuple[Ranks, Ranks]) -> None:
+def of_target(passes: list[Any]) -> list[Any]:
+    return [one for one in passes if one[0].startswith("target")]
+
+
+def serve(engines: tuple[Ranks, Ranks]) -> None:
+    """Take a step, after which each rank has what it has without graphs."""
     stock, patched = engines
     for engine in engines:
         Graph.replayed.clear()
         with torch.random.fork_rng():
             torch.manual_seed(1)
             engine.step()
-    assert patched.passes == stock.passes
     # The same number of exchanges on each rank, and in each engine.
     assert len({*stock._exchange.counts, *patched._exchange.counts}) == 1
     for one, other in zip(stock.sides, patched.sides, strict=True):
@@ -156,7 +176,27 @@ def compare(engines: tuple[Ranks, Ranks]) -> None:
         assert other.sampled == one.sampled
 
 
-def load(engines: tuple[Ranks, Ranks], kinds: list[dict[str, Any]]) -> None:
+def compare(engines: tuple[Ranks, Ranks]) -> None:
+    """Take a step with the passes of unpatched vLLM; a draft without experts exchanges nothing in its passes."""
+    serve(engines)
+    stock, patched = engines
+    experts = stock.sides[0]._experts
+    for one, other in zip(stock.passes, patched.passes, strict=True):
+        assert (other == one) if experts else (of_target(other) == of_target(one))
+
+
+def compare_ranks(engines: tuple[Ranks, Ranks]) -> None:
+    """Take a step with the same passes on each rank."""
+    serve(engines)
+    one, other = engines[1].passes
+    assert of_target(other) == of_target(one), "ranks differ"
+
+
+def load(
+    engines: tuple[Ranks, Ranks],
+    kinds: list[dict[str, Any]],
+    step: Callable[[tuple[Ranks, Ranks]], None] = compare,
+) -> None:
     """A rank gets more requests than the other, then has none; prompts come while the other decodes."""
 
     def add(rank: int, name: str, length: int, **request: Any) -> None:
@@ -169,24 +209,60 @@ def load(engines: tuple[Ranks, Ranks], kinds: list[dict[str, Any]]) -> None:
     ):
         add(rank, f"{rank}-{number}", length, max_tokens=tokens, **kinds[number % len(kinds)])
         for _ in range(3):
-            compare(engines)
+            step(engines)
     while any(side.scheduler.has_requests() for side in engines[0].sides):
-        compare(engines)
+        step(engines)
+
+
+def skip_where_padding_overwrites_keys(tree: Any) -> None:
+    if Version(tree.version) < Version("0.29"):
+        pytest.skip("unpatched vLLM has padding overwrite the first keys of a request in the draft")
 
 
 @pytest.mark.each_vllm("v2-step-inputs")
 @pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE])
-def test_ranks_run_the_same_passes_and_sample_in_graphs(vllm_here: Any, mode: CUDAGraphMode) -> None:
-    if Version(vllm_here.version) < Version("0.29"):
-        pytest.skip("unpatched vLLM has padding overwrite the first keys of a request in the draft")
-    with both(vllm_here, mode) as engines:
+@pytest.mark.parametrize("experts", [False, True], ids=["dense draft", "draft of experts"])
+def test_ranks_run_the_same_passes_in_graphs(vllm_here: Any, mode: CUDAGraphMode, experts: bool) -> None:
+    skip_where_padding_overwrites_keys(vllm_here)
+    drafts = not experts and Version(vllm_here.version) >= Version("0.30")
+    with both(vllm_here, mode, experts) as engines:
         load(engines, PLAIN + BEST + MORE)
         for side in engines[1].sides:
             tail, inputs = side.runner.tail_graphs, side.runner.step_inputs
             assert tail._sampling.outcomes()["served"] > 5
             assert inputs._step_counts.outcomes()["served"] > 5
-            # vLLM drafts.
-            assert not tail._drafting.outcomes().get("served")
+            assert (tail._drafting.outcomes().get("served", 0) > 5) is drafts
+
+
+@pytest.mark.each_vllm("v2-mixed-graphs")
+@pytest.mark.parametrize("by_own_requests", [False, True])
+def test_ranks_replay_the_same_graph_of_a_mixed_batch(
+    vllm_here: Any, by_own_requests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if Version(vllm_here.version) < Version("0.30"):
+        pytest.skip("ranks agree on each draft pass")
+    monkeypatch.setattr(mixed_graphs, "SIZES", (*SIZES_HERE, 40))
+    if by_own_requests:
+        # As without data parallelism: a graph takes fewer requests than its tokens could be of.
+        offer = mixed_graphs._offer
+
+        def bounded(manager: Any, graphs: list[Any]) -> None:
+            offer(manager, [replace(one, num_reqs=min(one.num_reqs, 1)) for one in graphs])
+
+        monkeypatch.setattr(mixed_graphs, "_offer", bounded)
+    with both(vllm_here, CUDAGraphMode.FULL_AND_PIECEWISE) as engines:
+        assert [graphs_of(side)["target"] for side in engines[1].sides] == RANKS * [{*SIZES_HERE}]
+        replays: set[int] = set()
+
+        def step(engines: tuple[Ranks, Ranks]) -> None:
+            compare_ranks(engines)
+            passes = of_target(engines[1].passes[0])
+            assert all(name == "target graph" for name, _ in passes)
+            replays.update(tokens for _, tokens in passes)
+
+        with pytest.raises(AssertionError, match="ranks differ") if by_own_requests else nullcontext():
+            load(engines, PLAIN + BEST, step)
+        assert by_own_requests or replays & {*SIZES_HERE}
 
 
 @pytest.mark.each_vllm("v2-step-inputs")

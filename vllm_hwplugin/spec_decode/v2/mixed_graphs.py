@@ -23,6 +23,7 @@ from vllm_hwplugin.spec_decode.builders import flash_versions
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.drafters import SHARED_FIRST_PASS
 from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
+from vllm_hwplugin.spec_decode.ranks import with_data_parallelism
 from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch
 from vllm_hwplugin.spec_decode.v2.mixed_sizes import KEEPS_PIECES
 
@@ -89,11 +90,18 @@ def add_mixed_graphs(runner: Any) -> None:
         return
     most_tokens = min(runner.max_num_tokens, runner.compilation_config.max_cudagraph_capture_size or 0)
     sizes = [size for size in SIZES if size <= most_tokens]
-    reason = why_not(runner, Part.V2_MIXED)
+    with with_data_parallelism():
+        reason = why_not(runner, Part.V2_MIXED)
     if reason is not None or not sizes:
         report_unused(V2_MIXED_GRAPHS, _STOCK, reason or f"graphs have {most_tokens} tokens at most")
         return
-    most, grid = min(runner.max_num_reqs, MAX_NUM_REQS), _FLASH_2_GRID if _over_flash_2(runner) else None
+    most, grid = runner.max_num_reqs, _FLASH_2_GRID if _over_flash_2(runner) else None
+    if runner.dp_size == 1:
+        most = min(most, MAX_NUM_REQS)
+    elif grid:
+        # Ranks of data parallelism agree on tokens, and each looks for the graph by its own requests: a graph takes as
+        # many as a batch of its tokens may have, so that all find the same.
+        sizes = [size for size in sizes if min(size, most) <= grid // size]
     graphs = [
         BatchExecutionDescriptor(
             cg_mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=min(size, most, grid // size if grid else most)

@@ -170,6 +170,14 @@ def draft_hidden_states(model: Any, hidden_states: torch.Tensor) -> torch.Tensor
     return hidden_states if states is None else states
 
 
+def _agreed(dp_size: int, num_reqs: int, num_tokens: int) -> Any:
+    """Return what data-parallel ranks agreed on for an eager pass."""
+    from vllm.v1.worker.gpu.dp_utils import DPSyncState
+
+    counts = torch.full((dp_size,), num_tokens, dtype=torch.int32, device="cpu")
+    return DPSyncState(counts, uniform_token_count=None, eager=True, num_reqs=num_reqs)
+
+
 class TailRecorder:
     """Captures the sampling and drafting graphs of one `GPUModelRunner`.
 
@@ -334,6 +342,10 @@ class TailRecorder:
         hidden_states, aux_hidden_states = target_states(runner)
         # From 0.32. Earlier versions always make the largest number of drafts.
         asked = known_arguments(runner.speculator.propose, num_speculative_tokens=query_len - 1)
+        if runner.dp_size > 1:
+            agreed = _agreed(runner.dp_size, num_reqs, batch.num_tokens)
+            # 0.32 renamed it.
+            asked |= known_arguments(runner.speculator.propose, dp_sync=agreed, dp_sync_state=agreed)
         padding = buffers.padding(num_reqs, query_len)
         # Rows of padding hold results of a step with other requests, maybe of a graph with longer requests.
         num_sampled, num_rejected = (
@@ -356,6 +368,6 @@ class TailRecorder:
                 is_profile=True,
                 **asked,
             )
-        if asked:
+        if "num_speculative_tokens" in asked:
             drafts[:, query_len - 1 :] = -1
         runner.req_states.draft_tokens[batch.idx_mapping] = drafts
