@@ -84,7 +84,7 @@ def _understood(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> bool:
         raise _Read
 
     monkeypatch.setattr(Parser, "error", misused)
-    monkeypatch.setattr(Parser, "_get_value", lambda parser, action, text: text)
+    monkeypatch.setattr(Parser, "_get_value", lambda parser, action, text: int(text) if text.isdigit() else text)
     monkeypatch.setattr(Parser, "read", read)
     chosen = COMMANDS[words[0]]
     try:
