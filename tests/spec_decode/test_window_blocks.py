@@ -275,6 +275,6 @@ def test_the_scheduler_is_asked_once_its_block_manager_stands(version: str, vllm
     )
     start = next(node for node in scheduler.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     steps = [ast.unparse(node) for node in start.body]
-    asked = steps.index("report_scheduler(self)")
+    asked = steps.index("window_blocks.report_scheduler(self)")
     for needed in ("self.vllm_config = vllm_config", "self.kv_cache_manager = KVCacheManager("):
         assert any(step.startswith(needed) for step in steps[:asked])
