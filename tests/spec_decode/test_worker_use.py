@@ -98,6 +98,7 @@ def worker(v2: bool = False, drafter: Any = ..., **changes: Any) -> SimpleNamesp
         structured_outputs_config=SimpleNamespace(reasoning_parser=""),
         kv_transfer_config=None,
         lora_config=None,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
     )
     if drafter is ...:
         has = {"fused_drafts": None} if v2 else {"draft_graphs": None, "draft_context": None}
@@ -282,6 +283,25 @@ def test_an_operation_that_honours_weight_rows_leaves_the_norm_to_vllm(monkeypat
     for honours, expected in ((True, False), (False, True)):
         monkeypatch.setattr(dflash_context_norm, "_answers", {"a question": True, "another": honours})
         assert ("dflash-context-norm" in used(worker(**{METHOD: "dflash"}))) is expected
+
+
+@pytest.mark.parametrize(
+    ("cache", "hopper", "mode", "named"),
+    [
+        ("fp8_e4m3", False, CUDAGraphMode.PIECEWISE, True),
+        ("fp8_e4m3", True, CUDAGraphMode.PIECEWISE, False),
+        ("auto", False, CUDAGraphMode.PIECEWISE, False),
+        ("fp8_e4m3", False, CUDAGraphMode.NONE, False),
+    ],
+)
+def test_where_a_quantized_cache_may_cost_the_graphs_the_report_says_what_keeps_them(
+    cache: str, hopper: bool, mode: CUDAGraphMode, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_use.current_platform, "device_type", "cuda", raising=False)
+    monkeypatch.setattr(worker_use.current_platform, "has_device_capability", lambda _: hopper, raising=False)
+    worker_use.report_worker(worker(v2=True, **{MODE: mode, "cache_config__cache_dtype": cache}))
+    cure = uses()["v2-step-inputs"]["cure"]
+    assert ("--attention-backend TRITON_ATTN" in cure) is named
 
 
 def test_features_are_named_by_the_cause_that_they_share_with_what_to_change(

@@ -27,6 +27,13 @@ from vllm_hwplugin.spec_decode.v1.draft_decision import drafter_obstacle
 # By kind of drafter, its methods and what they are called in a report.
 _KINDS: Final = {"cached": (CACHED_METHODS, "drafters with a KV cache"), "masks": (MASK_METHODS, "DFlash")}
 
+#: There FLASH_ATTN refuses such a cache, and FLASHINFER up to 0.32 takes a request's drafts for a prompt. Triton has no
+#: such numbers below compute capability 8.9.
+_FP8_CACHE: Final = (
+    "the fp8 KV cache costs the graphs on this GPU if vLLM up to 0.32 chooses FLASHINFER for it: set "
+    "--attention-backend TRITON_ATTN (from compute capability 8.9) or --kv-cache-dtype auto, or use vLLM 0.33"
+)
+
 
 def report_worker(worker: Any) -> None:
     """Report what a ready worker uses, as `compile_or_warm_up_model`'s last step."""
@@ -61,6 +68,11 @@ def _decodes_plainly(worker: Any) -> bool:
     return bool(worker.use_v2_model_runner) and decodes_plainly(worker.model_runner)
 
 
+def _quantized_cache_before_hopper(config: Any) -> bool:
+    cuda = current_platform.device_type == "cuda"
+    return cuda and config.cache_config.cache_dtype.startswith("fp8") and not current_platform.has_device_capability(90)
+
+
 def _no_graphs(config: Any) -> Unused:
     """Return the reason for decode batches without FULL graphs, and its cure."""
     mode = config.compilation_config.cudagraph_mode
@@ -73,6 +85,8 @@ def _no_graphs(config: Any) -> Unused:
             cure = ""
         elif config.model_config.enforce_eager:
             cause, cure = "this engine has no CUDA graphs", "start it without --enforce-eager"
+    elif mode.decode_mode().name != "FULL" and _quantized_cache_before_hopper(config):
+        cure = f"{_FP8_CACHE}; if that is not it, {cure}"
     return Unused(
         f"the target's cudagraph_mode is {mode.name}", mode.decode_mode().name != "FULL", cause=cause, cure=cure
     )
