@@ -78,16 +78,16 @@ def test_texts_are_those_of_a_fixed_number(name: str, sides: Sides) -> None:
 def test_each_number_has_graphs_for_any_batch(sides: Sides) -> None:
     run = sides.changing["alone"]
     drafting = run.counted["v2-tail-graph drafting"]
-    # A trial begins and ends with a step that makes another number of drafts than it verifies.
     assert drafting.keys() == {"served", "prompt", "fewer_drafts"}
-    assert drafting["fewer_drafts"] < 8 < 100 < drafting["served"]
+    # A trial begins and ends with a step that makes another number of drafts than it verifies.
+    assert drafting["fewer_drafts"] <= 15 < 100 < drafting["served"]
     assert run.noted["v2-tail-graph"].startswith("9 shapes of at most 6 requests")
 
 
 def test_says_what_it_did(sides: Sides) -> None:
     run = sides.changing["alone"]
     assert DRAFT_SCHEDULE in run.used
-    assert run.noted[DRAFT_SCHEDULE].endswith("; steps: 41 with k=3; 1 trials")
+    assert run.noted[DRAFT_SCHEDULE].startswith("nothing learned, no batch size has 200 measured steps; steps: ")
     # At the end of each engine.
-    ends = [line for line in sides.log.splitlines() if "draft-schedule: nothing learned" in line]
-    assert sorted(line.rpartition("; ")[2] for line in ends) == ["0 trials", "2 trials"]
+    ends = [line.rpartition("; ")[2] for line in sides.log.splitlines() if "draft-schedule: nothing learned" in line]
+    assert sorted(ends) == ["0 trials", "5 trials"]

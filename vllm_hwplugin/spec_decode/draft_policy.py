@@ -18,7 +18,7 @@ MIN_STEPS: Final = 200
 #: Gain by which another k replaces the chosen k.
 HYSTERESIS: Final = 0.03
 #: Measured steps of a bucket between two trials: of a k that was measured in too few steps, and of any other k.
-TRIAL_EVERY: Final = (40, 400)
+TRIAL_EVERY: Final = (20, 400)
 #: A trial ends after this many measured steps with its k, or after so many steps of any kind.
 TRIAL_STEPS: Final = (4, 16)
 # Measured steps, and drafts of the first position, from which a k is known.
@@ -89,9 +89,10 @@ class DraftPolicy:
             bucket.tried[1] += 1
             if any(done >= most for done, most in zip(bucket.tried, TRIAL_STEPS, strict=True)):
                 bucket.trial = None
-                self._decide(bucket)
         elif bucket.until_trial <= 0 and len(bucket.recent) >= _KNOWN_STEPS:
             self._try(bucket)
+        if bucket.trial is None:
+            self._decide(bucket)
         return bucket.k if bucket.trial is None else bucket.trial
 
     def learned(self) -> list[tuple[int, int]]:
