@@ -39,10 +39,11 @@ Parts of a step that run in graphs with the plugin, on Model Runner V2: **S** sa
 - Your engine's log line and `vllm-hwplugin doctor` say what your engine has.
 - On B200 FLASHINFER runs TRTLLM kernels, whose graphs `VLLM_HWPLUGIN_TRTLLM_GRAPHS=1` asks for.
 - X of a model that takes images is for batches of text. X over FlashAttention 2 and 4 was never run on a GPU.
-- On H100 {basic} of {all} launches have sampling and inputs in graphs, and {mixed} batches with prompts. The others lack
-  X because of their attention: recurrent layers (Qwen3.5 and newer, Qwen3-Next, Nemotron 3) and the indexer of sparse MLA
-  (DeepSeek-V3.2, GLM-5) split a prompt into chunks on the host, FLASHMLA (Kimi) decodes a fixed number of tokens, and
-  MiniMax-M3 has its own sparse attention, which is not known to suit a graph.
+- On H100 {basic} of {all} launches have sampling and inputs in graphs, and {mixed} batches with prompts. The
+  others lack X because of their attention. Recurrent layers (Qwen3.5 and newer, Qwen3-Next, Nemotron 3) and
+  the indexer of sparse MLA (DeepSeek-V3.2, GLM-5) split a prompt into chunks on the host. FLASHMLA (Kimi)
+  decodes a fixed number of tokens. MiniMax-M3 has its own sparse attention, which is not known to suit a
+  graph.
 - With an fp8 KV cache on Ada, `--attention-backend TRITON_ATTN` keeps the graphs that vLLM up to 0.32 drops.
 
 This page is made from `tests/spec_decode/test_launches.py` by `make docs`.
