@@ -227,6 +227,7 @@ NOT_COMPILED = {
     "VLLM_HWPLUGIN_TRTLLM_GRAPHS": "graphs are recorded at each start",
     gates.PLAIN_DECODE: "graphs are recorded at each start",
     "VLLM_HWPLUGIN_NWOR_MODE": "it works between steps",
+    "VLLM_HWPLUGIN_V2_DRAFT_HEAD": "vLLM compiles no head",
     "VLLM_HWPLUGIN_NWOR_EMIT_METRICS": "it counts",
     "VLLM_HWPLUGIN_NWOR_DEBUG_SYNC": "it compares after a step",
 }

@@ -281,6 +281,16 @@ GATES: Final[tuple[Gate, ...]] = (
         since="0.2.0",
     ),
     Gate(
+        "VLLM_HWPLUGIN_V2_DRAFT_HEAD",
+        "choice",
+        "off",
+        "Feature v2-draft-head: Eagle and MTP drafts multiply by an FP8 copy of the head (copy), or by FP8 rows "
+        "of recent tokens (rows); Model Runner V2. Not run on a GPU.",
+        affects=("patches",),
+        choices=("off", "copy", "rows"),
+        since="0.3.0",
+    ),
+    Gate(
         "VLLM_HWPLUGIN_NWOR_MODE",
         "choice",
         "off",

@@ -210,10 +210,26 @@ SHAPES: Final[Mapping[str, Shape]] = {
         vocabulary=248320,
         model=("qwen3_5_text", "Qwen3_5ForCausalLM"),
         rope=_rope(10000000.0, partial_rotary_factor=0.25),
-        more={"attn_output_gate": True, "mamba_ssm_dtype": "float32"},
-        methods={"dflash": Version("0.27.0")},
+        more={"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1},
+        methods={"dflash": Version("0.27.0"), "mtp": Version("0.28.0")},
         draft_heads=(32, 8, 128),
         recurrent=Recurrent(state_element=4),
+    ),
+    # As above. Two of its vLLM servers fit a GPU of 141 GB.
+    "qwen3.6-27b-fp8": Shape(
+        "Qwen3.6-27B-FP8",
+        layers=64,
+        hidden=5120,
+        heads=24,
+        kv_heads=4,
+        head_dim=256,
+        intermediate=17408,
+        vocabulary=248320,
+        model=("qwen3_5_text", "Qwen3_5ForCausalLM"),
+        rope=_rope(10000000.0, partial_rotary_factor=0.25),
+        more={**_FP8, "attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1},
+        methods={"mtp": Version("0.28.0")},
+        recurrent=Recurrent(value_heads=48, state_element=4),
     ),
     # DeepSeek-V3: three dense layers, and one with experts.
     "deepseek-v3-4l": Shape(

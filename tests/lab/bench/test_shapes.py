@@ -23,6 +23,7 @@ DRAFT = {
     "eagle3": ("LlamaForCausalLMEagle3", "llama"),
     "dflash": ("DFlashDraftModel", "qwen3"),
     "draft_model": ("Qwen3ForCausalLM", "qwen3"),
+    ("qwen3_5_text", "mtp"): ("Qwen3_5MTP", "qwen3_5_mtp"),
     ("qwen3_next", "mtp"): ("Qwen3NextMTP", "qwen3_next_mtp"),
     ("deepseek_v3", "mtp"): ("DeepSeekMTPModel", "deepseek_mtp"),
     ("gemma4_text", "mtp"): ("Gemma4MTPModel", "gemma4_mtp"),

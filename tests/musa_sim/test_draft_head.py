@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts by an FP8 copy of the target's head, and by rows of it, on Model Runner V2 on the simulated device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vllm_hwplugin.base.features import V2_DRAFT_HEAD, gate_of
+
+from . import loads
+from .loads import Engine, Load, Process, Request, Run
+
+pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
+
+GRAPHS = {gate_of(name): "on" for name in ("engine-report", "v2-graph-addresses", "v2-step-inputs", "v2-tail-graph")}
+
+
+def greedy() -> list[Request]:
+    texts = json.loads((loads.SMALL / "prompts.json").read_text())["prompt_ids"]
+    params = {"temperature": 0.0, "max_tokens": 40}
+    return [Request("abcdef"[number], texts[number][:40], 3 * number, params) for number in range(6)]
+
+
+LOAD = Load(Engine("eagle3", more={"num_gpu_blocks_override": 60}).on_musa(), greedy(), autotuned=False)
+
+
+def sides_of(folder: Path, vllm: tuple[str, Path] | None) -> dict[str, Run]:
+    asked = {form: {gate_of(V2_DRAFT_HEAD): form} for form in ("off", "copy", "rows")}
+    processes = {
+        form: Process({"eagle3": LOAD}, loads.musa(folder / f"host, {form}", vllm, **loads.UNPATCHED | GRAPHS | gates))
+        for form, gates in asked.items()
+    }
+    return {form: runs["eagle3"] for form, runs in loads.side_by_side(processes, folder).items()}
+
+
+@pytest.fixture(scope="module")
+def sides(musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    return sides_of(tmp_path_factory.mktemp("draft head"), newest)
+
+
+def assert_drafts_by(form: str, sides: dict[str, Run]) -> None:
+    whole, found = sides["off"], sides[form]
+    assert V2_DRAFT_HEAD in found.used
+    assert found.texts(found.answers) == whole.texts(whole.answers)
+    print(form, whole.accepted(), found.accepted(), found.noted[V2_DRAFT_HEAD])
+    assert sum(found.accepted()) > 0.9 * sum(whole.accepted())
+
+
+@pytest.mark.parametrize("form", ["copy", "rows"])
+def test_texts_stay(form: str, sides: dict[str, Run]) -> None:
+    assert_drafts_by(form, sides)
+
+
+def test_says_how_many_tokens_had_a_row(sides: dict[str, Run]) -> None:
+    assert "1024 rows in FP8" in sides["rows"].noted[V2_DRAFT_HEAD]
+    assert " had a row" in sides["rows"].noted[V2_DRAFT_HEAD]
+
+
+def test_copy_is_the_plugins_before_0_33(
+    released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    sides = sides_of(tmp_path_factory.mktemp("draft head of 0.32"), released("0.32.0"))
+    for form in ("copy", "rows"):
+        assert_drafts_by(form, sides)

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft's head: rows that follow the traffic, their ids, and which engines keep the whole head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+    VocabParallelEmbeddingShardIndices,
+)
+
+from vllm_hwplugin.base import run_records
+from vllm_hwplugin.base.features import V2_DRAFT_HEAD, gate_of
+from vllm_hwplugin.spec_decode.v2 import draft_head
+
+WORDS, WIDTH = 256, 32
+ROWS = WORDS // 4
+
+
+class Dequantized:
+    """Stands in for vLLM's FP8 method: it quantizes by row, and multiplies in float32."""
+
+    def create_weights(self, *_: object, **__: object) -> None:
+        pass
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        weight = layer.weight.data.float()
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        layer.weight = torch.nn.Parameter((weight / scale).to(torch.float8_e4m3fn).t(), requires_grad=False)
+        layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+
+    def apply(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x.float() @ layer.weight.float()) * layer.weight_scale.t()
+
+
+class Draft(torch.nn.Module):
+    """Its embedding is its head."""
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        self.embed_tokens = self.lm_head = head
+
+    def get_top_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head.quant_method.apply(self.lm_head, hidden).argmax(-1)
+
+
+class Runner:
+    """What `draft_head` reads of vLLM's runner, and the methods before which it puts itself."""
+
+    def __init__(self) -> None:
+        head: Any = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+        torch.nn.Module.__init__(head)
+        weight = torch.randn(WORDS, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+        head.weight = torch.nn.Parameter(weight, requires_grad=False)
+        head.quant_method, head.tp_size, head.org_vocab_size = UnquantizedEmbeddingMethod(), 1, WORDS
+        head.shard_indices = VocabParallelEmbeddingShardIndices(0, WORDS, WORDS, WORDS, 0, WORDS, WORDS, WORDS)
+        self.model = torch.nn.ModuleDict({"lm_head": head})
+        self.speculative_config = SimpleNamespace(method="mtp", draft_sample_method="greedy")
+        self.speculator = SimpleNamespace(
+            model=Draft(head), speculative_config=self.speculative_config, use_local_argmax_reduction=False
+        )
+        self.model_config = SimpleNamespace(dtype=torch.bfloat16, head_dtype=torch.bfloat16)
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
+        tokens = np.zeros((1, 64), dtype=np.int32)
+        self.req_states = SimpleNamespace(
+            req_id_to_index={"r": 0},
+            num_computed_tokens_np=np.array([8]),
+            prompt_len=SimpleNamespace(np=np.array([2])),
+            all_token_ids=SimpleNamespace(_uva_buf=SimpleNamespace(np=tokens)),
+        )
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        pass
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        self.req_states.req_id_to_index.clear()
+
+    def reload_weights(self) -> None:
+        pass
+
+    def reset_lora_state(self) -> None:
+        pass
+
+    def wake_up(self) -> None:
+        """As the hunk in the worker's `wake_up` does; the next step has other requests."""
+        self.hwplugin_woken = True
+        self.add_requests(SimpleNamespace(scheduled_new_reqs=[]))
+
+    def begin(self, tokens: list[int]) -> None:
+        request = SimpleNamespace(prefill_token_ids=tokens)
+        self.add_requests(SimpleNamespace(scheduled_new_reqs=[request]))
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_head, "Fp8PtpcOnlineLinearMethod", Dequantized)
+    monkeypatch.setattr(draft_head, "_copy_of", lambda source: draft_head.Fp8Head(source, None))
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Runner]:
+    def make(form: str) -> Runner:
+        monkeypatch.setenv(gate_of(V2_DRAFT_HEAD), form)
+        runner = Runner()
+        draft_head.install(runner)
+        return runner
+
+    return make
+
+
+def rows_of(runner: Runner) -> draft_head.Ring:
+    ring = runner.speculator.model.get_top_tokens.__self__.ring
+    assert isinstance(ring, draft_head.Ring)
+    return ring
+
+
+def assert_drafts_are_the_best_inside(runner: Runner) -> None:
+    """Each token with a row is what its own direction drafts, and nothing else is drafted."""
+    weight = runner.model["lm_head"].weight.float()
+    inside = np.sort(rows_of(runner).token_of)
+    hidden = torch.randn(500, WIDTH, generator=torch.Generator().manual_seed(1))
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    known = ((weight / scale).to(torch.float8_e4m3fn).float() * scale)[inside]
+    expected = torch.from_numpy(inside)[(hidden @ known.t()).argmax(-1)]
+    assert torch.equal(runner.speculator.model.get_top_tokens(hidden), expected)
+
+
+def test_rows_follow_prompts_and_answers(installed: Callable[[str], Runner]) -> None:
+    runner = installed("rows")
+    ring = rows_of(runner)
+    assert runner.speculator.use_local_argmax_reduction
+    assert runner.speculator.model.embed_tokens is runner.model["lm_head"]
+    assert runner.speculator.model.lm_head.weight.shape == (WIDTH, ROWS)
+    assert_drafts_are_the_best_inside(runner)
+    generator = np.random.default_rng(2)
+    for _ in range(40):
+        runner.begin(generator.integers(0, WORDS, 20).tolist())
+        assert_drafts_are_the_best_inside(runner)
+        held = np.flatnonzero(ring.slot_of >= 0)
+        assert np.array_equal(np.sort(ring.token_of), held)
+        assert np.array_equal(ring.token_of[ring.slot_of[held]], held)
+        # The lowest ids never leave.
+        assert set(range(ROWS // 4)) <= set(held)
+    # All words at once: one ring's worth.
+    runner.begin(list(range(WORDS)))
+    assert_drafts_are_the_best_inside(runner)
+
+
+def test_answers_are_counted_and_get_rows(installed: Callable[[str], Runner]) -> None:
+    runner = installed("rows")
+    runner.req_states.all_token_ids._uva_buf.np[0, :8] = [1, 2, 3, 4, 5, 200, 201, 202]
+    runner.finish_requests(SimpleNamespace(finished_req_ids={"r", "unknown"}))
+    assert (rows_of(runner).slot_of[[200, 201, 202]] >= 0).all()
+    assert not runner.req_states.req_id_to_index
+    assert (rows_of(runner).sampled, rows_of(runner).inside) == (6, 3)
+    assert_drafts_are_the_best_inside(runner)
+
+
+@pytest.mark.parametrize("after", ["reload_weights", "reset_lora_state", "wake_up", "many requests"])
+@pytest.mark.parametrize("form", ["copy", "rows"])
+def test_new_weights_are_copied(
+    form: str, after: str, installed: Callable[[str], Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if form == "copy" and after == "many requests":
+        pytest.skip("a copy is not fed")
+    monkeypatch.setattr(draft_head, "FEEDS", 3)
+    runner = installed(form)
+    draft, head = runner.speculator.model, runner.speculator.model.lm_head
+    address = head.weight.data_ptr()
+    runner.model["lm_head"].weight.data.mul_(-1)
+    if form == "rows":
+        # Sleep of level 2.
+        head.ids.fill_(1 << 40)
+    for _ in range(3):
+        runner.begin([1]) if after == "many requests" else getattr(runner, after)()
+    assert draft.lm_head.weight.data_ptr() == address
+    if form == "rows":
+        assert_drafts_are_the_best_inside(runner)
+    stored = (head.weight.float() * head.weight_scale.t()).t()
+    assert torch.allclose(stored, runner.model["lm_head"].weight.float()[: len(stored)], rtol=0.07, atol=0.01)
+
+
+def change(path: str, value: object) -> Callable[[Runner], None]:
+    def apply(runner: Runner) -> None:
+        owner, _, name = path.rpartition(".")
+        found: Any = runner
+        for part in owner.split(".") if owner else ():
+            found = found[part] if isinstance(found, torch.nn.ModuleDict) else getattr(found, part)
+        setattr(found, name, value)
+
+    return apply
+
+
+def added_words(runner: Runner) -> None:
+    runner.model["lm_head"].shard_indices = VocabParallelEmbeddingShardIndices(
+        0, WORDS, WORDS, WORDS + 8, 0, WORDS, WORDS, WORDS + 8
+    )
+
+
+class Gemma4Speculator(SimpleNamespace):
+    pass
+
+
+def gemma(runner: Runner) -> None:
+    runner.speculator = Gemma4Speculator(**vars(runner.speculator))
+
+
+ALWAYS = {
+    "this worker does not draft": change("speculator", None),
+    "the drafter is dflash": change("speculative_config.method", "dflash"),
+    "the drafter is draft_model": change("speculative_config.method", "draft_model"),
+    "Gemma4Speculator drafts with several heads": gemma,
+    "vLLM quantizes the draft's head already": change("speculative_config.draft_lm_head_quantization", "fp8"),
+    "the drafter has its own vocabulary": change("speculator.model.draft_id_to_target_id", torch.zeros(1)),
+    "the drafter does not share": change("model", torch.nn.ModuleDict()),
+    "the head is quantized (Dequantized)": change("model.lm_head.quant_method", Dequantized()),
+    "the head has a bias": change("model.lm_head.bias", torch.zeros(1)),
+    "the head has a bias, or added words": added_words,
+    "computes in torch.float32": change("model_config.head_dtype", torch.float32),
+    "tensor parallelism of 4": change("vllm_config.parallel_config.tensor_parallel_size", 4),
+}
+WITH_ROWS = {
+    "drafts are sampled": change("speculative_config.draft_sample_method", "probabilistic"),
+    "acceptance is estimated": change("speculator.enable_adaptive_verification", True),
+    "drafts have a watermark": change("speculator.draft_watermarker", object()),
+    "rows are not built": change("vllm_config.parallel_config.tensor_parallel_size", 2),
+}
+
+
+@pytest.mark.parametrize("reason", [*ALWAYS, *WITH_ROWS])
+def test_keeps_the_whole_head(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(gate_of(V2_DRAFT_HEAD), "rows")
+    runner = Runner()
+    (ALWAYS | WITH_ROWS)[reason](runner)
+    draft = getattr(runner.speculator, "model", None)
+    head = getattr(draft, "lm_head", None)
+    said = draft_head.obstacle(runner, "rows")
+    assert said is not None
+    assert reason in said
+    assert (draft_head.obstacle(runner, "copy") is None) == (reason in WITH_ROWS)
+    draft_head.install(runner)
+    assert getattr(draft, "lm_head", None) is head
+    assert not getattr(runner.speculator, "use_local_argmax_reduction", False)
+
+
+def test_a_gpu_without_a_kernel_keeps_the_whole_head(
+    installed: Callable[[str], Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("no kernel\nfor this GPU")
+
+    noted: dict[str, str] = {}
+    monkeypatch.setattr(run_records, "note", noted.__setitem__)
+    monkeypatch.setattr(Dequantized, "create_weights", refuse)
+    runner = installed("copy")
+    assert runner.speculator.model.lm_head is runner.model["lm_head"]
+    assert noted[V2_DRAFT_HEAD].endswith("the head cannot be quantized: ValueError: no kernel")

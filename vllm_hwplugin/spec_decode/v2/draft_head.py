@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let a drafter that shares the target's head read fewer bytes.
+
+It reads all rows in FP8, or FP8 rows of recent tokens. The drafter's `lm_head` becomes another module, which vLLM's
+logits processor multiplies by. The target keeps its head and verifies, so only acceptance can change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from vllm_hwplugin.base import gates, run_records
+from vllm_hwplugin.base.fallback import in_a_line, report_unused
+from vllm_hwplugin.base.features import V2_DRAFT_HEAD, gate_of
+
+from .runner import put_before
+
+#: Most rows of the form `rows`; it has a quarter of the vocabulary if that is less.
+ROWS: Final = 65536
+#: Prompts and answers after which all rows are copied again: a trainer may write weights and call nothing.
+FEEDS: Final = 1000
+#: Rows that are quantized together, to bound the float32 numbers between.
+_CHUNK: Final = 4096
+#: A draft's `embed_tokens` may be the same module as its head, and stays.
+_NAMES: Final = ("lm_head", "head")
+
+
+def install(runner: Any) -> None:
+    """Replace the draft's head as asked for, or report why not.
+
+    Both models are loaded, and nothing is captured.
+    """
+    form = gates.read(gate_of(V2_DRAFT_HEAD)).text
+    reason = obstacle(runner, form)
+    if reason is None:
+        try:
+            head = DraftHead(runner, form == "rows")
+        except Exception as error:  # A kernel that this GPU does not have, for example.
+            reason = f"the head cannot be quantized: {in_a_line(error)}"
+    if reason is not None:
+        report_unused(V2_DRAFT_HEAD, "drafts use the whole head", reason)
+        return
+    run_records.use(V2_DRAFT_HEAD, True)
+    head.note()
+    if isinstance(head.head, Fp8Head):
+        # vLLM refreshes its own copy. Up to 0.31 no weight update resets the state of adapters.
+        for name in ("reload_weights", "reset_lora_state"):
+            if hasattr(runner, name):
+                put_before(runner, name, head.refresh_after)
+        put_before(runner, "add_requests", head.add_requests)
+    if head.ring is not None:
+        put_before(runner, "finish_requests", head.finish_requests)
+
+
+def places(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Any]]:
+    """Return owner, name and module of each head in a draft model."""
+    return [
+        (owner, name, child)
+        for owner in model.modules()
+        for name, child in owner._modules.items()
+        if name in _NAMES and isinstance(child, VocabParallelEmbedding)
+    ]
+
+
+def obstacle(runner: Any, form: str) -> str | None:
+    """Return why this engine's draft keeps its head, or None."""
+    speculator, config = runner.speculator, runner.speculative_config
+    if speculator is None:
+        return "this worker does not draft"
+    ranks = runner.vllm_config.parallel_config.tensor_parallel_size
+    if config.method not in ("eagle", "eagle3", "mtp"):
+        return f"the drafter is {config.method}, and not Eagle or MTP"
+    if type(speculator).__name__ in ("Gemma4Speculator", "MultiModuleMTPSpeculator"):
+        return f"{type(speculator).__name__} drafts with several heads, or in another way"
+    if getattr(config, "draft_lm_head_quantization", None) is not None:
+        return "vLLM quantizes the draft's head already (draft_lm_head_quantization)"
+    if getattr(speculator.model, "draft_id_to_target_id", None) is not None:
+        return "the drafter has its own vocabulary"
+    heads = {head for *_, head in places(speculator.model)}
+    if len(heads) != 1:
+        return f"the draft model has {len(heads)} heads"
+    head = heads.pop()
+    if all(module is not head for module in runner.model.modules()):
+        return "the drafter does not share the target's head"
+    if not isinstance(head.quant_method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod):
+        return f"the head is quantized ({type(head.quant_method).__name__})"
+    if getattr(head, "bias", None) is not None or head.shard_indices.num_added_elements:
+        return "the head has a bias, or added words"
+    model_dtype = runner.model_config.dtype
+    if head.weight.dtype not in (torch.bfloat16, torch.float16) or runner.model_config.head_dtype != model_dtype:
+        return f"the head is {head.weight.dtype} and computes in {runner.model_config.head_dtype}"
+    if ranks > 2:
+        return f"with tensor parallelism of {ranks} a rank's part of the head is small"
+    return _rows_obstacle(speculator, ranks) if form == "rows" else None
+
+
+def _rows_obstacle(speculator: Any, ranks: int) -> str | None:
+    if speculator.speculative_config.draft_sample_method != "greedy":
+        return "drafts are sampled, and verification needs logits of all words, which only copy has"
+    if getattr(speculator, "enable_adaptive_verification", False) or getattr(speculator, "use_acceptance_estimator", 0):
+        return "acceptance is estimated from logits of all words (adaptive verification)"
+    if getattr(speculator, "draft_watermarker", None) is not None:
+        return "drafts have a watermark"
+    return None if ranks == 1 else "rows are not built for tensor parallelism; copy is"
+
+
+class Fp8Head(torch.nn.Module):  # type: ignore[misc]
+    """The first rows of a head, quantized by vLLM's FP8 method.
+
+    Args:
+        source: the rank's part of the head.
+        rows: None: all, with the padding of `source`.
+
+    Raises:
+        ValueError: there is no FP8 kernel, or it keeps weights in another layout.
+    """
+
+    def __init__(self, source: Any, rows: int | None):
+        super().__init__()
+        count, self.width = rows or source.weight.shape[0], source.weight.shape[1]
+        self.tp_size = source.tp_size
+        self.shard_indices = source.shard_indices
+        if rows is not None:
+            self.shard_indices = type(source.shard_indices)(0, rows, rows, rows, 0, rows, rows, rows)
+        # vLLM's method looks at these for shards along the width.
+        self.input_size = self.input_size_per_partition = self.width
+        self.output_size = count
+        with set_default_torch_dtype(source.weight.dtype):
+            self.quant_method = Fp8PtpcOnlineLinearMethod()
+            self.quant_method.create_weights(
+                *(self, self.width, [count], self.width, count, source.weight.dtype),
+                weight_loader=default_weight_loader,
+            )
+            # Nothing loads this module: a reload of weights must leave it out.
+            get_layerwise_info(self).reset()
+            self.weight = torch.nn.Parameter(source.weight.data[:count], requires_grad=False)
+            self.quant_method.process_weights_after_loading(self)
+        if (*self.weight.shape, *self.weight.stride()) != (self.width, count, 1, self.width):
+            raise ValueError(f"{type(self.quant_method.fp8_linear).__name__} keeps weights in its own layout")
+
+    def write(self, source: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Quantize rows of `source` into the rows `slots`, where graphs read."""
+        # No kernel copies FP8 by an index, so bytes are copied.
+        weight = self.weight.data.t().view(torch.uint8)
+        scales = self.weight_scale.data.view(-1, 1)
+        most = torch.finfo(self.weight.dtype).max
+        for at in range(0, len(slots), _CHUNK):
+            values = source.index_select(0, rows[at : at + _CHUNK]).float()
+            scale = (values.abs().amax(1, keepdim=True) / most).clamp_min(1 / (512 * most))
+            quantized = (values / scale).clamp(-most, most).to(self.weight.dtype)
+            weight.index_copy_(0, slots[at : at + _CHUNK], quantized.view(torch.uint8))
+            scales.index_copy_(0, slots[at : at + _CHUNK], scale)
+
+
+class Ring:
+    """Which token each row has, on the host.
+
+    A quarter of the rows have the lowest ids; the others follow the traffic.
+    """
+
+    def __init__(self, vocabulary: int, rows: int):
+        self.fixed, self._next = rows // 4, 0
+        self.token_of = np.arange(rows)
+        self.slot_of: Any = np.full(vocabulary, -1)
+        self.slot_of[:rows] = self.token_of
+        self.sampled = self.inside = 0
+
+    def count(self, sampled: np.ndarray) -> None:
+        self.sampled += len(sampled)
+        self.inside += int((self.slot_of[sampled] >= 0).sum())
+
+    def take(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Give tokens without a row the oldest rows; return both.
+
+        At most one ring's worth.
+        """
+        size = len(self.token_of) - self.fixed
+        tokens = tokens[(tokens >= 0) & (tokens < len(self.slot_of))]
+        new = np.unique(tokens[self.slot_of[tokens] < 0])[:size]
+        slots: Any = self.fixed + (self._next + np.arange(len(new))) % size
+        self._next = (self._next + len(new)) % size
+        self.slot_of[self.token_of[slots]] = -1
+        self.token_of[slots], self.slot_of[new] = new, slots
+        return slots, new
+
+
+class DraftHead:
+    """The draft's head. With all rows `ring` is None."""
+
+    def __init__(self, runner: Any, with_rows: bool):
+        self._runner, self.model = runner, runner.speculator.model
+        heads = places(self.model)
+        # A tuple, because the target owns the head.
+        self._source = (heads[0][2],)
+        self.ring: Ring | None = None
+        self._feeds = self._noted = 0
+        vocabulary = self.source.org_vocab_size
+        rows = min(ROWS, vocabulary // 64 * 16) if with_rows else None
+        with set_current_vllm_config(runner.vllm_config):
+            self.head = Fp8Head(self.source, rows) if with_rows else _copy_of(self.source)
+        if rows is not None:
+            self.ring = Ring(vocabulary, rows)
+            # vLLM saves a draft's buffers before a sleep that discards them: an id out of range would read anywhere.
+            self.head.register_buffer("ids", torch.arange(rows, device=self.source.weight.device))
+            self._own_top_tokens = getattr(type(self.model), "get_top_tokens", None)
+            self.model.get_top_tokens = self.top_tokens
+            # vLLM then asks the model for `get_top_tokens`; its checks of the option are done.
+            runner.speculator.use_local_argmax_reduction = True
+        for owner, name, _ in heads:
+            delattr(owner, name)
+            setattr(owner, name, self.head)
+
+    @property
+    def source(self) -> Any:
+        return self._source[0]
+
+    def top_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the best rows' token ids, (tokens,) int64, in graphs too."""
+        if self._own_top_tokens is not None:
+            return self.head.ids[self._own_top_tokens(self.model, hidden_states)]
+        return self.head.ids[self.model.compute_logits(hidden_states).argmax(dim=-1)]
+
+    def note(self) -> None:
+        """Describe the head in the run record."""
+        size = sum(tensor.nbytes for tensor in self.head.parameters(recurse=False))
+        text = f"{self.head.weight.shape[1]} rows in FP8, {size / 1e6:.1f} MB per rank"
+        if self.ring is not None and self.ring.sampled:
+            text += f"; of {self.ring.sampled} sampled tokens {self.ring.inside / self.ring.sampled:.1%} had a row"
+        run_records.note(V2_DRAFT_HEAD, text)
+        run_records.use(V2_DRAFT_HEAD, True)
+
+    def refresh(self) -> None:
+        """Copy all rows and ids again: weights or memory may have changed."""
+        rows = np.arange(self.head.weight.shape[1])
+        self._write(rows, rows if self.ring is None else self.ring.token_of)
+
+    def _write(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        pair = torch.from_numpy(np.stack((slots, tokens))).to(self.source.weight.device, non_blocking=True)
+        self.head.write(self.source.weight.data, pair[0], pair[1])
+        if self.ring is not None:
+            self.head.ids.index_copy_(0, pair[0], pair[1])
+
+    def _feed(self, tokens: np.ndarray) -> None:
+        assert self.ring is not None
+        slots, new = self.ring.take(tokens)
+        if len(new):
+            # Before the step's drafts, on their stream.
+            self._write(slots, new)
+        self._feeds += 1
+        if self._feeds % FEEDS == 0:
+            self.refresh()
+
+    def refresh_after(self, vllms: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+        result = vllms(*arguments, **settings)
+        self.refresh()
+        return result
+
+    def add_requests(self, vllms: Callable[..., Any], scheduler_output: Any) -> None:
+        vllms(scheduler_output)
+        if vars(self._runner).pop("hwplugin_woken", False):
+            self.refresh()
+        for request in scheduler_output.scheduled_new_reqs if self.ring is not None else ():
+            self._feed(np.asarray(request.prefill_token_ids, dtype=np.int64))
+
+    def finish_requests(self, vllms: Callable[..., Any], scheduler_output: Any) -> None:
+        assert self.ring is not None
+        for prompt, tokens in self._ended(scheduler_output.finished_req_ids):
+            self.ring.count(tokens[prompt:])
+            self._feed(tokens)
+        # Each note writes a file.
+        if self.ring.sampled > 2 * self._noted:
+            self._noted = self.ring.sampled
+            self.note()
+        vllms(scheduler_output)
+
+    def _ended(self, names: set[str]) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield prompt length and tokens of each ended request."""
+        # The last step's tokens may be missing, or old: nothing waits for the device.
+        states = self._runner.req_states
+        for name in sorted(names):
+            if (row := states.req_id_to_index.get(name)) is None:
+                continue
+            most = int(states.num_computed_tokens_np[row])
+            memory = getattr(states.all_token_ids, "_uva_buf", None)
+            # Without host memory for them vLLM has them on the device, and this waits.
+            tokens = memory.np[row, :most] if memory is not None else states.all_token_ids.gpu[row, :most].cpu().numpy()
+            yield int(states.prompt_len.np[row]), tokens.astype(np.int64)
+
+
+def _copy_of(source: Any) -> torch.nn.Module:
+    """Return vLLM's FP8 copy of a head; up to 0.32 the plugin's."""
+    try:
+        from vllm.model_executor.layers.quantization.online.lm_head import quantized_lm_head_copy
+    except ImportError:
+        return Fp8Head(source, None)
+    copy: torch.nn.Module = quantized_lm_head_copy(source, "fp8")
+    return copy
