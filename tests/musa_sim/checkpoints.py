@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of other kinds, made of the small trained target, so that a wrong weight is seen in the texts.
 
-Each has a twin that a CPU serves without any kernel for its kind: the same numbers, in bfloat16.
+Each has a twin that a CPU serves without any kernel for its kind: the same numbers, in bfloat16. Those of `by_chance`
+have what transformers computes in float32.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from . import simulated
+from .loads import Request
 
 TARGET = simulated.HERE.parent / "assets" / "small" / "target"
 EXPERTS, CHOSEN, BLOCK, GROUP = 8, 2, 128, 128
@@ -179,3 +181,47 @@ def awq(weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Weig
         "scales": scale.view(outputs, -1).t().to(dtype),
         "qzeros": _packed(zeros.view(outputs, -1).t().contiguous(), order),
     }, ((numbers - zeros) * scale).view(outputs, inputs)
+
+
+def by_chance(folder: Path, config: Mapping[str, Any], layer: int, drafter: str, drafts: Weights) -> Path:
+    """A model of a class of transformers', with weights so large that what a token attends to counts.
+
+    Args:
+        folder: is made, or has the model's ``config.json``.
+        config: what is written there.
+        layer: of the model; the one that drafts has its weights.
+        drafter: how the names of the layer that drafts begin.
+        drafts: weights that only a drafter has.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(
+                weight, std=1 if "embed" in name else 0.5 if "conv" in name else weight.shape[-1] ** -0.5
+            )
+    model.half().save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    head = f"model.layers.{layer}."
+    weights |= {name.replace(head, drafter): one.clone() for name, one in weights.items() if name.startswith(head)}
+    weights |= {name: one.half() for name, one in drafts.items()}
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def in_float32(model: Path, asked: Sequence[Request]) -> list[list[int]]:
+    """The texts that transformers computes, with the most probable tokens."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    texts = []
+    for request in asked:
+        tokens = list(request.prompt)
+        for _ in range(request.params["max_tokens"]):
+            with torch.no_grad():
+                tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
+        texts.append(tokens[len(request.prompt) :])
+    return texts

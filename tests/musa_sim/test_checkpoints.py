@@ -95,6 +95,22 @@ def assert_alike(found: list[list[int]], expected: list[list[int]]) -> None:
     assert sum(same) > sum(map(len, expected)) / 2
 
 
+@pytest.mark.parametrize("version", ["0.26.0", releases.NEWEST])
+def test_experts_on_other_versions(
+    version: str,
+    released: Callable[[str], tuple[str, Path]],
+    runs: dict[str, tuple[list[list[int]], list[list[int]]]],
+    tmp_path: Path,
+) -> None:
+    model = checkpoints.write(tmp_path / "experts", checkpoints.mixture(), **checkpoints.MIXTURE)
+    load = Load({**_EAGLE3.on_musa(), "model": str(model)}, requests(tokens=8, prompts=2))
+    host = loads.musa(tmp_path / "host", released(version), MUSA_SIM_INDUCTOR="refuse", **V1)
+    run = Process({"experts": load}, host).run(tmp_path / "engine")["experts"]
+    assert texts(run) == runs["experts, Eagle3"][1]
+    assert run.accepted()[0] > 0
+    assert run.counts["draft_phases_in_graphs"] == run.counts["draft_phases"] > 0
+
+
 def test_an_fp8_cache_over_mate_serves_with_drafts_in_graphs(
     musa_host: None, cpu_host: bench.Host, newest: tuple[str, Path], tmp_path: Path
 ) -> None:

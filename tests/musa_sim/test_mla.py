@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small DeepSeek V3 on the simulated device: prompts and decodes of MLA over mate. Texts are those of float32.
+"""A small DeepSeek V3 on the simulated device: MLA over mate, with experts. Texts are those of float32.
 
 Prompts come in pieces, and one out of the prefix cache, so that new tokens see keys of the cache as well.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from . import loads
+from . import checkpoints, loads
 from .loads import Engine, Load, Process, Request, Run
 from .test_engines import V1, texts
 
@@ -28,7 +27,7 @@ CONFIG = {
     "intermediate_size": 2 * HIDDEN,
     "num_hidden_layers": LAYERS,
     "num_nextn_predict_layers": 1,
-    "first_k_dense_replace": 99,
+    "first_k_dense_replace": 1,
     "num_attention_heads": HEADS,
     "num_key_value_heads": HEADS,
     "q_lora_rank": None,
@@ -41,6 +40,10 @@ CONFIG = {
     "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
     "moe_intermediate_size": 64,
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 2048,
@@ -50,51 +53,20 @@ CONFIG = {
 }
 
 
+OLDER = "V1, vLLM 0.26.0"
+
+
 def write(folder: Path) -> Path:
-    """Weights by chance, so large that what a token attends to counts."""
-    chance = torch.Generator().manual_seed(3)
-
-    def linear(outputs: int, inputs: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(outputs, inputs, generator=chance) * scale / inputs**0.5).half()
-
-    def norm(size: int = HIDDEN) -> torch.Tensor:
-        return torch.ones(size, dtype=torch.float16)
-
-    weights = {
-        "model.embed_tokens.weight": linear(VOCABULARY, HIDDEN, HIDDEN**0.5),
-        "lm_head.weight": linear(VOCABULARY, HIDDEN),
-        "model.norm.weight": norm(),
-    }
-    # The last one is the layer that drafts.
-    for layer in range(LAYERS + 1):
-        weights |= {
-            f"model.layers.{layer}.{name}": one
-            for name, one in {
-                "input_layernorm.weight": norm(),
-                "post_attention_layernorm.weight": norm(),
-                "self_attn.q_proj.weight": linear(HEADS * (HEAD + ROTARY), HIDDEN, 3),
-                "self_attn.kv_a_proj_with_mqa.weight": linear(LATENT + ROTARY, HIDDEN),
-                "self_attn.kv_a_layernorm.weight": norm(LATENT),
-                "self_attn.kv_b_proj.weight": linear(HEADS * 2 * HEAD, LATENT),
-                "self_attn.o_proj.weight": linear(HIDDEN, HEADS * HEAD, 2),
-                "mlp.gate_proj.weight": linear(2 * HIDDEN, HIDDEN),
-                "mlp.up_proj.weight": linear(2 * HIDDEN, HIDDEN),
-                "mlp.down_proj.weight": linear(HIDDEN, 2 * HIDDEN),
-            }.items()
-        }
-    drafting = f"model.layers.{LAYERS}"
-    weights |= {
-        f"{drafting}.enorm.weight": norm(),
-        f"{drafting}.hnorm.weight": norm(),
-        f"{drafting}.eh_proj.weight": linear(HIDDEN, 2 * HIDDEN),
-        f"{drafting}.shared_head.norm.weight": norm(),
-        f"{drafting}.embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
-        f"{drafting}.shared_head.head.weight": weights["lm_head.weight"].clone(),
-    }
-    folder.mkdir(parents=True)
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
+    """The second layer has experts, and so has the one that drafts."""
+    chance = torch.Generator().manual_seed(5)
+    vocabulary = torch.randn(VOCABULARY, HIDDEN, generator=chance)
+    drafts = {"enorm.weight": torch.ones(HIDDEN), "hnorm.weight": torch.ones(HIDDEN)}
+    drafts |= {"eh_proj.weight": torch.randn(HIDDEN, 2 * HIDDEN, generator=chance) / (2 * HIDDEN) ** 0.5}
+    drafts |= {"shared_head.norm.weight": torch.ones(HIDDEN), "shared_head.head.weight": vocabulary / HIDDEN**0.5}
+    drafts |= {"embed_tokens.weight": vocabulary}
+    drafter = f"model.layers.{LAYERS}."
+    drafts = {drafter + name: weight for name, weight in drafts.items()}
+    return checkpoints.by_chance(folder, CONFIG, LAYERS - 1, drafter, drafts)
 
 
 def requests() -> list[Request]:
@@ -119,21 +91,6 @@ def options(model: Path, method: str | None) -> dict[str, Any]:
     return made
 
 
-def expected(model: Path) -> list[list[int]]:
-    """What transformers computes in float32. vLLM's own MLA on CPUs gives other texts in float16."""
-    from transformers import AutoModelForCausalLM
-
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    found = []
-    for request in requests():
-        tokens = list(request.prompt)
-        for _ in range(request.params["max_tokens"]):
-            with torch.no_grad():
-                tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
-        found.append(tokens[len(request.prompt) :])
-    return found
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("mla") / "model")
@@ -141,13 +98,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(
-    musa_host: None, newest: tuple[str, Path], model: Path, tmp_path_factory: pytest.TempPathFactory
+    musa_host: None,
+    newest: tuple[str, Path],
+    released: Callable[[str], tuple[str, Path]],
+    model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Run]:
     """On both model runners with drafts, also without features, and on V1 without drafts."""
     folder = tmp_path_factory.mktemp("runs")
     alone, drafts = (Load(options(model, method), requests()) for method in (None, "mtp"))
+    own = V1 | {"MUSA_SIM_INDUCTOR": "refuse"}
     asked = {
-        "V1": Process({"V1 alone": alone, "V1": drafts}, loads.musa(folder / "host, V1", newest, **V1)),
+        "V1": Process({"V1 alone": alone, "V1": drafts}, loads.musa(folder / "host, V1", newest, **own)),
+        OLDER: Process({OLDER: drafts}, loads.musa(folder / "host, older", released("0.26.0"), **own)),
         "V2": Process({"V2": drafts}, loads.musa(folder / "host, V2", newest)),
         "V1 stock": Process({"V1 stock": drafts}, loads.musa(folder / "stock, V1", newest, **V1, **loads.UNPATCHED)),
         "V2 stock": Process({"V2 stock": drafts}, loads.musa(folder / "stock, V2", newest, **loads.UNPATCHED)),
@@ -155,10 +118,11 @@ def runs(
     return {name: run for found in loads.side_by_side(asked, folder).values() for name, run in found.items()}
 
 
-@pytest.mark.parametrize("name", ["V1 alone", "V1", "V2"])
+@pytest.mark.parametrize("name", ["V1 alone", "V1", OLDER, "V2"])
 def test_texts_are_those_of_float32(name: str, runs: dict[str, Run], model: Path) -> None:
     run = runs[name]
-    assert texts(run) == expected(model)
+    # vLLM's own MLA on CPUs gives other texts in float16.
+    assert texts(run) == checkpoints.in_float32(model, requests())
     assert (run.platform, run.runner, run.attention) == ("MusaPlatform", name[:2], ["MusaFlashMLABackend"])
     # A prompt in pieces, and one of which some pages were there.
     assert [step["scheduled"] for step in run.of("a")][:3] == [64, 64, 22]

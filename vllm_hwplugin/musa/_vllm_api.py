@@ -8,6 +8,7 @@ import importlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Final
 
 logger = logging.getLogger("vllm.hwplugin")
@@ -89,6 +90,18 @@ def mask_without_inductor() -> None:
         # `torch.compile` leaves the original function there.
         if (original := getattr(function, "__wrapped__", None)) is not None:
             setattr(module, name, original)
+
+
+def bind_caches_of_one_layer() -> None:
+    """Let vLLM bind two KV caches of one layer number.
+
+    A hybrid's drafter has a second one. Up to 0.27 vLLM asks whether it knows the device, later it asks the platform.
+    """
+    utils: Any = importlib.import_module("vllm.v1.worker.utils")
+    platform: Any = importlib.import_module("vllm.platforms.interface").Platform
+    if not hasattr(platform, "check_runner_kv_caches_multi_layer"):
+        # The module asks the platform nothing else.
+        utils.current_platform = SimpleNamespace(is_cuda_alike=lambda: True)
 
 
 def capture_by_thread(musa: Any) -> None:
