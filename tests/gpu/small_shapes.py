@@ -144,6 +144,7 @@ CASES: Final[Mapping[str, Case]] = {
         options=_PREFILL,
         # With vLLM's own dummy weights a state that is not moved would not show.
         initialised=True,
+        variables=_BATCH_INVARIANT,
     ),
     "hybrid, dflash": Case(
         # So many layers that all with attention, the drafter's as well, are one KV cache group, as V1 needs it.
