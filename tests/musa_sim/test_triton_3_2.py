@@ -15,8 +15,9 @@ import pytest
 
 from ..conftest import cannot_run
 from ..releases import package_of
-from . import loads
+from . import loads, test_hybrids
 from .loads import Load, Process
+from .test_engines import V1
 from .test_model_runner_v1 import DFLASH, EAGLE3, STOCK
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
@@ -113,3 +114,17 @@ def test_every_kernel_that_a_drafting_engine_launches(
     stock = loads.musa(tmp_path / "host, stock", (version, package_of(version)), **STOCK)
     for name, expected in Process(asked, stock).run(tmp_path / "stock").items():
         loads.assert_same(expected, runs[name])
+
+
+@pytest.mark.musa_sim
+def test_every_kernel_that_a_hybrid_with_mtp_launches(triton_3_2: Path, musa_host: None, tmp_path: Path) -> None:
+    """But for those of a prompt's delta rule, which the simulated device does not run."""
+    version, launches = "0.26.0", tmp_path / "launches"
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8]}
+    made = test_hybrids.options(tmp_path / "model") | {"enable_prefix_caching": False, "compilation_config": graphs}
+    load = Load(made, test_hybrids.ASKED[:2], delta_rule=True, autotuned=False, initialised=True)
+    own = loads.musa(tmp_path / "host", (version, package_of(version)), MUSA_SIM_LAUNCHES=str(launches), **V1)
+    Process({"hybrid": load}, own).run(tmp_path / "run")
+    found = said_of("launches_child", version, triton_3_2, tmp_path, str(launches))
+    assert any("delta_rule" in name for name in found)
+    assert {name for name, said in found.items() if said != "compiles" and not name.startswith(SELF_TEST)} == set()

@@ -12,6 +12,7 @@ import re
 import sys
 from unittest.mock import MagicMock
 
+import torch
 import triton
 import triton.language as tl
 from triton._C.libtriton import ir
@@ -136,6 +137,9 @@ def pretend_a_gpu() -> None:
     driver.get_current_target.return_value = TARGET
     driver.utils.get_device_properties.return_value = {"multiprocessor_count": 56, "max_shared_mem": 192 << 10}
     triton.runtime.driver.set_active(driver)
+    # Kernels of delta rules ask for it when they are imported.
+    torch.cuda.get_device_name = lambda *_: "MTT S5000"
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
     version = importlib.metadata.version
     importlib.metadata.version = lambda name: version(name).partition("+")[0] if name == "vllm" else version(name)
 
