@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,3 +68,46 @@ def test_copy_is_the_plugins_before_0_33(
     sides = sides_of(tmp_path_factory.mktemp("draft head of 0.32"), released("0.32.0"))
     for form in ("copy", "rows"):
         assert_drafts_by(form, sides)
+
+
+def draws(seed: int, temperature: float) -> Load:
+    """Return one prompt's answers of four tokens, 150 times."""
+    prompt = json.loads((loads.SMALL / "prompts.json").read_text())["prompt_ids"][0][:40]
+    params = {"temperature": temperature, "max_tokens": 4}
+    requests = [Request(f"r{number}", prompt, 0, {**params, "seed": seed + number}) for number in range(150)]
+    return Load(LOAD.options, requests, autotuned=False)
+
+
+def distance(left: Run, right: Run) -> float:
+    """Return by how many standard deviations two runs' tokens differ (chi-squared, each position's frequent tokens)."""
+    chi, freedom = 0.0, 0
+    for position in range(4):
+        counts = [Counter(answer["tokens"][position] for answer in run.answers.values()) for run in (left, right)]
+        frequent = [token for token in counts[0] | counts[1] if counts[0][token] + counts[1][token] >= 10]
+        pairs = [(counts[0][token], counts[1][token]) for token in frequent]
+        pairs.append((150 - sum(pair[0] for pair in pairs), 150 - sum(pair[1] for pair in pairs)))
+        chi += sum((one - other) ** 2 / max(one + other, 1) for one, other in pairs)
+        freedom += len(pairs) - 1
+    return (chi - freedom) / math.sqrt(2 * freedom)
+
+
+def test_the_distribution_stays(
+    musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("draws")
+    rows = {gate_of(V2_DRAFT_HEAD): "rows"}
+    whole = {"expected": draws(0, 1.0), "colder": draws(2000, 0.6)}
+    processes = {
+        "whole": Process(whole, loads.musa(folder / "host, whole", newest, **loads.UNPATCHED | GRAPHS)),
+        "rows": Process(
+            {"rows": draws(1000, 1.0)}, loads.musa(folder / "host, rows", newest, **loads.UNPATCHED | GRAPHS | rows)
+        ),
+    }
+    sides = loads.side_by_side(processes, folder)
+    expected, colder, found = sides["whole"]["expected"], sides["whole"]["colder"], sides["rows"]["rows"]
+    print("accepted", expected.accepted(), found.accepted(), distance(expected, found), distance(expected, colder))
+    assert V2_DRAFT_HEAD in found.used
+    assert sum(found.accepted()) > 100
+    assert distance(expected, found) < 3
+    # The same test tells another distribution.
+    assert distance(expected, colder) > 6
