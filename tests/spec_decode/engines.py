@@ -16,11 +16,20 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import override_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.sampling_params import SamplingParams
+from vllm.v1.attention.backend import AttentionMetadataBuilder
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -28,6 +37,8 @@ from .stand_in import StandIn
 
 BLOCK, MAX_LEN, MAX_REQS, MAX_TOKENS, HIDDEN, VOCAB = 4, 48, 4, 24, 8, 17
 NUM_BLOCKS, DRAFTS = 24, 2
+#: With those that a layer with states adds: one for each token of a step.
+MOST_BLOCKS = NUM_BLOCKS + MAX_REQS
 #: Tokens back to which a token attends, itself included: in a layer, and in one with a window.
 REACH, WINDOW = 13, 5
 #: Tokens of a block of a layer with a window.
@@ -66,6 +77,62 @@ class Layer(AttentionLayerBase):
         return FullAttentionSpec(block_size=BLOCK, **common)
 
 
+class StateBuilder(GDNAttentionMetadataBuilder):
+    """Of a recurrent layer, in tensors that a graph can hold. vLLM tells this class of accepted drafts."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
+        self._blocks = torch.zeros((MAX_REQS, 1 + kv_cache_spec.num_speculative_blocks), dtype=torch.long)
+        self._accepted, self._drafts = torch.zeros((2, MAX_REQS), dtype=torch.long).unbind()
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: Any,
+        num_accepted_tokens: Any = None,
+        num_decode_draft_tokens_cpu: Any = None,
+        **_: Any,
+    ) -> Any:
+        common, count = common_attn_metadata, common_attn_metadata.num_reqs
+        self._blocks[:count] = common.block_table_tensor[:count, : self._blocks.shape[1]]
+        self._accepted[:count] = 1 if num_accepted_tokens is None else num_accepted_tokens
+        self._drafts[:count] = -1 if num_decode_draft_tokens_cpu is None else num_decode_draft_tokens_cpu
+        return types.SimpleNamespace(
+            blocks=self._blocks[:count],
+            accepted=self._accepted[:count],
+            drafts=self._drafts[:count],
+            starts=common.query_start_loc[: count + 1],
+            lengths=common.seq_lens[:count],
+            most_tokens=common.max_query_len,
+        )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        return self.build(0, common_attn_metadata)
+
+
+class StateBackend(Backend):
+    @staticmethod
+    def get_builder_cls() -> Any:
+        return StateBuilder
+
+
+class StateLayer(Layer):
+    """A recurrent layer of the target. It has a block for the state after each token that a step may accept."""
+
+    def get_attn_backend(self) -> type:
+        return StateBackend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        drafts = vllm_config.num_speculative_tokens
+        return MambaSpec(
+            block_size=MAX_LEN,
+            shapes=((HIDDEN,),),
+            dtypes=(torch.float32,),
+            mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+            num_speculative_blocks=drafts,
+        )
+
+
 class Head(torch.nn.Module):
     """A module that is called, as that of vLLM's models."""
 
@@ -84,18 +151,21 @@ class Model(torch.nn.Module):
         layer: its name.
         context: where the modules that call it have their forward context.
         window: the name of a layer with a sliding window; None without.
+        recurrent: that of a layer with a state; None without.
     """
 
-    def __init__(self, layer: str, context: Context, window: str | None = None) -> None:
+    def __init__(self, layer: str, context: Context, window: str | None = None, recurrent: str | None = None) -> None:
         super().__init__()
         chance = torch.Generator().manual_seed(7)
         self.embed = torch.randn(VOCAB, HIDDEN, generator=chance)
         self.lm_head = Head(torch.randn(HIDDEN, VOCAB, generator=chance))
         self.mix = torch.randn(HIDDEN, HIDDEN, generator=chance)
         # The last row takes what has no slot.
-        self.kv = torch.zeros(NUM_BLOCKS * BLOCK + 1, HIDDEN)
-        self.window_kv = torch.zeros(NUM_BLOCKS * WINDOW_BLOCK + 1, HIDDEN)
-        self._layers = {layer: (self.kv, BLOCK, REACH)}
+        self.kv = torch.zeros(MOST_BLOCKS * BLOCK + 1, HIDDEN)
+        self.window_kv = torch.zeros(MOST_BLOCKS * WINDOW_BLOCK + 1, HIDDEN)
+        # As in vLLM, a block is any group's, so a state that is written to another's block is in its keys.
+        self.states = self.kv[:-1:BLOCK]
+        self._layers, self._recurrent = {layer: (self.kv, BLOCK, REACH)}, recurrent
         if window is not None:
             self._layers[window] = self.window_kv, WINDOW_BLOCK, WINDOW
         self._context = context
@@ -121,8 +191,32 @@ class Model(torch.nn.Module):
                 slots = slots[: len(key)]
                 kv[torch.where(slots < 0, len(kv) - 1, slots)] = key
                 hidden = hidden + self._attend(metadata, kv, block, reach, len(key))
+        if self._recurrent is not None and (found := self._context.of(self._recurrent)) is not None:
+            hidden = hidden + self._recur(found[0], key)
         hidden = torch.tanh(hidden)
         return (hidden, hidden) if self._draft else hidden
+
+    def _recur(self, metadata: Any, key: torch.Tensor) -> torch.Tensor:
+        """Of each token the state behind it. As kernels of vLLM, it goes on with padding's, unless that has block 0."""
+        blocks, verifies = metadata.blocks, (metadata.drafts >= 0) | (metadata.lengths == 0)
+        starts, counts = metadata.starts[:-1], metadata.starts[1:] - metadata.starts[:-1]
+        if metadata.most_tokens * len(starts) == len(key):
+            counts = torch.full_like(counts, metadata.most_tokens)
+            starts = counts.cumsum(0) - counts
+        # A draft that was rejected has left its state in a later block.
+        first = torch.where(verifies, metadata.accepted - 1, 0)[:, None]
+        state = self.states[blocks.gather(1, first).squeeze(1)]
+        state = torch.where((metadata.lengths > counts)[:, None], state, 0.0)
+        # The last row takes what is no token's.
+        found = torch.zeros(1 + len(key), HIDDEN)
+        for place in range(metadata.most_tokens):
+            there = place < counts
+            token = torch.where(there, starts + place, len(key))
+            state = torch.where(there[:, None], 0.8 * state + key[token.clamp(max=len(key) - 1)], state)
+            found[token] = state
+            column = torch.where(verifies, min(place, blocks.shape[1] - 1), 0)[:, None]
+            self.states[torch.where(there, blocks.gather(1, column).squeeze(1), 0)] = state
+        return 0.3 * found[:-1]
 
     def _attend(self, metadata: Any, kv: torch.Tensor, block: int, reach: int, num_tokens: int) -> torch.Tensor:
         """Of each token to those before it in its request."""
@@ -406,7 +500,8 @@ class Engine:
         drafts: of a request in a step; 0 without speculation.
         schedule: vLLM's `num_speculative_tokens_per_batch_size`.
         rank: of data parallelism, and of how many.
-        window: whether the target has a layer with a sliding window, whose keys are in a second group of blocks.
+        window: whether the target has a layer with a sliding window, whose keys are in a group of blocks of their own.
+        recurrent: whether it has one with a state, likewise.
 
     Attributes:
         runner: a `GPUModelRunner` that has its KV cache.
@@ -431,23 +526,32 @@ class Engine:
         schedule: list[list[int]] | None = None,
         rank: tuple[int, int] = (0, 1),
         window: bool = False,
+        recurrent: bool = False,
     ) -> None:
         names = ("target", "draft") if drafts else ("target",)
-        layers = {name: Layer() for name in names} | ({"window": Layer(window=True)} if window else {})
+        more = {
+            **({"window": Layer(window=True)} if window else {}),
+            **({"recurrent": StateLayer()} if recurrent else {}),
+        }
+        layers = {name: Layer() for name in names} | more
         self.drafts = drafts
         self.context = Context()
         self.models = [Model(name, self.context) for name in names]
-        if window:
-            self.models[0] = Model("target", self.context, "window")
+        if more:
+            self.models[0] = Model("target", self.context, **{name: name for name in more})
         choices: dict[str, Any] = {"asynchronous": asynchronous, "drawn": drawn, "mode": mode, "drafts": drafts}
         choices["largest"] = (1 + drafts) * MAX_REQS if largest is None else largest
         self.config = config_of(layers, **choices, schedule=schedule)
         parallel = self.config.parallel_config
         parallel.data_parallel_rank, parallel.data_parallel_size = rank
-        groups = [KVCacheGroupSpec(list(names), layers["target"].get_kv_cache_spec(None))]
-        if window:
-            groups.append(KVCacheGroupSpec(["window"], layers["window"].get_kv_cache_spec(None)))
-        self.kv_cache_config = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.config.model_config.is_hybrid = recurrent
+        # As vLLM does where states are not kept for prefixes.
+        self.config.cache_config.enable_prefix_caching = not recurrent
+        groups = [KVCacheGroupSpec(list(names), layers["target"].get_kv_cache_spec(self.config))]
+        groups += [KVCacheGroupSpec([name], layer.get_kv_cache_spec(self.config)) for name, layer in more.items()]
+        blocks = MOST_BLOCKS if recurrent else NUM_BLOCKS
+        self.config.cache_config.num_gpu_blocks = blocks
+        self.kv_cache_config = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         self._asynchronous, self._grammars = asynchronous, Grammars(VOCAB // 2, drafts)
         kv_cache_utils.init_none_hash(_hashed)
         self._begin()
@@ -480,6 +584,11 @@ class Engine:
         for model in self.models:
             model.kv.zero_()
             model.window_kv.zero_()
+
+    def zero_block_ids(self, blocks: Sequence[int]) -> None:
+        """vLLM's `KVBlockZeroer`, which an engine with states has."""
+        for model in self.models:
+            model.kv[:-1].unflatten(0, (MOST_BLOCKS, BLOCK))[blocks] = 0
 
     def draft(self, count: int) -> None:
         """Have each step ask for so many drafts from now on."""

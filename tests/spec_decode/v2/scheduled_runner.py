@@ -132,6 +132,7 @@ class Side(Engine):
         if drafts:
             runner.speculator.draft_attn_layer_names = {"draft"}
         runner.initialize_kv_cache(self.kv_cache_config)
+        runner.kv_block_zeroer = self
         self.capture()
 
     def capture(self) -> None:
@@ -175,7 +176,9 @@ class Side(Engine):
     def state(self) -> dict[str, dict[str, Any]]:
         """What the runner holds of each request: its row, and its keys of the tokens that are computed."""
         states, found = self.runner.req_states, {}
-        table, *windows = (one.gpu for one in self.runner.block_tables.block_tables)
+        names = [group.layer_names[0] for group in self.kv_cache_config.kv_cache_groups]
+        tables = {name: one.gpu for name, one in zip(names, self.runner.block_tables.block_tables, strict=True)}
+        table = tables["target"]
         for name, row in states.req_id_to_index.items():
             computed, length = (int(one.gpu[row]) for one in (states.num_computed_tokens, states.total_len))
             places = torch.arange(computed)
@@ -187,9 +190,13 @@ class Side(Engine):
                 "drafts": states.draft_tokens[row].tolist(),
                 "keys": [model.kv[slots].tolist() for model in self.models],
             }
-            # Blocks before the window are another request's.
-            places = places[max(0, computed - WINDOW + 1) :]
-            for window in windows:
-                slots = window[row, places // WINDOW_BLOCK] * WINDOW_BLOCK + places % WINDOW_BLOCK
+            if "window" in tables:
+                # Blocks before the window are another request's.
+                places = places[max(0, computed - WINDOW + 1) :]
+                slots = tables["window"][row, places // WINDOW_BLOCK] * WINDOW_BLOCK + places % WINDOW_BLOCK
                 found[name]["window"] = self.models[0].window_kv[slots].tolist()
+            if "recurrent" in tables:
+                accepted = int(self.runner.model_state.num_accepted_tokens_gpu[row])
+                state = self.models[0].states[tables["recurrent"][row, accepted - 1]]
+                found[name]["state"] = accepted, state.tolist()
         return found

@@ -54,18 +54,6 @@ class InOnePlace(Side):
         return super().inputs()
 
 
-class Hybrid(Side):
-    """A model that also has layers with a recurrent state, as far as the plugin asks; such layers read padding, too."""
-
-    def capture(self) -> None:
-        self.config.model_config.is_hybrid = True
-        super().capture()
-
-    def inputs(self) -> dict[str, Any]:
-        batch, (table,) = self.executed.input_batch, self.runner.block_tables.input_block_tables
-        return super().inputs() | {"padding's blocks": table[batch.num_reqs : batch.num_reqs_after_padding].tolist()}
-
-
 def wander(sides: Sides, kinds: list[dict[str, Any]], walks: int = 8, steps: int = 20) -> None:
     """Add requests of these kinds at random, and compare after each step. The same ways in each run."""
     for number in range(walks):
@@ -253,6 +241,14 @@ def test_nor_does_it_where_a_window_has_blocks_of_its_own(vllm_here: Any) -> Non
     assert_nothing_differs(vllm_here, partial(Side, window=True))
 
 
+def test_nor_does_it_where_layers_have_a_state(vllm_here: Any) -> None:
+    """Requests come and go, are preempted, take rows of others, and have rows of padding beside them."""
+    with both(vllm_here, partial(Side, recurrent=True)) as sides:
+        walks = walk(sides, PLAIN + BEST, examples=15)
+        tail, inputs = sides.both[1].runner.tail_graphs, sides.both[1].runner.step_inputs._step_counts.outcomes()
+    assert min(inputs["served"], tail._drafting.outcomes()["served"], tail._sampling.outcomes()["served"]) > walks
+
+
 class Rotated(engines.Model):
     """A target with M-RoPE, whose prompts begin with what counts as an image: later positions are behind the tokens."""
 
@@ -344,7 +340,7 @@ def test_nothing_differs_at_the_corners(vllm_here: Any) -> None:
     """Each is met: a request comes at each of some steps, while others are about to end."""
     plain = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}, BEST[0]]
     met: Counter[str] = Counter()
-    with both(vllm_here, Hybrid) as sides:
+    with both(vllm_here, partial(Side, recurrent=True)) as sides:
         for wait in range(2, 10):
             for kind in plain:
                 sides.add(prompt=[wait, 1, 2], max_tokens=9, **kind)
