@@ -236,6 +236,7 @@ def test_a_backport_is_used_where_its_fault_would_be(v2: bool, changes: dict[str
         ("0.24.0", True, {}, False),
         ("0.25.1", True, {"attention_config__backend": object()}, False),
         ("0.28.0", True, {"model_config__is_mm_prefix_lm": True}, False),
+        ("0.28.0", False, {"model_config__is_mm_prefix_lm": True}, True),
     ],
 )
 def test_a_drafts_own_backend_matters_where_the_version_has_the_fault(

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods of vLLM that no engine of the tests runs in each version are called where a hunk has changed them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm_hwplugin.patching import load_catalogue
+from vllm_hwplugin.spec_decode import worker_use
+from vllm_hwplugin.spec_decode.v2 import recording
+from vllm_hwplugin.versions import SUPPORTED
+
+from ..conftest import versions
+from .called_text import Seen, Text, added_lines
+from .released import text_of
+from .test_patched_runners import FACTS
+from .walks import UNPATCHED
+
+
+class Called(NamedTuple):
+    """A method of a module, what it calls or sets by a feature's hunk, and what decides about its way."""
+
+    feature: str
+    path: str
+    method: str
+    hook: str
+    facts: Mapping[str, Any] = {}
+
+
+CALLED = (
+    Called(
+        "v2-tail-graph",
+        "vllm/v1/worker/gpu/spec_decode/dflash/speculator.py",
+        "DFlashSpeculator.propose",
+        "mask_block(self, self.",
+    ),
+    Called(
+        "engine-report", "vllm/v1/worker/cpu_worker.py", "CPUWorker.compile_or_warm_up_model", "report_worker(self)"
+    ),
+    Called("engine-report", "vllm/v1/worker/gpu_worker.py", "Worker.compile_or_warm_up_model", "report_worker(self)"),
+    Called(
+        "window-blocks",
+        "vllm/v1/core/sched/scheduler.py",
+        "Scheduler._connector_finished",
+        "window_blocks.remove_skipped_blocks(self.kv_cache_manager.coordinator, request, request.num_computed_tokens",
+    ),
+    Called(
+        "capture-sizes",
+        "vllm/v1/attention/backends/mla/flashattn_mla.py",
+        "FlashAttnMLAMetadataBuilder._build_decode",
+        "max_num_splits_of(self, ",
+    ),
+    Called(
+        "draft-full-graph",
+        "vllm/v1/worker/gpu_model_runner.py",
+        "GPUModelRunner._check_and_update_cudagraph_mode",
+        "self.drafter.initialize_cudagraph_keys(",
+    ),
+    Called(
+        "backport-mixed-graphs",
+        "vllm/v1/worker/gpu/model_runner.py",
+        "GPUModelRunner.execute_model",
+        "input_batch.max_query_len",
+        {**FACTS, "max_query_len": None, "uniform_token_count": None},
+    ),
+)
+
+
+def covered(called: Called) -> list[str]:
+    feature = load_catalogue().feature(called.feature)
+    assert feature is not None
+    name = called.hook.partition("(")[0]
+    hunks = [
+        hunk
+        for file in feature.files
+        if file.path == called.path
+        for hunk in file.hunks
+        if any(sign == "+" and name in line for sign, line in hunk.lines)
+    ]
+    return [one for one in SUPPORTED if feature.versions.covers(one) and any(hunk.covers(one) for hunk in hunks)]
+
+
+@pytest.mark.parametrize(
+    ("called", "version"),
+    [(one, version) for one in CALLED for version in versions(one.path, among=covered(one))],
+    ids=lambda value: value.feature if isinstance(value, Called) else value,
+)
+def test_a_patched_method_runs_what_was_added(
+    called: Called, version: str, vllm_tree: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = vllm_tree(version)
+    stock, patched = text_of(tree, called.path, **UNPATCHED), text_of(tree, called.path)
+    owner, _, method = called.method.partition(".")
+    text = Text(patched, owner, called.facts)
+    for module, name in ((recording, "mask_block"), (worker_use, "report_worker")):
+        monkeypatch.setattr(module, name, Seen(name, text))
+    added = added_lines(stock, patched)
+    # 0.33's worker calls it in another method of this name.
+    text.run(method if method in text.methods_at(added) else f"_{method}", Seen("self", text))
+    assert "(" not in called.hook or [call for call in text.calls if call.startswith(called.hook)], text.calls
+    assert added & text.code <= text.lines
