@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.spec_decode import worker_use
 from vllm_hwplugin.spec_decode.v2 import recording
-from vllm_hwplugin.versions import SUPPORTED
 
 from ..conftest import versions
 from .called_text import Seen, Text, added_lines
