@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.cpu_seconds import patience
 from vllm_hwplugin.base.versions import SUPPORTED
 
 from .patching.madeup import EDITS, GATES, OTHER_EDITS, Project, make_project
@@ -149,7 +150,7 @@ def lines(project: Callable[[str], Project]) -> Callable[..., Lines]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=120,
+            timeout=patience(60),
         )
         assert done.returncode == 0, done.stdout
         # A line of vLLM's shows that what is looked for would be seen, and comes behind.

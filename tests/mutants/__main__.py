@@ -21,11 +21,13 @@ from typing import NamedTuple
 
 import tomllib
 
+from tests.cpu_seconds import patience
+
 HERE = Path(__file__).resolve().parent
 TREE = HERE.parent.parent
 #: A copy of the file that is edited.
 KEPT = "mutant.orig"
-#: Seconds of one test. A mutant that makes it wait longer is noticed.
+#: Seconds of one test on a fast and idle host. A mutant that makes it wait longer is noticed.
 LIMIT = 300
 
 
@@ -90,7 +92,16 @@ def _start(tree: Path, run: Run) -> int:
     sys.path[:] = [str(tree), *(path for path in sys.path if Path(path or ".").resolve() != TREE)]
     import pytest
 
-    options = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--tb=line", f"--timeout={LIMIT}", *run.tests]
+    options = [
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "--no-header",
+        "--tb=line",
+        f"--timeout={patience(LIMIT)}",
+        *run.tests,
+    ]
     try:
         status = int(pytest.main(options))
     except BaseException:

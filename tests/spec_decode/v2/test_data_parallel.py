@@ -19,6 +19,7 @@ import torch
 from packaging.version import Version
 from vllm.config.compilation import CUDAGraphMode
 
+from tests.cpu_seconds import patience
 from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
 from vllm_hwplugin.spec_decode.v2.tail_graph import TailGraphs
@@ -37,7 +38,7 @@ class Exchange:
     """Runs ranks in threads, one at a time: a rank goes on until it waits for the others."""
 
     def __init__(self) -> None:
-        self._turn, self._all = threading.Lock(), threading.Barrier(RANKS, timeout=60)
+        self._turn, self._all = threading.Lock(), threading.Barrier(RANKS, timeout=patience(60))
         self._parts: dict[int, torch.Tensor] = {}
         self.counts = [0] * RANKS
 
