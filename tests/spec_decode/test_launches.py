@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
+from unittest import mock
 
 import pytest
 
@@ -18,6 +19,7 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu.dp_utils import DPSyncState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
@@ -199,10 +201,10 @@ def parts_of(launch: Launch, gpu: str) -> str:
     runner = runner_of(launch, gpu)
     if runner.cudagraph_manager.cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
         return "none"
-    sampling, drafting, inputs, metadata, mixed = (
-        why_not(runner, part) is None
-        for part in (Part.V2_SAMPLING, Part.V2_DRAFTING, Part.V2_INPUTS, Part.V2_METADATA, Part.V2_MIXED)
-    )
+    parts = (Part.V2_SAMPLING, Part.V2_DRAFTING, Part.V2_INPUTS, Part.V2_METADATA, Part.V2_MIXED)
+    # As of 0.33.
+    with mock.patch.object(DPSyncState, "skip_drafts", False, create=True):
+        sampling, drafting, inputs, metadata, mixed = (why_not(runner, part) is None for part in parts)
     inputs &= sampling or drafting
     # If vLLM drafts, vLLM makes the metadata.
     has = {"S": sampling, "D": drafting, "I": inputs, "M": inputs and drafting and metadata, "X": mixed}

@@ -271,6 +271,7 @@ CASES: Final = [
     (runner_v2, "speculator.acceptance_estimator", object(), "acceptance", Part.V2_DRAFTING),
     (runner_v2, "adaptive_verification", object(), "verified changes", TAIL | MIXED),
     (runner_v2, "vllm_config.parallel_config.data_parallel_size", 2, "draft's experts", Part.V2_DRAFTING),
+    (runner_v2, "vllm_config.parallel_config.data_parallel_size", 2, "draft for all requests", MIXED),
     (runner_v2, "vllm_config.parallel_config.pipeline_parallel_size", 2, "pipeline", TAIL | MIXED),
     (runner_v2, "vllm_config.parallel_config.decode_context_parallel_size", 2, "split among", TAIL | MIXED),
     (runner_v2, "vllm_config.parallel_config.prefill_context_parallel_size", 2, "split among", TAIL | MIXED),
@@ -320,7 +321,11 @@ def test_a_row_that_raises_is_a_reason_for_its_parts_alone(index: int, monkeypat
 
 
 @pytest.mark.parametrize(("make", "path", "value", "words", "parts"), CASES)
-def test_each_row_hinders_its_parts(make: Callable[..., Any], path: str, value: Any, words: str, parts: Part) -> None:
+def test_each_row_hinders_its_parts(
+    make: Callable[..., Any], path: str, value: Any, words: str, parts: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As up to 0.32.
+    monkeypatch.delattr("vllm.v1.worker.gpu.dp_utils.DPSyncState.skip_drafts", raising=False)
     assert refused(change(make(), path, value), make, words) == parts
 
 
@@ -408,14 +413,21 @@ def test_without_drafts_there_are_graphs_of_inputs_and_sampling_where_they_are_a
     assert refused(change(plain_v2(), path, value), runner_v2, words) & WITHOUT_DRAFTS == parts
 
 
-def test_ranks_of_data_parallelism_have_graphs_of_what_they_agree_on_beforehand() -> None:
+def test_ranks_of_data_parallelism_have_graphs_of_what_they_agree_on_beforehand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agreed = pytest.importorskip("vllm.v1.worker.gpu.dp_utils", exc_type=ImportError).DPSyncState
     made = change(runner_v2(), "vllm_config.parallel_config.data_parallel_size", 2)
     made.speculative_config.draft_model_config.is_moe = False
+    # As up to 0.32.
+    monkeypatch.delattr(agreed, "skip_drafts", raising=False)
+    assert refused(made, runner_v2) == refused(made, runner_v2, "draft for all requests") == MIXED
+    monkeypatch.setattr(agreed, "skip_drafts", False, raising=False)
     assert refused(made, runner_v2) == Part(0)
     assert refused(change(made, "supports_mm_inputs", True), runner_v2, "each other's images") == MIXED
     # As up to 0.29.
     made.speculator = type("EagleSpeculator", (SimpleNamespace,), {})(attn_groups=made.speculator.attn_groups)
-    assert refused(made, runner_v2, "agree on each draft pass") == Part.V2_DRAFTING | MIXED
+    assert refused(made, runner_v2, "agree on each draft pass") == Part.V2_DRAFTING
     # It has no model.
     made.speculative_config.method = "ngram"
     assert not refused(made, runner_v2, "agree on each draft pass")

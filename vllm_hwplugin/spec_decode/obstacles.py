@@ -229,6 +229,18 @@ def _agrees_on_drafts(runner: Any) -> bool:
     return _coupled_draft(runner) and not hasattr(runner.speculator, "_build_uniform_batch_dp_sync")
 
 
+def _pads_drafts(runner: Any) -> bool:
+    """Whether vLLM pads draft passes after a mixed batch to the requests of its graph."""
+    if not _coupled_draft(runner):
+        return False
+    # Up to 0.32 the agreed number of requests is that of the graph. 0.30 has the module.
+    try:
+        from vllm.v1.worker.gpu.dp_utils import DPSyncState
+    except ImportError:
+        return True
+    return not hasattr(DPSyncState, "skip_drafts")
+
+
 def _shares_experts(runner: Any) -> bool:
     """Whether draft passes exchange tokens between ranks of data parallelism."""
     # vLLM pads passes after the first to the agreed number of requests, and a graph would pad them to its own.
@@ -487,7 +499,8 @@ OBSTACLES: Final = (
     ),
     # Nothing of sampling and inputs is agreed.
     Obstacle("ranks of data parallelism agree on each step on the host", _METADATA, _ranks("data")),
-    Obstacle("ranks of data parallelism agree on each draft pass on the host", _DRAFTS | _MIXED, _agrees_on_drafts),
+    Obstacle("ranks of data parallelism agree on each draft pass on the host", _DRAFTS, _agrees_on_drafts),
+    Obstacle("ranks of data parallelism draft for all requests that a mixed batch's graph holds", _MIXED, _pads_drafts),
     Obstacle("ranks of data parallelism share the draft's experts", _DRAFTS, _shares_experts),
     Obstacle(
         "ranks of data parallelism do not know of each other's images",
