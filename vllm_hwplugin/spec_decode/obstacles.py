@@ -230,10 +230,10 @@ def _agrees_on_drafts(runner: Any) -> bool:
 
 
 def _pads_drafts(runner: Any) -> bool:
-    """Whether vLLM pads draft passes after a mixed batch to the requests of its graph."""
+    """Whether vLLM drafts for all requests that a mixed graph holds."""
     if not _coupled_draft(runner):
         return False
-    # Up to 0.32 the agreed number of requests is that of the graph. 0.30 has the module.
+    # Up to 0.32 ranks agree on the number of requests in the graph. 0.30 has the module.
     try:
         from vllm.v1.worker.gpu.dp_utils import DPSyncState
     except ImportError:
