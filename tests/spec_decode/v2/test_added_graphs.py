@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilde
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 from vllm_hwplugin.base import run_records
+from vllm_hwplugin.base.features import V2_DRAFT_HEAD
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode import capture_sizes, graph_recording, obstacles, ranks
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs, step_inputs, tail_capture
@@ -100,7 +101,8 @@ def test_a_capture_that_raises_costs_its_graphs_and_not_the_start(
     try:
         with with_them(vllm_tree(VERSION), MODE, gate="auto") as sides:
             patch.stop()
-            assert {feature for feature, serves in used.items() if not serves} == lost
+            # The engines here share no head.
+            assert {feature for feature, serves in used.items() if not serves} - {V2_DRAFT_HEAD} == lost
             # What needs the graphs that failed says so in a line of its own.
             (said,) = [one for one in caplog.records if "at most 3 tokens of a request" in one.getMessage()]
             assert said.levelno == (logging.INFO if capture == "an obstacle" else logging.WARNING)

@@ -15,7 +15,7 @@ from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 _TARGET: Final = "ModelCudaGraphManager"
 #: Attribute of a `CompilationConfig`: graphs that vLLM's memory estimate leaves out, as (count, samples in bytes).
 LEFT_OUT: Final = "_hwplugin_left_out"
-#: Attribute of a `CompilationConfig`: whether batches with images run in PIECEWISE graphs.
+#: Attribute of a `CompilationConfig` with graphs of mixed batches: whether batches with images run in PIECEWISE graphs.
 KEEPS_PIECES: Final = "_hwplugin_keeps_pieces"
 #: Bytes that vLLM counts for a graph at least. Another allocation may hide a graph's own bytes.
 _LEAST: Final = 1 << 20
@@ -40,9 +40,10 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
         descs[:] = [desc for desc in descs if desc not in dropped]
     _replace_candidates(manager, dropped)
     remaining = [desc for descs in planned.values() for desc in descs]
-    if dropped and remaining and type(manager).__name__ == _TARGET:
-        # vLLM allocates the target's output tensors for the first batch that it captures. That batch may no longer be
-        # the largest, so run the largest first.
+    changed = dropped or KEEPS_PIECES in vars(compilation)
+    if changed and remaining and type(manager).__name__ == _TARGET:
+        # vLLM allocates the target's output tensors for the first batch that it captures. That batch may not be the
+        # largest, so run the largest first.
         _forward_of(create_forward_fn, max(remaining, key=lambda desc: desc.num_tokens))(CUDAGraphMode.NONE)
     if type(manager).__name__ == _TARGET:
         # vLLM sets `_max_full_descs_to_capture` on this manager only, and drops the drafter's with their graphs.
