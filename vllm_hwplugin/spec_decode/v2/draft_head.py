@@ -238,7 +238,6 @@ class DraftHead:
         if self.ring is not None and self.ring.sampled:
             text += f"; of {self.ring.sampled} sampled tokens {self.ring.inside / self.ring.sampled:.1%} had a row"
         run_records.note(V2_DRAFT_HEAD, text)
-        run_records.use(V2_DRAFT_HEAD, True)
 
     def refresh(self) -> None:
         """Copy all rows and ids again: weights or memory may have changed."""
