@@ -119,7 +119,9 @@ def versions(
         (STEP_BY_STEP, "graphs"): WITH_GRAPHS | {gate_of(FUSED): "on"},
         (STEP_BY_STEP, "fused"): WITH_FUSED,
     }
-    names = {(STEP_BY_STEP, "graphs"): ["eagle3", SMALL_GRAPHS], (STEP_BY_STEP, "fused"): ["eagle3, mixed"]}
+    # The small graphs' engine is the first of its process: kernels keep their memory, and an engine before would have
+    # had more.
+    names = {(STEP_BY_STEP, "graphs"): [SMALL_GRAPHS, "eagle3"], (STEP_BY_STEP, "fused"): ["eagle3, mixed"]}
     processes = {
         f"{version}, {side}": process(
             folder / f"host of {version}, {side}",
@@ -130,7 +132,7 @@ def versions(
         for (version, side), variables in asked.items()
     }
     found = loads.side_by_side(processes, folder)
-    runs = {(version, side): next(iter(found[f"{version}, {side}"].values())) for version, side in asked}
+    runs = {(version, side): [*found[f"{version}, {side}"].values()][-1] for version, side in asked}
     return {**runs, (STEP_BY_STEP, "small graphs"): found[f"{STEP_BY_STEP}, graphs"][SMALL_GRAPHS]}
 
 
