@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schedule that FlashAttention 3 is asked for on behalf of a windowed DFlash draft.
 
-What FlashAttention's own host code makes of it runs on a GPU alone (`tests/gpu/test_draft_schedule.py`).
+What FlashAttention's own host code makes of it needs a GPU, and is not tested here.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ def main(job: dict) -> dict:
     drafts: dict = {}
     listen(runner, drafts)
     graphs = getattr(runner.drafter, "draft_graphs", None)
-    modes = first_pass_modes(graphs) if graphs is not None else []
     sampling = [
         SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         for tokens in job["tokens"]
@@ -35,32 +34,8 @@ def main(job: dict) -> dict:
         "platform": platform_class(),
         "sizes": runner.compilation_config.cudagraph_capture_sizes,
         "captured": 0 if graphs is None else graphs.num_captured,
-        "first_passes": modes,
         "builders": sorted({type(group.get_metadata_builder()).__name__ for group in runner.drafter.draft_attn_groups}),
     }
-
-
-def first_pass_modes(graphs) -> list[str]:
-    """The graph mode of every first pass from now on, in order."""
-    modes: list[str] = []
-    begin, determine = graphs.begin_first_pass, graphs.determine_batch_execution_and_padding
-    first = False
-
-    def beginning(num_tokens, metadata):
-        nonlocal first
-        first = True
-        begin(num_tokens, metadata)
-
-    def determining(num_tokens):
-        nonlocal first
-        mode, *padding = determine(num_tokens)
-        if first:
-            modes.append(mode.name)
-        first = False
-        return mode, *padding
-
-    graphs.begin_first_pass, graphs.determine_batch_execution_and_padding = beginning, determining
-    return modes
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ It is small enough that batches fill up, mix prefill and decode, and end unevenl
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+import pytest
+from packaging.version import Version
 
 from vllm_hwplugin_lab.bench import engine_environment
 from vllm_hwplugin_lab.bench._entry_points import provide
@@ -45,6 +49,16 @@ DISTURBED = (
 ATTEMPTS = 3
 
 T = TypeVar("T")
+
+
+def vllm_version() -> Version:
+    return Version(importlib.metadata.version("vllm"))
+
+
+def needs(version: str) -> None:
+    """Skip the test with an older vLLM than this."""
+    if vllm_version() < Version(version):
+        pytest.skip(f"the test is for vLLM {version} and newer, this is {vllm_version()}")
 
 
 def undisturbed(run: Callable[[Path], T], folder: Path) -> T:

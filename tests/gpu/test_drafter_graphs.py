@@ -20,7 +20,7 @@ from vllm_hwplugin.base.features import V1_DRAFT_PHASE, V1_STEP_INPUTS, gate_of
 from vllm_hwplugin_lab.bench import find_checkpoints, load_prompts
 
 from .drafts import same_drafts
-from .engines import PROFILED_ENGINE, SMALL_ENGINE, Child, run_all
+from .engines import SMALL_ENGINE, Child, run_all
 from .findings import keep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
@@ -116,7 +116,6 @@ CASES: dict[str, dict[str, Any]] = {
         "speculation": lambda folder: eagle3(3),
         "mode": "FULL",
         "options": {"attention_config": {"backend": "FLASH_ATTN"}},
-        "both_starts": "2 steps in one graph",
     },
     "eagle3-k5-FULL_DECODE_ONLY": {"speculation": lambda folder: eagle3(5), "mode": "FULL_DECODE_ONLY"},
     "eagle3-k3-FULL-steps": {
@@ -130,7 +129,6 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"attention_config": {"backend": "TRITON_ATTN"}},
         # Triton's kernel is chosen by batch size, and a graph has the choice of its padded size.
         "near_ties": True,
-        "both_starts": "2 steps in one graph",
     },
     "draft_model-k3-FULL": {"speculation": lambda folder: draft_model(folder, pard=False), "mode": "FULL"},
     "pard-k3-FULL_AND_PIECEWISE": {
@@ -148,13 +146,10 @@ CASES: dict[str, dict[str, Any]] = {
             "mode": "FULL_AND_PIECEWISE",
             "own_target": True,
             "options": {"attention_config": {"backend": "FLASH_ATTN_MLA"}},
-            "both_starts": "FlashAttnMLAMetadataBuilder: each build plans",
         }
         for k in (2, 3)
     },
 }
-"""``both_starts``: the engine is also started as by default, and both decide so about the chain of steps."""
-
 
 #: Graphs of whole steps draft without the calls that `child.py` listens to; `test_v1_graphs.py` compares these.
 DRAFTERS_OWN = {gate_of(feature): "off" for feature in (V1_DRAFT_PHASE, V1_STEP_INPUTS)}
@@ -178,43 +173,26 @@ def job_of(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {"options": options, "prompts": prompts, "tokens": [dice.randrange(16, 120) for _ in prompts]}
 
 
-def run_both(job: dict[str, Any], case: dict[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
+@pytest.mark.parametrize("name", CASES)
+def test_drafts_equal_stock(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    job = job_of(case, tmp_path)
     environment = {**DRAFTERS_OWN, **case.get("environment", {})}
     children = {
         "stock": Child("child.py", job, patched=False),
         "patched": Child("child.py", job, patched=True, environment=environment),
     }
-    if "both_starts" in case:
-        own = {name: option for name, option in job["options"].items() if name not in SMALL_ENGINE}
-        children["profiled"] = Child(
-            "child.py", {**job, "options": {**PROFILED_ENGINE, **own}}, patched=True, environment=environment
-        )
-    return run_all(folder, children)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_drafts_equal_stock(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    job = job_of(case, tmp_path)
-    answers = run_both(job, case, tmp_path)
-    stock = answers.pop("stock")
+    stock, patched = run_all(tmp_path, children).values()
     assert stock["captured"] == 0
-    for start, patched in answers.items():
-        same = same_drafts(job["prompts"], stock, patched)
-        facts = {key: patched[key] for key in ("accepted", "decisions", "captured", "builders")}
-        keep(f"{name} {start}", {**facts, "stock": stock["accepted"], "same_drafts": same})
-        check(name, patched)
-        for one, other in zip(patched["accepted"], stock["accepted"], strict=True):
-            assert abs(one - other) <= ACCEPTANCE_TOLERANCE
-        if not case.get("near_ties"):
-            assert patched["texts"] == stock["texts"]
-            assert same["compared"] > 0.9 * len(stock["drafts"]) * len(stock["accepted"])
-            assert same["share"] >= SAME_DRAFTS
-    if "both_starts" in case:
-        one, other = answers.values()
-        assert one["builders"] == other["builders"]
-        for feature in ("draft-full-graph", "draft-loop-graph"):
-            assert one["decisions"][feature] == other["decisions"][feature]
+    same = same_drafts(job["prompts"], stock, patched)
+    facts = {key: patched[key] for key in ("accepted", "decisions", "captured", "builders")}
+    keep(name, {**facts, "stock": stock["accepted"], "same_drafts": same})
+    check(name, patched)
+    assert patched["accepted"] == pytest.approx(stock["accepted"], abs=ACCEPTANCE_TOLERANCE)
+    if not case.get("near_ties"):
+        assert patched["texts"] == stock["texts"]
+        assert same["compared"] > 0.9 * len(stock["drafts"]) * len(stock["accepted"])
+        assert same["share"] >= SAME_DRAFTS
 
 
 def check(name: str, patched: dict[str, Any]) -> None:
@@ -228,10 +206,6 @@ def check(name: str, patched: dict[str, Any]) -> None:
         limit = SMALL_ENGINE["max_num_seqs"]
         assert {requests * width for requests in range(1, limit + 1)} <= set(patched["sizes"])
     loop = patched["decisions"].get("draft-loop-graph", "")
-    if (said := CASES[name].get("both_starts")) is not None:
-        assert said in loop
-        assert patched["decisions"]["draft-full-graph"].startswith("FULL drafter graphs")
-        assert "FULL" in patched["first_passes"]
     if "steps" in name:
         assert loop == ""
     elif any(part in name for part in ("k1", "pard", "p_eagle", "dflash")):
@@ -241,32 +215,3 @@ def check(name: str, patched: dict[str, Any]) -> None:
         assert "launched one by one: metadata must be built between steps" in loop
     else:
         assert "in one graph" in loop
-
-
-def test_a_prefix_lm_drafts_in_graphs_again_after_a_long_prompt(tmp_path: Path) -> None:
-    """A target whose image tokens may see each other lists the images of each request, also where there is none."""
-    target = tmp_path / "target"
-    shutil.copytree(SMALL.target, target, copy_function=shutil.copyfile)
-    change_config(target, is_mm_prefix_lm=True)
-    sizes = [4, 8, 16, 32]
-    options = {
-        **SMALL_ENGINE,
-        "model": str(target),
-        "speculative_config": eagle3(3),
-        "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": sizes},
-    }
-    prompts = [list(range(10, 10 + length)) for length in (150, 20, 170, 12)]
-    job = {"options": options, "prompts": prompts, "tokens": [80, 100, 120, 140]}
-    answers = run_both(job, {}, tmp_path)
-    stock, patched = answers["stock"], answers["patched"]
-    facts = {side: {key: answer[key] for key in ("accepted", "builders")} for side, answer in answers.items()}
-    keep("prefix-LM", {**facts, "decisions": patched["decisions"], "first_passes": patched["first_passes"]})
-    modes = patched["first_passes"]
-    assert len(prompts[0]) > max(sizes)
-    assert modes[0] != "FULL"
-    # Every phase after the last prompt is a decode batch of few requests.
-    assert set(modes[-20:]) == {"FULL"}, json.dumps(modes)
-    assert patched["decisions"]["draft-full-graph"].startswith("FULL drafter graphs")
-    assert "mm_req_doc_ranges" not in patched["decisions"]["draft-full-graph"]
-    for one, other in zip(patched["accepted"], stock["accepted"], strict=True):
-        assert abs(one - other) <= ACCEPTANCE_TOLERANCE

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
 from ..musa_sim import images, loads
 from ..musa_sim.loads import Load
 from ..musa_sim.test_images import DRAFTS, requests_in_pieces, steps_with_images
-from .engines import SMALL_ENGINE
+from .engines import SMALL_ENGINE, needs
 from .findings import keep
 from .mixed_load import run_each
 
@@ -28,8 +26,7 @@ SIZES = {
 
 @pytest.mark.parametrize("features", SIZES, ids=" ".join)
 def test_graphs_change_nothing(features: tuple[str, ...], tmp_path: Path) -> None:
-    if Version(importlib.metadata.version("vllm")) < Version("0.26.0"):
-        pytest.skip("graphs of mixed batches are of vLLM 0.26 and newer")
+    needs("0.26")
     target, drafter = images.write_model(tmp_path / "model", DRAFTS)
     speculation = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": DRAFTS}
     options = {

@@ -6,17 +6,16 @@ a rejected draft. On both model runners, in formats of one byte too, with the gr
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.version import Version
 
 from vllm_hwplugin.base.features import gate_of
 
 from ..musa_sim import loads
 from ..nwor.runs import GRAPHS, Job, Run, differing, side_by_side
+from .engines import needs
 from .mixed_load import environment, options
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
@@ -73,8 +72,7 @@ def test_the_target_holds_no_rejected_draft(runner: str, mode: str, tmp_path: Pa
 @pytest.mark.parametrize("runner", ["V1", "V2"])
 def test_nor_with_the_graphs_of_other_features(runner: str, tmp_path: Path) -> None:
     """The restore is a node of the tail's graph on V2 there."""
-    if runner == "V2" and Version(importlib.metadata.version("vllm")) < Version("0.24.0"):
-        pytest.skip("the features with graphs on Model Runner V2 begin with vLLM 0.24")
+    needs("0.24" if runner == "V2" else "0.20")
     found = compare(tmp_path, runner, "eagle3", "FULL_AND_PIECEWISE", graphs=True)
     assert set(GRAPHS[runner]) - {"v2-graph-addresses"} <= set(found["with graphs"].used)
     assert not set(GRAPHS[runner]) & set(found["restore"].used)

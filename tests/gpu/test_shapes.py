@@ -7,20 +7,19 @@ Each case says which features its engine uses, and why not the others.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.version import Version
 
 from vllm_hwplugin.base.features import gate_of
 from vllm_hwplugin_lab.bench import engine_environment
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Run
+from .engines import needs
 from .findings import keep
 from .mixed_load import run_each
 from .small_shapes import CASES, FP8, NOTHING_TO_COMPILE, V1_GRAPHS, V2_GRAPHS
@@ -31,11 +30,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
 def compare(name: str, folder: Path, runner: str, expected: Mapping[str, str], features: tuple[str, ...]) -> None:
     """Run a case without the features and with them: they change nothing, and each is used or refused as expected."""
-    case, version = CASES[name], Version(importlib.metadata.version("vllm"))
-    if version < Version(case.since):
-        pytest.skip(f"vLLM {version} does not run this model with this drafter")
-    if runner == "V2" and version < Version("0.24.0"):
-        pytest.skip(f"vLLM {version} has no such features on V2")
+    case = CASES[name]
+    needs(case.since)
+    needs("0.24" if runner == "V2" else "0.20")
     made = case.load(folder / "model")
     sides: dict[str, dict[str, str]] = {"off": {}, "auto": dict.fromkeys(features, "auto")}
     runs = run_each(made, folder, runner, sides, features, **case.variables)

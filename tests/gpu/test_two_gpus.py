@@ -10,7 +10,6 @@ they part, and there the choice of the one must be as good as a tie to the other
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import random
@@ -25,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.version import Version
 
 from vllm_hwplugin_lab.bench import engine_environment, find_checkpoints, load_prompts
 from vllm_hwplugin_lab.bench._entry_points import provide
 from vllm_hwplugin_lab.bench._launch import child_environment, records_of
 
 from . import gemma_shape
-from .engines import PROFILED_ENGINE, SMALL_ENGINE
+from .engines import PROFILED_ENGINE, SMALL_ENGINE, needs
 from .findings import keep
 from .test_drafter_graphs import ACCEPTANCE_TOLERANCE, deepseek
 from .test_gemma_shape import agree, parted, requests
@@ -216,9 +214,7 @@ def test_tensor_parallel_workers_draft_in_graphs_as_stock_does(name: str, tmp_pa
 
 @pytest.mark.parametrize("name", ["tp eagle3 v2", "tp dflash v2"])
 def test_tensor_parallel_workers_of_model_runner_v2_replay_their_steps(name: str, tmp_path: Path) -> None:
-    version = Version(importlib.metadata.version("vllm"))
-    if version < Version("0.24.0"):
-        pytest.skip(f"vLLM {version} has no such graphs")
+    needs("0.24")
     stock, patched = served(tmp_path, name)
     assert patched["texts"] == stock["texts"]
     assert acceptance(patched) == pytest.approx(acceptance(stock), abs=ACCEPTANCE_TOLERANCE)

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Load
+from .engines import needs
 from .mixed_load import CASES, METHODS, compare, options, run_each
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
@@ -50,8 +49,7 @@ def test_nor_where_requests_are_filtered_as_the_model_asks(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_nor_where_drafts_are_drawn_by_temperature(method: str, tmp_path: Path) -> None:
-    if Version(importlib.metadata.version("vllm")) < Version("0.21.0"):
-        pytest.skip("vLLM draws drafts by temperature from 0.21 on")
+    needs("0.21")
     made = {**options(method, "FULL_AND_PIECEWISE"), "async_scheduling": True}
     made["speculative_config"]["draft_sample_method"] = "probabilistic"
     compare(Load(made, loads.by_temperature()), tmp_path, "V1", GRAPHS)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from packaging.version import Version
 from ..musa_sim import loads
 from ..musa_sim.loads import Load
 from ..musa_sim.test_drafters import adapter
+from .engines import needs, vllm_version
 from .findings import keep
 from .mixed_load import CASES, METHODS, SMALL, compare, options, run_each
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
 def graphs(method: str) -> list[str]:
     """The features of this vLLM. From 0.28 on it drafts in one graph itself."""
-    fused = method == "eagle3" and Version(importlib.metadata.version("vllm")) < Version("0.28.0")
+    fused = method == "eagle3" and vllm_version() < Version("0.28")
     return ["v2-step-inputs", "v2-tail-graph", *(["v2-fused-drafts"] if fused else [])]
 
 
@@ -64,16 +64,14 @@ def test_nor_where_vllm_has_warmed_up_with_larger_batches(tmp_path: Path) -> Non
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
 def test_nor_do_full_graphs_of_mixed_batches(method: str, tmp_path: Path) -> None:
     """With PIECEWISE graphs of the same sizes, so that both sides round alike."""
-    if Version(importlib.metadata.version("vllm")) < Version("0.26.0"):
-        pytest.skip("the feature is of vLLM 0.26 and newer")
+    needs("0.26")
     made = options(method, "FULL_AND_PIECEWISE")
     made["compilation_config"]["cudagraph_capture_sizes"] = [32, 64, 96]
     compare(Load(made, [*loads.mixed(), *loads.two_alone()]), tmp_path, "V2", ["v2-mixed-graphs"])
 
 
 def test_nor_do_full_graphs_of_mixed_batches_with_adapters(tmp_path: Path) -> None:
-    if Version(importlib.metadata.version("vllm")) < Version("0.26.0"):
-        pytest.skip("the feature is of vLLM 0.26 and newer")
+    needs("0.26")
     adapted = {"adapter": adapter(tmp_path / "adapter", ["o_proj"])}
     made = {**options("eagle3", "FULL_AND_PIECEWISE"), "enable_lora": True, "max_lora_rank": 8}
     made["compilation_config"]["cudagraph_capture_sizes"] = [32, 64, 96]
@@ -86,8 +84,7 @@ def test_nor_do_full_graphs_of_mixed_batches_with_adapters(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("method", "since"), [("ngram", "0.32.0"), ("draft_model", "0.31.0")])
 def test_nor_with_drafters_that_vllm_has_no_graph_for(method: str, since: str, tmp_path: Path) -> None:
-    if Version(importlib.metadata.version("vllm")) < Version(since):
-        pytest.skip("this vLLM does not have the method on Model Runner V2")
+    needs(since)
     asked: dict[str, Any] = {"method": method, "num_speculative_tokens": METHODS["eagle3"]}
     asked |= {"prompt_lookup_max": 3} if method == "ngram" else {"model": str(SMALL.target)}
     made = {**options("eagle3", "FULL_AND_PIECEWISE"), "speculative_config": asked}
@@ -96,8 +93,7 @@ def test_nor_with_drafters_that_vllm_has_no_graph_for(method: str, since: str, t
 
 @pytest.mark.parametrize("method", METHODS)
 def test_nor_with_a_schedule_of_numbers_of_drafts(method: str, tmp_path: Path) -> None:
-    if Version(importlib.metadata.version("vllm")) < Version("0.32.0"):
-        pytest.skip("this vLLM drafts as many as it can at most, or ends the start")
+    needs("0.32")
     made = options(method, "FULL_AND_PIECEWISE")
     schedule = [[1, 1, METHODS[method]], [2, 3, 2], [4, 6, 1]]
     made["speculative_config"]["num_speculative_tokens_per_batch_size"] = schedule

@@ -172,25 +172,6 @@ def test_vllm_passes_what_the_schema_of_its_version_takes(version: str, vllm_tre
                 assert given not in names or names[place] == given, f"{target} is called with {given} at {place}"
 
 
-AGAINST_VLLM = """
-import itertools, json, torch
-import vllm._custom_ops as ops
-from vllm_hwplugin.ops.definitions import rms_norm
-found = []
-for dtype, width in itertools.product([torch.float32, torch.float16, torch.bfloat16], [64, 1536]):
-    torch.manual_seed(width)
-    x, weight = torch.randn(9, width).mul(3).to(dtype), torch.randn(width).to(dtype)
-    theirs, ours = torch.empty_like(x), torch.empty_like(x)
-    ops.rms_norm(theirs, x, weight, 1e-5)
-    rms_norm(ours, x, weight, 1e-5)
-    found.append(torch.allclose(theirs.float(), ours.float(), rtol=4 * torch.finfo(dtype).eps, atol=1e-6))
-    rms_norm(ours, x, None, 1e-5)
-    rms_norm(theirs, x, torch.ones_like(weight), 1e-5)
-    found.append(torch.equal(ours, theirs))
-print(json.dumps(found))
-"""
-
-
 def test_the_page_has_each_operation() -> None:
     page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
     names = re.compile(r"`(?:_C|_C_cache_ops|_moe_C)::(\w+)`")
@@ -201,11 +182,6 @@ def test_the_page_has_each_operation() -> None:
     assert {name for line in of_kernels for name in names.findall(line)} == set(OPS)
     assert {name for line in of_definitions for name in names.findall(line)} == set(DEFINED)
     assert {name for line in of_definitions if line.endswith("| yes |") for name in names.findall(line)} == set(OPS)
-
-
-@pytest.mark.engine
-def test_the_norm_is_vllms() -> None:
-    assert printed_beside_vllm(AGAINST_VLLM) == [True] * 12
 
 
 @pytest.mark.parametrize("slots", [[-1, -1, -1], [0, -1, 7], [-1, 0, -1], [5, 6, 7]])

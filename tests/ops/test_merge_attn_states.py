@@ -166,51 +166,6 @@ def test_results_may_take_the_place_of_what_is_read(overwritten: int) -> None:
     assert torch.equal(call.lses[2], lse)
 
 
-# From 0.28.0 on vLLM's MLA folds chunks of the context into one running output and LSE.
-FOLDED = """
-import json, torch
-from types import SimpleNamespace
-from vllm.model_executor.layers.attention import mla_attention
-from vllm_hwplugin.ops.merge_attn_states import merge_attn_states
-
-accumulate = getattr(mla_attention, "accumulate_mla_context_chunk", None)
-if accumulate is None:
-    print("null")
-    raise SystemExit
-served = 0
-
-def merge(**given):
-    global served
-    merge_attn_states(**given)
-    served += 1
-
-mla_attention.merge_attn_states = merge
-torch.manual_seed(1)
-scores, values = torch.randn(4, 6, 9) * 3, torch.randn(9, 4, 192)
-output, lse = torch.full((6, 4, 192), 7.0), torch.full((4, 6), 7.0)
-
-def attend(keys):
-    part = scores[..., keys]
-    return torch.einsum("htk,khd->thd", part.softmax(-1), values[keys]), part.logsumexp(-1)
-
-for number, keys in enumerate((slice(0, 3), slice(3, 5), slice(5, 9))):
-    chunk = SimpleNamespace(token_slice=slice(0, 6), is_continuation=number > 0, continuation_token_end=6)
-    accumulate(chunk, *attend(keys), output, lse)
-whole, whole_lse = attend(slice(0, 9))
-print(json.dumps([served, float((output - whole).abs().max()), float((lse - whole_lse).abs().max())]))
-"""
-
-
-@pytest.mark.slow
-def test_vllms_mla_may_fold_chunk_after_chunk_into_one_running_state() -> None:
-    found = printed_beside_vllm(FOLDED)
-    if found is None:
-        pytest.skip("this vLLM merges into a second buffer")
-    served, output, lse = found
-    assert served == 2
-    assert max(output, lse) < 4e-6
-
-
 # In a process of its own that no patch and no test touches. Prints the largest difference, or null where this vLLM has
 # no implementation for the CPU.
 AGAINST_VLLM = """

@@ -16,16 +16,26 @@ torch: Any = pytest.importorskip("torch")
 
 from vllm_hwplugin.ops.operations import OPS  # noqa: E402
 
-from .operation_checks import assert_refused  # noqa: E402
+from .operation_checks import assert_refused, same_bits  # noqa: E402
 
-#: Each has the operation, ``call_with``, the arguments of a good call with changes, and the changes that are mistakes.
+#: Each has the operation, ``call_with``, the arguments of a good call with changes, the changes that are mistakes, and
+#: where a call may have nothing to do those that leave it nothing.
 TESTS = {name: importlib.import_module(f"{__package__}.test_{name}") for name in OPS}
 MISTAKES = [(name, changes) for name, test in TESTS.items() for changes in test.MISTAKES]
+NOTHING = [(name, changes) for name, test in TESTS.items() for changes in getattr(test, "NOTHING", ())]
 
 
 @pytest.mark.parametrize("name", TESTS)
 def test_a_good_call_is_not_refused(name: str) -> None:
     getattr(TESTS[name], name)(**TESTS[name].call_with())
+
+
+@pytest.mark.parametrize(("name", "changes"), NOTHING)
+def test_nothing_to_do_is_no_error_and_writes_nothing(name: str, changes: dict[str, Any]) -> None:
+    arguments = TESTS[name].call_with(**changes)
+    before = {key: value.clone() for key, value in arguments.items() if isinstance(value, torch.Tensor)}
+    getattr(TESTS[name], name)(**arguments)
+    assert all(same_bits(arguments[key], value) for key, value in before.items())
 
 
 @pytest.mark.parametrize(("name", "changes"), MISTAKES)

@@ -16,69 +16,11 @@ from vllm_hwplugin.ops.rms_norm_dynamic_per_token_quant import (  # noqa: E402
 )
 
 from .operation_checks import same_bits, steps  # noqa: E402
-from .vllm_child import printed_beside_vllm  # noqa: E402
 
 FLOAT8 = torch.float8_e4m3fn
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 QUANTISED = [FLOAT8, torch.int8]
 EPSILON = 1e-6
-
-# vLLM's norm and quantisation. Without a residual the scales are the same bit for bit; with one vLLM's layer rounds the
-# sum before the norm, which its fused operation does not. vLLM's layer multiplies by the reciprocal of a scale where
-# its fused operation divides, so elements may be one step apart. Prints what was found, and how many are not zero.
-AGAINST_VLLM = """
-import itertools, json, torch
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
-from vllm_hwplugin.ops.rms_norm_dynamic_per_token_quant import rms_norm_dynamic_per_token_quant
-
-def step(x):
-    bits = x.view(torch.int8).int()
-    return torch.where(bits < 0, -(bits & 127), bits)
-
-found = []
-for (tokens, hidden), dtype, added, bound in itertools.product(
-    [(1, 17), (7, 1536), (33, 512)], [torch.float32, torch.float16, torch.bfloat16], [False, True], [None, 1.5]
-):
-    torch.manual_seed(tokens)
-    with set_current_vllm_config(VllmConfig()):
-        norm = RMSNorm(hidden, eps=1e-6, dtype=dtype)
-        quant = QuantFP8(False, GroupShape.PER_TOKEN)
-    norm.weight.data.normal_(1.0, 0.1)
-    x, residual = ((torch.randn(tokens, hidden) * 3).to(dtype) for _ in range(2))
-    limit = None if bound is None else torch.tensor(bound)
-    if added:
-        # The sum in float32, of which vLLM's fused operation takes the norm; its layer is told of a sum already made.
-        sum = x.float() + residual.float()
-        weight = norm.weight.data
-        normal = (sum * torch.rsqrt(sum.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype) * weight
-        _, stored = norm.forward_native(x.clone(), residual.clone())
-    else:
-        normal = norm.forward_native(x)
-    wanted, wanted_scale = quant.forward_native(normal, scale_ub=limit)
-    result, scale = torch.empty_like(wanted), torch.empty_like(wanted_scale)
-    rms_norm_dynamic_per_token_quant(
-        result, x, norm.weight.data, scale, 1e-6, limit, residual if added else None
-    )
-    steps = (step(result) - step(wanted)).abs()
-    found.append([torch.equal(scale, wanted_scale), float((steps > 0).float().mean()), int(steps.max()),
-                  int((step(result) != 0).sum()), not added or torch.equal(residual, stored)])
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.slow
-def test_it_is_vllms_norm_and_then_its_quantisation_by_rows() -> None:
-    found = printed_beside_vllm(AGAINST_VLLM)
-    assert len(found) == 3 * 3 * 2 * 2
-    for same_scale, share, most, nonzero, same_residual in found:
-        assert same_scale
-        assert same_residual
-        assert most <= 1
-        assert share < 0.005
-        assert nonzero > 10
 
 
 def spoiled(shape: tuple[int, ...], dtype: Any, device: str = "cpu") -> tuple[Any, Any]:
@@ -219,21 +161,6 @@ def test_a_weight_that_is_not_a_number_takes_no_part_in_a_scale() -> None:
     assert torch.equal(result[:, 10:].float(), wanted[:, 10:].float())
 
 
-def test_a_row_of_zeros_has_the_smallest_scale() -> None:
-    result, scale = _call(torch.zeros(2, 64), torch.ones(64), FLOAT8)
-    assert (result.float() == 0).all()
-    assert (scale == torch.tensor(1 / (448 * 512))).all()
-
-
-def test_no_rows_are_no_error_and_rows_without_elements_are_one() -> None:
-    result, scale = _call(torch.empty(0, 64), torch.ones(64), FLOAT8)
-    assert (result.numel(), scale.numel()) == (0, 0)
-    with pytest.raises(RuntimeError, match="input has no elements in its last dimension"):
-        rms_norm_dynamic_per_token_quant(
-            torch.empty(3, 0, dtype=FLOAT8), torch.empty(3, 0), torch.ones(0), torch.empty(3), 1e-5
-        )
-
-
 def call_with(**changes: Any) -> dict[str, Any]:
     good = {
         "result": torch.zeros(3, 64, dtype=FLOAT8),
@@ -270,5 +197,21 @@ MISTAKES: list[dict[str, Any]] = [
         "scale": torch.zeros(8),
         "residual": None,
     },
+    {
+        "result": torch.zeros(3, 0, dtype=FLOAT8),
+        "input": torch.zeros(3, 0).half(),
+        "weight": torch.ones(0).half(),
+        "residual": None,
+    },
     {"input": torch.zeros(3, 64).double(), "weight": torch.zeros(64).double(), "residual": None},
+]
+
+#: Without a row.
+NOTHING: list[dict[str, Any]] = [
+    {
+        "result": torch.zeros(0, 64, dtype=FLOAT8),
+        "input": torch.zeros(0, 64).half(),
+        "scale": torch.zeros(0, 1),
+        "residual": None,
+    }
 ]

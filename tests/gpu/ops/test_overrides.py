@@ -93,19 +93,6 @@ def test_the_plugins_kernel_runs_under_vllms_name(name: str) -> None:
     assert run(theirs(name), case(name)) == stock
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_a_skipped_operation_keeps_vllms_kernel(name: str) -> None:
-    stock = run(theirs(name), case(name))
-    overrides.install(gates.Settings({**ON, "VLLM_HWPLUGIN_OPS_SKIP": name}))
-    assert set(overrides.states()) == set(OPS) - {name}
-    assert run(theirs(name), case(name)) == stock
-
-
-def test_by_default_nothing_stands_in_front() -> None:
-    overrides.install(gates.Settings({}))
-    assert overrides.states() == {}
-
-
 def test_a_call_that_the_kernel_refuses_gets_vllms() -> None:
     """Heads of 12 bytes, which it does not move 16 at a time; vLLM's kernel reports what it refuses, too."""
     name = "merge_attn_states"

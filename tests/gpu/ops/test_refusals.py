@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels refuse what their references do, and write nothing: dispatcher and graphs reach them past Python."""
+"""The kernels refuse what their references do, and write nothing but results: dispatcher and graphs reach them past
+Python.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ torch: Any = pytest.importorskip("torch")
 from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
 
 from ...ops.operation_checks import assert_refused  # noqa: E402
-from ...ops.test_refusals import MISTAKES, TESTS  # noqa: E402
+from ...ops.test_refusals import MISTAKES, NOTHING, TESTS  # noqa: E402
 from .kernel_checks import load_kernel  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -38,6 +40,27 @@ def moved(tensor: Any) -> Any:
 @pytest.mark.parametrize("name", TESTS)
 def test_a_good_call_is_not_refused(name: str) -> None:
     getattr(TESTS[name], name)(**on_gpu(TESTS[name].call_with()))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize(("name", "changes"), NOTHING)
+def test_nothing_to_do_is_no_error(name: str, changes: dict[str, Any]) -> None:
+    getattr(TESTS[name], name)(**on_gpu(TESTS[name].call_with(**changes)))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("name", TESTS)
+def test_nothing_beside_the_results_is_written(name: str) -> None:
+    arguments = on_gpu(TESTS[name].call_with())
+    around = []
+    for argument in getattr(torch.ops.hwplugin, name).default._schema.arguments:
+        if argument.is_write and (tensor := arguments.get(argument.name)) is not None:
+            space = torch.full((256 + tensor.nbytes + 256,), 0x55, dtype=torch.uint8, device="cuda")
+            arguments[argument.name] = space[256:-256].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            around += [space[:256], space[-256:]]
+    getattr(TESTS[name], name)(**arguments)
+    assert around
+    assert all(bool((part == 0x55).all()) for part in around)
 
 
 @pytest.mark.parametrize(("name", "changes"), MISTAKES)
