@@ -89,6 +89,7 @@ def attempt(
     pool: Any = None,
     *,
     kernels: Callable[[], AbstractContextManager[None]] | None = None,
+    data_parallel: bool = False,
 ) -> bool:
     """Capture a feature's graphs, or forget them; return whether all were captured.
 
@@ -99,6 +100,7 @@ def attempt(
         effect: what happens without the graphs, as for `report_unused`.
         pool: the pool of graphs that vLLM's wrapper captures; None if `record_graph` captures.
         kernels: a context for `record`; by default `kept_kernels`.
+        data_parallel: as for `all_ranks`.
 
     Raises:
         FeatureRequired: something failed, and the feature's switch is `on`.
@@ -106,7 +108,7 @@ def attempt(
     try:
         with (kernels or kept_kernels)():
             record()
-        if all_ranks(True):
+        if all_ranks(True, data_parallel):
             return True
         reason = "it failed on another rank"
     except FeatureRequired:
@@ -114,7 +116,7 @@ def attempt(
     except RecordingFailed as failure:
         reason = str(failure)
     except Exception as failure:
-        all_ranks(False)
+        all_ranks(False, data_parallel)
         reason = in_a_line(failure)
         logger.debug("%s: capture failed", feature, exc_info=True)
         if pool is not None:
@@ -385,8 +387,8 @@ def exchanged_later() -> Iterator[None]:
         vars(custom).update(before)
 
 
-def agreed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function` to raise if a rank failed since the last call.
+def agreed(function: Callable[..., Any], data_parallel: bool) -> Callable[..., Any]:
+    """Wrap `function` to raise if a rank, as of `all_ranks`, failed since the last call.
 
     Raises:
         RecordingFailed: it failed on another rank, as every rank knows.
@@ -394,7 +396,7 @@ def agreed(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*arguments: Any, **settings: Any) -> Any:
-        if not all_ranks(True):
+        if not all_ranks(True, data_parallel):
             raise RecordingFailed("it failed on another rank")
         return function(*arguments, **settings)
 

@@ -125,7 +125,7 @@ class Obstacle(NamedTuple):
     find: Callable[[Any], object]
 
 
-def why_not(owner: Any, parts: Part, *, together: bool = True) -> str | None:
+def why_not(owner: Any, parts: Part, *, together: bool = True, data_parallel: bool = False) -> str | None:
     """Return every reason not to capture one of `parts`, or None.
 
     The ranks of tensor parallelism capture the same graphs: a reason on one rank, such as an error in a row, is a
@@ -136,9 +136,10 @@ def why_not(owner: Any, parts: Part, *, together: bool = True) -> str | None:
             for `V2_MIXED`. For `V1_PASSES` and `V1_CHAIN` a V1 drafter, for `V2_STEPS` a speculator, each with its
             attention groups; `V1_PASSES` also works before they exist.
         together: all ranks make this call, and wait for each other; False: the reasons of this rank only.
+        data_parallel: as for `all_ranks`.
     """
     reason = _reasons(owner, parts)
-    if not together or all_ranks(reason is None):
+    if not together or all_ranks(reason is None, data_parallel):
         return reason
     return reason or "it cannot be captured on another rank"
 

@@ -3,34 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_dp_group, get_tp_group, model_parallel_is_initialized
 
-_WITH_DATA_PARALLELISM: Final = ContextVar("with_data_parallelism", default=False)
 
+def all_ranks(agreed: bool, data_parallel: bool = False) -> bool:
+    """Whether all ranks of tensor parallelism agree; they wait for each other.
 
-@contextmanager
-def with_data_parallelism() -> Iterator[None]:
-    """Let `all_ranks` include ranks of data parallelism.
-
-    They must make the same calls.
+    With `data_parallel` also all ranks of data parallelism, which must make the same calls.
     """
-    token = _WITH_DATA_PARALLELISM.set(True)
-    try:
-        yield
-    finally:
-        _WITH_DATA_PARALLELISM.reset(token)
-
-
-def all_ranks(agreed: bool) -> bool:
-    """Whether all ranks of tensor parallelism agree; they wait for each other."""
     agreed = bool(over_ranks(agreed, torch.distributed.ReduceOp.MIN))
-    if _WITH_DATA_PARALLELISM.get() and model_parallel_is_initialized():
+    if data_parallel and model_parallel_is_initialized():
         agreed = bool(_over(get_dp_group(), agreed, torch.distributed.ReduceOp.MIN))
     return agreed
 

@@ -20,7 +20,6 @@ from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.features import CAPTURE_SIZES, V2_MIXED_GRAPHS
 from vllm_hwplugin.spec_decode.capture_sizes import has_sizes, leave_to_vllm, vllms_sizes
 from vllm_hwplugin.spec_decode.graph_recording import agreed, attempt, exchanged_later
-from vllm_hwplugin.spec_decode.ranks import with_data_parallelism
 from vllm_hwplugin.spec_decode.v2.mixed_graphs import has_mixed_graphs, leave_out_mixed_graphs
 from vllm_hwplugin.spec_decode.v2.mixed_sizes import LEFT_OUT
 
@@ -77,7 +76,7 @@ def captured(
     done: list[Any] = []
 
     def record() -> None:
-        forward = agreed(create_forward_fn)
+        forward = agreed(create_forward_fn, data_parallel=mixed)
         if settle is not None:
             settle(manager, forward)
         with exchanged_later():
@@ -106,9 +105,7 @@ def captured(
     marks[_SETTLED] = True
     feature = V2_MIXED_GRAPHS if mixed else CAPTURE_SIZES
     # Ranks of data parallelism pad a batch to the same graph.
-    with with_data_parallelism() if mixed else nullcontext():
-        done_everywhere = attempt(feature, _STOCK, record, forget, manager.pool, kernels=nullcontext)
-    if done_everywhere:
+    if attempt(feature, _STOCK, record, forget, manager.pool, kernels=nullcontext, data_parallel=mixed):
         marks[_SETTLED] = False
         return tuple(done)
     if mixed and has_mixed_graphs(compilation):

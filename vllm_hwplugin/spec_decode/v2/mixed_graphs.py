@@ -23,7 +23,6 @@ from vllm_hwplugin.spec_decode.builders import flash_versions
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.drafters import SHARED_FIRST_PASS
 from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
-from vllm_hwplugin.spec_decode.ranks import with_data_parallelism
 from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch
 from vllm_hwplugin.spec_decode.v2.mixed_sizes import KEEPS_PIECES
 
@@ -90,8 +89,7 @@ def add_mixed_graphs(runner: Any) -> None:
         return
     most_tokens = min(runner.max_num_tokens, runner.compilation_config.max_cudagraph_capture_size or 0)
     sizes = [size for size in SIZES if size <= most_tokens]
-    with with_data_parallelism():
-        reason = why_not(runner, Part.V2_MIXED)
+    reason = why_not(runner, Part.V2_MIXED, data_parallel=True)
     if reason is not None or not sizes:
         report_unused(V2_MIXED_GRAPHS, _STOCK, reason or f"graphs have {most_tokens} tokens at most")
         return
