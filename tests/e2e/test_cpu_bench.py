@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.pages import parts_us
-from tests.cpu_seconds import wait_until
+from tests.cpu_seconds import patience, wait_until
 from tests.program import program
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.bench import _server, running, serve
@@ -69,6 +69,12 @@ SERVED = serve.ServeSettings(
 )
 
 
+def measure(jobs, asked, **more):
+    outcome = bench.measure_in_turn(jobs, asked, rounds=2, at_once=False, timeout=patience(800), **more)["patched"]
+    assert outcome.error is None, outcome.log_tail
+    return outcome
+
+
 @pytest.fixture(scope="module")
 def outcome(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> bench.Outcome:
     """One engine: batches of two of four prompts, then a profile."""
@@ -83,9 +89,7 @@ def outcome(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> b
     with pytest.MonkeyPatch.context() as patch:
         # The records are read in this process.
         patch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(folder))
-        found = bench.measure_in_turn(jobs, bench.of_workloads(jobs), rounds=2, at_once=False, timeout=800)["patched"]
-    assert found.error is None, found.log_tail
-    return found
+        return measure(jobs, bench.of_workloads(jobs))
 
 
 def test_the_engines_core_is_a_process_of_its_own_and_is_asked_what_it_runs(outcome):
@@ -143,8 +147,7 @@ def test_a_load_is_seen_as_clients_see_it(cpu_host, tmp_path, monkeypatch, serve
     prompts = [tuple(range(5, 25)), tuple(range(30, 50)), "the dog"]
     jobs = {"patched": serve.serve_job(3, "patched", settings, cpu_host, bench.find_checkpoints(None), tmp_path)}
     asked = serve.serve_measurements(settings, prompts)
-    outcome = bench.measure_in_turn(jobs, asked, rounds=2, at_once=False, timeout=800, module=serve.MODULE)["patched"]
-    assert outcome.error is None, outcome.log_tail
+    outcome = measure(jobs, asked, module=serve.MODULE)
     assert (outcome.ready()["model_runner"], outcome.ready()["graph_modes"]["target"]) == ("V1", "NONE")
     roles = Counter(record["role"] for record in outcome.records)
     # What starts several API servers is no worker of theirs.
@@ -214,8 +217,7 @@ def test_the_hosts_time_by_phase_and_the_trace(cpu_host, tmp_path):
     workloads = tuple(dataclasses.replace(w, profile_tokens=8, trace=str(trace)) for w in job.workloads)
     jobs = {"patched": dataclasses.replace(job, workloads=workloads)}
     asked = bench.of_workloads(jobs, "phases")
-    outcome = bench.measure_in_turn(jobs, asked, rounds=2, at_once=False, timeout=800, module=ENGINE)["patched"]
-    assert outcome.error is None, outcome.log_tail
+    outcome = measure(jobs, asked, module=ENGINE)
     assert [event["round"] for event in outcome.of("phases")] == [0, 1]
     results = new_results(PHASES_FORMAT, cpu_host, SETTINGS)
     add_phases(results, CASE, {"patched": outcome})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.cpu_seconds import patience
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.bench import soak
 from vllm_hwplugin_lab.bench._launch import Session
@@ -29,7 +30,7 @@ def test_requests_come_and_go_and_all_of_them_end(cpu_host):
     )
     job = soak.load_job("patched", settings, cpu_host, checkpoints, pool)
     with Session(ENGINE, job) as session:
-        session.ask(settings.load(), "soaked", 800)
+        session.ask(settings.load(), "soaked", patience(800))
         session.tell({"do": "end"})
         session.wait_for_end()
         ended = session.ended()

@@ -5,7 +5,11 @@ Each TOML file here lists the mutants of one package: an edit of the source, and
 FILE is such a file, or a source file, for all that edit its folder; without one, all mutants run. As many run at a
 time as there are cores, each in a copy of the tree and in a fork of a process that has imported torch and vLLM.
 
-The exit status is 1 if tests pass with a mutant or fail without one, or if the text to edit is not there exactly once.
+A mutant is noticed if a test fails with it. A test that ends with an error, of a fixture or of its collection, notices
+nothing: it would end so with most edits.
+
+The exit status is 1 if a mutant is not noticed, if tests end with an error or do not pass without a mutant, or if the
+text to edit is not there exactly once.
 """
 
 from __future__ import annotations
@@ -109,18 +113,20 @@ def _start(tree: Path, run: Run) -> int:
     os._exit(status)
 
 
-def _end(tree: Path, run: Run) -> tuple[bool, str]:
-    """Return whether the tests passed, and the line that says so; undo the edit."""
+def _end(tree: Path, run: Run) -> tuple[str, str]:
+    """Return `passed`, `failed` or `error`, and the line that says so; undo the edit."""
     if run.mutant is not None:
         shutil.move(tree / KEPT, tree / run.mutant.file)
     lines = (tree / "mutant.log").read_text(errors="replace").splitlines() or ["no output"]
-    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    if failed or not any(" passed" in line for line in lines[-3:]):
-        return False, failed[0] if failed else f"no test passed: {lines[-1]}"
-    return True, lines[-1]
+    for outcome in ("failed", "error"):
+        if told := [line for line in lines if line.startswith(outcome.upper())]:
+            return outcome, told[0]
+    if not any(" passed" in line for line in lines[-3:]):
+        return "error", f"no test passed: {lines[-1]}"
+    return "passed", lines[-1]
 
 
-def _results(trees: Sequence[Path], runs: Sequence[Run]) -> Iterator[tuple[Run, bool, str]]:
+def _results(trees: Sequence[Path], runs: Sequence[Run]) -> Iterator[tuple[Run, str, str]]:
     free, waiting, running = list(trees), list(runs), dict[int, tuple[Path, Run]]()
     while waiting or running:
         while waiting and free:
@@ -158,14 +164,15 @@ def main(names: Sequence[str]) -> int:
         for tree in trees:
             _copy(tree)
         failing = set()
-        for run, passed, line in _results(trees, [Run(tests) for tests in dict.fromkeys(run.tests for run in runs)]):
-            if not passed:
+        for run, outcome, line in _results(trees, [Run(tests) for tests in dict.fromkeys(run.tests for run in runs)]):
+            if outcome != "passed":
                 failing.add(run.tests)
                 print(f"without a mutant: {line}", flush=True)
-        for run, passed, line in _results(trees, runs):
-            noticed = not passed and run.tests not in failing
+        for run, outcome, line in _results(trees, runs):
+            noticed = outcome == "failed" and run.tests not in failing
             wrong += not noticed
-            print(f"{'noticed' if noticed else 'NOT NOTICED'}  {run.place}  {line}", flush=True)
+            told = "noticed" if noticed else "ERROR" if outcome == "error" else "NOT NOTICED"
+            print(f"{told}  {run.place}  {line}", flush=True)
     print(f"{len(mutants) - wrong} of {len(mutants)} mutants noticed")
     return min(wrong, 1)
 

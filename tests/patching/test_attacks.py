@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import json
 import marshal
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -21,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from tests.cpu_seconds import patience
+from tests.cpu_seconds import patience, wait_until
 from vllm_hwplugin.patching._finder import CopyFinder
 from vllm_hwplugin.patching._overlay import Copy, Overlay
 from vllm_hwplugin.patching._plan import patched_file
@@ -114,12 +116,11 @@ def test_what_is_swapped_in_after_the_check_does_not_run(
 # -- a second user at work ---------------------------------------------------------------------------------------------
 
 VICTIM = """
-    import os, time
+    import os
     record = install()
     open({ready!r}, "w").close()
     imports = evil = 0
-    end = time.monotonic() + 1.5
-    while time.monotonic() < end:
+    while not os.path.exists({stop!r}):
         sys.modules.pop("vllm.v1.alpha", None)
         import vllm.v1.alpha as alpha
         imports += 1
@@ -129,8 +130,8 @@ VICTIM = """
 """
 
 
-def start_swapping(one: Path, other: Path) -> int:
-    """A process of another user that exchanges two entries of a folder, again and again, as fast as it can."""
+def start_swapping(one: Path, other: Path, enough: int) -> int:
+    """A process of another user that swaps two entries of a folder, and writes to `enough` after 1,000 times."""
     # He need not be let through the folders above it, which belong to the tests.
     folder = os.open(one.parent, os.O_RDONLY | os.O_DIRECTORY)
     child = os.fork()
@@ -141,9 +142,11 @@ def start_swapping(one: Path, other: Path) -> int:
         os.setgroups([])
         os.setresgid(SOMEONE, SOMEONE, SOMEONE)
         os.setresuid(SOMEONE, SOMEONE, SOMEONE)
-        while True:
+        for times in itertools.count():
             for source, target in ((one.name, "aside"), (other.name, one.name), ("aside", other.name)):
                 os.rename(source, target, src_dir_fd=folder, dst_dir_fd=folder)
+            if times == 1000:
+                os.write(enough, b"x")
             time.sleep(0.0003)
     finally:
         os._exit(1)
@@ -151,22 +154,27 @@ def start_swapping(one: Path, other: Path) -> int:
 
 def under_attack(project: Project, one: Callable[[], Path], other: Path, **environ: str) -> list[Any]:
     """Let the victim import, again and again, while another user swaps ``one()`` for ``other``."""
-    ready = project.folder / "ready"
+    ready, stop = project.folder / "ready", project.folder / "stop"
     victim = subprocess.Popen(
-        project.command(VICTIM.format(ready=str(ready))),
+        project.command(VICTIM.format(ready=str(ready), stop=str(stop))),
         env=project.environ(**environ),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    while not ready.exists() and victim.poll() is None:
-        time.sleep(0.005)
-    attacker = start_swapping(one(), other)
-    out, err = victim.communicate(timeout=patience(60))
-    # It was at work to the end.
-    assert os.waitpid(attacker, os.WNOHANG) == (0, 0)
-    os.kill(attacker, signal.SIGKILL)
-    os.waitpid(attacker, 0)
+    wait_until(ready.exists, 60, unless=lambda: victim.poll() is not None)
+    worked, enough = os.pipe()
+    attacker = start_swapping(one(), other, enough)
+    try:
+        assert select.select([worked], [], [], patience(60))[0]
+        stop.touch()
+        out, err = victim.communicate(timeout=patience(60))
+        # It was at work to the end.
+        assert os.waitpid(attacker, os.WNOHANG) == (0, 0)
+    finally:
+        os.kill(attacker, signal.SIGKILL)
+        os.waitpid(attacker, 0)
+        victim.kill()
     assert victim.returncode == 0, err
     found: list[Any] = json.loads(out)
     return found

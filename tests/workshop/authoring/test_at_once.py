@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cpu_seconds import patience
 from vllm_hwplugin.patching import outside
 from vllm_hwplugin.patching.texts import CatalogueError, Source
 from vllm_hwplugin_workshop.authoring import (
@@ -64,7 +65,7 @@ def test_writers_of_one_feature_wait_for_one_another(feature: Path) -> None:
     fcntl.flock(held, fcntl.LOCK_UN)
     os.close(held)
     for writer in writers:
-        writer.join(60)
+        writer.join(patience(60))
     assert [writer.exitcode for writer in writers] == [0] * 3
     assert all(read_feature(feature).versions.covers(version) for version in versions)
     assert sorted(os.listdir(feature.parent)) == ["catalogue.toml", "it"]
@@ -96,7 +97,7 @@ def test_a_killed_writer_loses_nothing_and_hides_nothing(feature: Path, number: 
     before = read_feature(feature)
     child = fork.Process(target=_die_at_the_rename, args=(feature, number))
     child.start()
-    child.join(60)
+    child.join(patience(60))
     assert child.exitcode == -signal.SIGKILL
     if number == 2:
         # A starting process runs no catalogue of which it would miss a feature.
