@@ -20,7 +20,8 @@ from .loads import Engine, Load, Process, Request, Run
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
 GRAPHS = ("v2-step-inputs", "v2-tail-graph")
-ON = {gate_of(feature): "on" for feature in ("engine-report", "v2-graph-addresses", *GRAPHS, DRAFT_SCHEDULE)}
+ALSO = ("backport-draft-count-graphs", "engine-report", "v2-graph-addresses")
+ON = {gate_of(feature): "on" for feature in (*ALSO, *GRAPHS, DRAFT_SCHEDULE)}
 
 
 def alone() -> list[Request]:

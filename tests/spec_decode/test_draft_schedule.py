@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.fallback import FeatureRequired
 from vllm_hwplugin.base.features import DRAFT_SCHEDULE, gate_of
 from vllm_hwplugin.spec_decode import draft_schedule
 from vllm_hwplugin.spec_decode.draft_policy import MIN_STEPS, DraftPolicy
-from vllm_hwplugin.spec_decode.draft_schedule import DraftSchedule, complete_candidates, follow_load, learned_setting
+from vllm_hwplugin.spec_decode.draft_schedule import DraftSchedule, follow_load, learned_setting
+
+from ..conftest import versions
+from .graph_manager import Manager
+from .sized_configs import config_of
 
 
 @pytest.fixture
@@ -245,41 +249,26 @@ def test_the_end_of_an_engine_says_what_was_learned(record: run_records.RunRecor
 # -- graphs -----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Desc:
-    num_tokens: int
-    uniform_token_count: int | None
-    num_active_loras: int = 0
-
-
-def test_each_batch_finds_the_next_graph_of_its_own_number() -> None:
-    uniform = [Desc(2, 2), Desc(4, 4), Desc(6, 3), Desc(12, 4), Desc(12, 3), Desc(8, 2)]
-    other = [Desc(12, None)]
-    # As vLLM has them: those with the next number of tokens.
-    candidates = {
-        (tokens, 0): [
-            desc for desc in uniform if desc.num_tokens == min(d.num_tokens for d in uniform if d.num_tokens >= tokens)
-        ]
-        + other
-        for tokens in range(1, 13)
-    }
-    manager = SimpleNamespace(
-        compilation_config=SimpleNamespace(),
-        _capture_descs={"FULL": uniform, "PIECEWISE": other},
-        _candidates=candidates,
-    )
-    complete_candidates(manager)
-    # Without the feature they stay vLLM's.
-    assert candidates[3, 0] == [Desc(4, 4), *other]
-    vars(manager.compilation_config)[draft_schedule._COUNTS] = (3, 2, 1)
-    complete_candidates(manager)
-    for query_len, most in ((2, 4), (3, 4), (4, 3)):
-        for count in range(1, most + 1):
-            found = [desc for desc in candidates[count * query_len, 0] if desc.uniform_token_count == query_len]
-            assert found == [
-                min(
-                    (d for d in uniform if d.uniform_token_count == query_len and d.num_tokens >= count * query_len),
-                    key=lambda desc: desc.num_tokens,
-                )
-            ]
-    assert all(found[-1] == other[0] for found in candidates.values())
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("version", versions("vllm/v1/worker/gpu/cudagraph_utils.py", among=("0.32.0", "0.33.0")))
+def test_each_batch_finds_the_next_graph_of_its_own_number(
+    version: str, patched: bool, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, most = config_of(k=3, seqs=8, sizes=[1, 2, 4, 8, 16, 24, 32], largest=32), 8
+    made.speculative_config.num_speculative_tokens_per_batch_size = [[1, 3, 3], [4, 5, 2], [6, 8, 1]]
+    made.speculative_config.uses_dynamic_speculative_decoding = lambda: True
+    choice = {gate_of("backport-draft-count-graphs"): "on" if patched else "off"}
+    manager = Manager(vllm_tree(version), made, monkeypatch, **choice).made
+    full = [desc for desc in manager._capture_descs[CUDAGraphMode.FULL] if desc.uniform_token_count]
+    assert {desc.uniform_token_count for desc in full} == {2, 3, 4}
+    missed = []
+    for block in (2, 3, 4):
+        for requests in range(1, most + 1):
+            fitting = [d for d in full if d.uniform_token_count == block and d.num_reqs >= requests]
+            expected = min(fitting, key=lambda desc: desc.num_tokens, default=None)
+            desc = manager.dispatch(requests, requests * block, block, 0)
+            if expected is not None and desc != expected:
+                missed.append((requests, block))
+        # A batch of unequal numbers has none of these graphs.
+        assert manager.dispatch(3, 3 * block, None, 0).cg_mode == CUDAGraphMode.PIECEWISE
+    assert bool(missed) != patched

@@ -218,6 +218,11 @@ def test_what_an_engine_uses_follows_from_runner_method_and_mode(
         (False, {"drafter": SimpleNamespace(model=Loaded())}, "backport-eagle-bias"),
         (True, {METHOD: "dflash", "drafter": WINDOWED}, "backport-draft-schedule"),
         (True, {METHOD: "mtp", "speculative_config__moe_backend": "triton"}, "backport-draft-moe-backend"),
+        (
+            True,
+            {"speculative_config__num_speculative_tokens_per_batch_size": [[1, 8, 2]]},
+            "backport-draft-count-graphs",
+        ),
     ],
 )
 def test_a_backport_is_used_where_its_fault_would_be(v2: bool, changes: dict[str, Any], added: str) -> None:

@@ -19,7 +19,7 @@ TERMS: Final = {
     "decode-graphs": "decode batches have no FULL CUDA graphs",
     "draft-counts": "the number of drafts stays as configured: {}",
     "draft-loader:": "no draft was loaded by {}",
-    "draft-moe-backend": "--speculative-config names no moe_backend",
+    "draft-setting:": "--speculative-config names no {}",
     "drafter:": "the speculative method is {}",
     "drafts-here": "another stage of the pipeline drafts",
     "dtype:": "the model is not in {}",

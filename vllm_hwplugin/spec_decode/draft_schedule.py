@@ -123,25 +123,6 @@ def why_fixed(compilation_config: Any) -> str | None:
     return counts if isinstance(counts, str) else None
 
 
-def complete_candidates(manager: Any) -> None:
-    """Let decode batches find the next FULL graph of their draft count.
-
-    `manager` is a `CudaGraphManager`. vLLM looks only among the graphs with the next number of tokens, and these may
-    all have other draft counts.
-    """
-    if not counts_of(manager.compilation_config):
-        return
-    planned = (desc for descs in manager._capture_descs.values() for desc in descs if desc.uniform_token_count)
-    starts: dict[tuple[int, int], int] = {}
-    for desc in sorted(planned, key=lambda desc: int(desc.num_tokens)):
-        kind = desc.uniform_token_count, desc.num_active_loras
-        for num_tokens in range(starts.get(kind, 1), desc.num_tokens + 1):
-            candidates = manager._candidates.setdefault((num_tokens, desc.num_active_loras), [])
-            if desc not in candidates:
-                candidates.insert(0, desc)
-        starts[kind] = desc.num_tokens + 1
-
-
 # -- in the scheduler -------------------------------------------------------------------------------------------------
 
 

@@ -121,7 +121,7 @@ class EngineFacts:
             "attention-backend": not named,
             "data-parallel": parallel.data_parallel_size == 1,
             "draft-loader:": self._loaded_otherwise,
-            "draft-moe-backend": getattr(spec, "moe_backend", None) is None,
+            "draft-setting:": lambda name: getattr(spec, name, None) is None,
             "windowed-draft": self._windowless,
             "dtype:": lambda name: model.dtype is not getattr(torch, name, None),
             "hopper": not layers.ON_HOPPER,
