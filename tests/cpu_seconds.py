@@ -102,7 +102,7 @@ class Budget:
         return None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        taken = getattr(report, "cpu_seconds", 0.0)
+        taken: Any = getattr(report, "cpu_seconds", 0.0)
         self._of["all"] += taken
         if "slow" not in report.keywords:
             self._of["make test"] += taken

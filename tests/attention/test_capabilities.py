@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +18,7 @@ from vllm_hwplugin.attention.capabilities import (
     CAPABILITIES,
     DECLARATIONS,
     FLASH_ATTN,
-    FLASH_ATTN_LARGE,
     FLASH_ATTN_MUSA,
-    LARGEST_OF_VLLM,
     VLLM,
     Declaration,
     Multiples,
@@ -29,7 +26,6 @@ from vllm_hwplugin.attention.capabilities import (
     allows,
     asked_in,
     declared,
-    explain,
     reserves,
 )
 from vllm_hwplugin.base.versions import SUPPORTED
@@ -65,41 +61,9 @@ def test_the_one_claim_that_goes_too_far_says_how_far_it_holds() -> None:
     assert reserves(declared(FLASH_ATTN, "0.26.0"), {"use_mm_prefix": True}) == []
 
 
-@every_version
-def test_large_heads_on_cuda_are_those_of_the_kernel(version: str) -> None:
-    assert LARGEST_OF_VLLM == 256
-    small = Multiples(8, 512) if Version(version) < Version("0.26") else Multiples(8, 512, least=32)
-    assert declared(FLASH_ATTN, version)["head_sizes"].value == small
-    assert declared(FLASH_ATTN_LARGE, version)["head_sizes"].value == Multiples(8, 512)
-    large = declared(FLASH_ATTN_LARGE, version)
-    granted = {name for name, item in large.items() if item.value is True}
-    known = {"sink", "non_causal", "batch_invariance", "sliding_window", "kv_connector", "kv_cache_update_bypass"}
-    assert granted == known & large.keys()
-
-
-def test_what_is_refused_for_large_heads_says_the_way_out() -> None:
-    asked = {"head_size": 520, "kv_cache_dtype": "fp8", "block_size": 24, "use_mm_prefix": True}
-    told = explain(declared(FLASH_ATTN_LARGE, "0.26.0"), asked)
-    assert [re.findall(r"TRITON_ATTN|--[a-z-]+", line) for line in told] == [
-        ["TRITON_ATTN"],
-        ["--kv-cache-dtype", "TRITON_ATTN"],
-        ["--block-size"],
-        ["--language-model-only", "TRITON_ATTN"],
-    ]
-
-
 @pytest.mark.parametrize("version", ["0.19.1", "0.34.0", "dev"])
 def test_a_version_that_was_not_checked_has_no_declarations(version: str) -> None:
     assert {backend: dict(declared(backend, version)) for backend in BACKENDS} == {backend: {} for backend in BACKENDS}
-
-
-def test_a_local_part_of_a_version_does_not_matter() -> None:
-    assert declared(FLASH_ATTN, "0.26.0+cu129") == declared(FLASH_ATTN, "0.26.0")
-    assert asked_in("0.26.0+cu129") == asked_in("0.26.0")
-
-
-def test_of_a_backend_of_vllms_own_nothing_is_declared() -> None:
-    assert declared("FLEX_ATTENTION", "0.26.0") == {}
 
 
 @pytest.mark.parametrize(
@@ -133,15 +97,6 @@ def test_of_a_backend_of_vllms_own_nothing_is_declared() -> None:
 )
 def test_allows(value: bool | Multiples | tuple[str, ...], asked: Any, fit: bool) -> None:
     assert allows(value, asked) is fit
-
-
-@pytest.mark.parametrize("version", ["0.20.2", "0.21.0"])
-def test_an_exception_from_vllms_own_answer_is_explained(version: str) -> None:
-    declarations = declared(FLASH_ATTN, version)
-    assert explain(declarations, {"kv_cache_dtype": "fp8"}) == explain(declarations, {"kv_cache_dtype": None}) == []
-    (told,) = explain(declarations, {"kv_cache_dtype": "fp8_e5m2"})
-    assert told.startswith("FLASH_ATTN does not declare kv_cache_dtype fp8_e5m2: ")
-    assert told.endswith("use --kv-cache-dtype fp8")
 
 
 def test_the_table_needs_neither_vllm_nor_torch() -> None:

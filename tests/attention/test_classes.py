@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import logging
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -132,14 +131,6 @@ def test_no_type_of_cache_is_declared_that_vllms_layer_then_raises_on(version: s
         assert told[1].startswith("FLASH_ATTN does not declare kv_cache_dtype fp8_e5m2: ")
         flash.flash_attn_supports_fp8 = lambda: False
         assert made.supports_kv_cache_dtype("fp8") is False
-
-
-@pytest.mark.parametrize("version", versions("vllm/v1/attention/", among=SUPPORTED[SUPPORTED.index("0.22.0") :]))
-def test_later_the_type_of_a_cache_is_vllms_own_answer_alone(version: str, vllm_tree: Tree) -> None:
-    with released(version, vllm_tree(version), flash=(3,)) as load:
-        made = load("vllm_hwplugin.attention.cuda").CudaFlashAttentionBackend
-        assert "supports_kv_cache_dtype" not in vars(made)
-        assert not made.supports_kv_cache_dtype("fp8_e5m2")
 
 
 @every_version
@@ -277,24 +268,3 @@ def test_the_second_table_has_to_be_whole_as_well(monkeypatch: pytest.MonkeyPatc
     classes.declares(FLASH_ATTN, "0.26.0")
     with pytest.raises(ImportError, match=r"FLASH_ATTN>256 has no declaration of sink for vLLM 0\.26\.0"):
         classes.declares(FLASH_ATTN, "0.26.0", above=(256, FLASH_ATTN_LARGE))
-
-
-def test_a_question_that_the_table_does_not_know_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    class Base:
-        @classmethod
-        def validate_configuration(cls) -> list[str]:
-            return []
-
-        @classmethod
-        def supports_something_new(cls) -> bool:
-            return False
-
-    caplog.set_level(logging.WARNING, "vllm.hwplugin")
-    logging.getLogger("vllm.hwplugin").addHandler(caplog.handler)
-    try:
-        classes.declares(FLASH_ATTN, "0.26.0")(type("Made", (Base,), {}))
-    finally:
-        logging.getLogger("vllm.hwplugin").removeHandler(caplog.handler)
-    assert {record.getMessage() for record in caplog.records} == {
-        "vLLM 0.26.0 asks supports_something_new, and FLASH_ATTN does not declare it: vLLM's default stays"
-    }

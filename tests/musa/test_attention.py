@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -22,7 +21,7 @@ torch = pytest.importorskip("torch")
 
 from vllm_hwplugin.spec_decode.builders import known  # noqa: E402
 
-from ..attention.layer import Layer, close, config  # noqa: E402
+from ..attention.layer import Layer, close  # noqa: E402
 from ..attention.released import released  # noqa: E402
 from ..conftest import versions  # noqa: E402
 from .mate_standin import mate  # noqa: E402
@@ -84,19 +83,6 @@ def test_sinks_are_cast_once_for_each_loading_of_weights(version: str, dtype: An
     # Kept alive by the list, so one address is one tensor.
     assert len({call["learnable_sink"].data_ptr() for call in calls}) == 1
     assert len(calls) == 4
-
-
-@ends
-def test_the_builder_leaves_out_what_only_vllms_kernels_have(version: str, vllm_tree: Tree) -> None:
-    with released(version, vllm_tree(version), mate=mate()) as load:
-        # As on a device for which vLLM has FlashAttention 3.
-        load("vllm.v1.attention.backends.flash_attn").get_flash_attn_version = lambda **_: 3
-        backend = load(OWN).MusaFlashAttentionBackend
-        builder = backend.get_builder_cls()(MagicMock(), ["layer"], config(), torch.device("cpu"))
-        assert builder.aot_schedule is False
-        assert builder.use_cascade_attention(common_prefix_len=4096) is False
-        support = load("vllm.v1.attention.backend").AttentionCGSupport.UNIFORM_BATCH
-        assert backend.get_builder_cls().get_cudagraph_support(None, None) is support
 
 
 @pytest.mark.parametrize(("argument", "required"), [("learnable_sink", False), ("scheduler", True)])

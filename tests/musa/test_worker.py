@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib
 import sys
@@ -192,29 +191,6 @@ def test_graphs_are_captured_with_more_than_one_gpu(
 
 
 @every_version
-def test_the_communicator_has_nothing_of_cudas(
-    version: str, musa_vllm: Callable[..., Any], vllm_tree: Callable[[str], Any]
-) -> None:
-    """Each part that ``CudaCommunicator`` makes is there and is none, and no collective is CUDA's."""
-    names = ("base_device_communicator", "cuda_communicator")
-    musa_vllm(version, *(f"{COMMUNICATORS}/{name}.py" for name in names))
-    class_ = own("vllm_hwplugin.musa.communicator").MusaCommunicator
-    base = sys.modules["vllm.distributed.device_communicators.base_device_communicator"].DeviceCommunicatorBase
-    made = _set_by_init(vllm_tree(version).read(f"{COMMUNICATORS}/cuda_communicator.py"), "CudaCommunicator")
-    parts = made - _set_by_init(
-        vllm_tree(version).read(f"{COMMUNICATORS}/base_device_communicator.py"), "DeviceCommunicatorBase"
-    )
-    assert "ca_comm" in parts
-    assert {name: getattr(class_, name) for name in parts if getattr(class_, name)} == {}
-    methods = {name for name, member in vars(base).items() if callable(member)}
-    assert {name for name in methods if getattr(class_, name) is not getattr(base, name)} == {
-        "all_reduce",
-        "all_gather",
-        "gather",
-    }
-
-
-@every_version
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_gathering_is_a_sum(version: str, dim: int, musa_vllm: Callable[..., Any], monkeypatch: Any) -> None:
     import torch
@@ -231,13 +207,3 @@ def test_gathering_is_a_sum(version: str, dim: int, musa_vllm: Callable[..., Any
         members.append(member.gather(parts[rank], 2, dim))
     assert members[:2] == [None, None]
     assert torch.equal(members[2], torch.cat(parts.unbind(), dim))
-
-
-def _set_by_init(text: str, name: str) -> set[str]:
-    (cls,) = [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == name]
-    (init,) = [n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
-    return {
-        node.attr
-        for node in ast.walk(init)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
-    }

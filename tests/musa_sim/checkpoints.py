@@ -183,6 +183,40 @@ def awq(weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Weig
     }, ((numbers - zeros) * scale).view(outputs, inputs)
 
 
+#: A small DeepSeek V3, whose second layer has experts.
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 1,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "moe_intermediate_size": 64,
+    "vocab_size": 4096,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "float16",
+}
+
+
 def by_chance(folder: Path, config: Mapping[str, Any], layer: int, drafter: str, drafts: Weights) -> Path:
     """A model of a class of transformers', with weights so large that what a token attends to counts.
 

@@ -331,7 +331,7 @@ def building_on_the_host() -> Iterator[None]:
 def attention_of_any_batch(what: str) -> Iterator[None]:
     """While it lasts, the stand-in for mate has graphs of any batch, as it computes what a batch's tensors say.
 
-    `what` may also name a part of `v2-mixed-graphs` that is to be missing, or that the draft takes images.
+    `what` may also name that the draft takes images.
     """
     from vllm.v1.attention.backend import AttentionCGSupport
 
@@ -340,10 +340,6 @@ def attention_of_any_batch(what: str) -> Iterator[None]:
     supported = mock.patch.object(MusaFlashAttentionMetadataBuilder, "_cudagraph_support", AttentionCGSupport.ALWAYS)
     with contextlib.ExitStack() as stack:
         stack.enter_context(supported)
-        if "images replay" in what:
-            from vllm_hwplugin.spec_decode.v2 import mixed_dispatch
-
-            stack.enter_context(mock.patch.object(mixed_dispatch, "computes_media", return_value=False))
         if "draft takes images" in what:
             stack.enter_context(drafting_with_images())
         # What is put before vLLM's methods stays for the steps.

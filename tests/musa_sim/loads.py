@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import platformdirs
 
 import vllm_hwplugin
+from tests.cpu_seconds import patience
 from vllm_hwplugin.base.cachedir import write_atomically
 from vllm_hwplugin.patching import load_catalogue
 
@@ -243,7 +244,7 @@ def run_child(module: str, jobs: Mapping[str, Any], found: Path, environment: Ma
     asked.write_text(json.dumps({name: asdict(job) for name, job in jobs.items()}))
     command = [sys.executable, "-m", module, str(asked), str(found)]
     with log.open("wb") as output:
-        done = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=1700)
+        done = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=patience(600))
     assert done.returncode == 0, f"{folder.name}: {log.read_text(errors='replace')[-6000:]}"
 
 

@@ -57,7 +57,7 @@ def _models(folder: Path) -> dict[str, tuple[Path, Path]]:
 
 @pytest.fixture(scope="module")
 def runs(
-    musa_host: None, cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory
+    musa_host: None, cpu_host: bench.Host, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[list[list[int]], list[list[int]]]]:
     """By kind, the texts on MUSA and those on the CPU."""
     folder = tmp_path_factory.mktemp("checkpoints")
@@ -65,7 +65,7 @@ def runs(
     eager = Engine(None).on_cpu()
     there = {kind: Load({**ENGINES[kind].on_musa(), "model": str(model)}, asked) for kind, (model, _) in models.items()}
     here = {kind: Load({**eager, "model": str(twin)}, asked) for kind, (_, twin) in models.items()}
-    processes = {"musa": Process(there, loads.musa(folder / "host", **V1)), "cpu": Process(here, loads.cpu())}
+    processes = {"musa": Process(there, loads.musa(folder / "host", newest, **V1)), "cpu": Process(here, loads.cpu())}
     found = loads.side_by_side(processes, folder)
     for kind, run in found["musa"].items():
         assert run.platform == "MusaPlatform"
@@ -95,16 +95,14 @@ def assert_alike(found: list[list[int]], expected: list[list[int]]) -> None:
     assert sum(same) > sum(map(len, expected)) / 2
 
 
-@pytest.mark.parametrize("version", ["0.26.0", releases.NEWEST])
-def test_experts_on_other_versions(
-    version: str,
+def test_experts_on_the_version_of_musas_torch(
     released: Callable[[str], tuple[str, Path]],
     runs: dict[str, tuple[list[list[int]], list[list[int]]]],
     tmp_path: Path,
 ) -> None:
     model = checkpoints.write(tmp_path / "experts", checkpoints.mixture(), **checkpoints.MIXTURE)
     load = Load({**_EAGLE3.on_musa(), "model": str(model)}, requests(tokens=8, prompts=2))
-    host = loads.musa(tmp_path / "host", released(version), MUSA_SIM_INDUCTOR="refuse", **V1)
+    host = loads.musa(tmp_path / "host", released("0.26.0"), MUSA_SIM_INDUCTOR="refuse", **V1)
     run = Process({"experts": load}, host).run(tmp_path / "engine")["experts"]
     assert texts(run) == runs["experts, Eagle3"][1]
     assert run.accepted()[0] > 0
@@ -177,7 +175,7 @@ def layers(asked: list[str], folder: Path, vllm: tuple[str, Path] | None = None,
     return {one: falls_back for one, (_, _, falls_back) in found.items()}
 
 
-@pytest.mark.parametrize(("version", "without"), [(releases.NEWEST, ()), ("0.26.0", ()), ("0.20.2", ("GPTQ", "AWQ"))])
+@pytest.mark.parametrize(("version", "without"), [(releases.NEWEST, ()), ("0.20.2", ("GPTQ", "AWQ"))])
 def test_quantized_layers_compute_what_their_weights_stand_for(
     version: str,
     without: tuple[str, ...],

@@ -330,40 +330,6 @@ def write_keys() -> None:
 # -- names
 
 
-ABSENT = {
-    "torch.musa": (
-        "set_sync_debug_mode",
-        "get_sync_debug_mode",
-        "nvtx",
-        "comm",
-        "temperature",
-        "utilization",
-        "Generator",
-        "nccl",
-        "host_memory_stats",
-        "caching_allocator_alloc",
-        "CUDAGraph",
-    ),
-    "torch.musa.get_device_properties(0)": (
-        "warp_size",
-        "L2_cache_size",
-        "uuid",
-        "gcnArchName",
-        "max_threads_per_multi_processor",
-        "shared_memory_per_block",
-    ),
-    "torch.musa.MUSAGraph()": ("instantiate", "raw_cuda_graph"),
-}
-
-
-@pytest.mark.parametrize("owner", ABSENT)
-@on_the_device
-def test_what_torch_musa_lacks_is_not_there(owner: str) -> None:
-    for name in ABSENT[owner]:
-        with pytest.raises(AttributeError, match=name):
-            getattr(eval(owner), name)
-
-
 @on_the_device
 def test_nothing_is_asked_of_a_norm_while_a_graph_is_captured() -> None:
     """The answer is read on the host, which breaks a capture; so one call a layer is captured, until somebody asks."""

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_hwplugin.base.features import gate_of
+from vllm_hwplugin_lab.bench._shapes import SHAPES, write_configs
 
 from . import loads
 from .counting_processor import Counting
@@ -117,58 +118,32 @@ def lilicorr(folder: Path) -> dict[str, Any]:
 
 def gemma4(folder: Path) -> dict[str, Any]:
     """A draft without keys of its own, whose positions stay the same."""
-    rope = {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-        "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    }
-    text = {
-        "model_type": "gemma4_text",
-        "vocab_size": 4096,
-        "hidden_size": 128,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "num_global_key_value_heads": 1,
-        "head_dim": 64,
-        "global_head_dim": 64,
-        "intermediate_size": 256,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-06,
-        "attention_bias": False,
-        "sliding_window": 32,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "final_logit_softcapping": 30.0,
-        "tie_word_embeddings": True,
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 0,
-        "enable_moe_block": False,
-        "attention_k_eq_v": False,
-        "use_bidirectional_attention": None,
-        "rope_parameters": rope,
-        "dtype": "float16",
-    }
-    target = text | {
-        "architectures": ["Gemma4ForCausalLM"],
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 0,
-    }
-    assistant = {
-        "architectures": ["Gemma4AssistantForCausalLM"],
-        "model_type": "gemma4_assistant",
-        "backbone_hidden_size": text["hidden_size"],
-        "tie_word_embeddings": True,
-        "text_config": text
-        | {
-            "hidden_size": 64,
-            "num_hidden_layers": 2,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "num_kv_shared_layers": 2,
+    shape = SHAPES["gemma-4-e4b"]
+    assert shape.assistant is not None
+    heads = {"sliding_window": 32, "global_head_dim": 64, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0}
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0}
+    text = heads | {"vocab_size": 4096, "head_dim": 64, "hidden_size": 64, "intermediate_size": 256}
+    text |= {"layer_types": layers["layer_types"][:2], "num_hidden_layers": 2, "num_kv_shared_layers": 2}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    small = dataclasses.replace(
+        shape,
+        layers=4,
+        hidden=128,
+        heads=2,
+        kv_heads=1,
+        head_dim=64,
+        intermediate=256,
+        vocabulary=4096,
+        more={**shape.more, **heads, **layers},
+        assistant={
+            **shape.assistant,
+            "backbone_hidden_size": 128,
+            "use_ordered_embeddings": False,
+            "text_config": {**shape.assistant["text_config"], **text},
         },
-    }
-    draft = _write(folder / "draft", assistant)
-    return loads.dummies(
-        _write(folder / "target", target), {"method": "mtp", "model": str(draft), "num_speculative_tokens": DRAFTS}
     )
+    target, draft = write_configs(small, folder, "mtp", DRAFTS + 1)
+    return loads.dummies(target, {"method": "mtp", "model": str(draft), "num_speculative_tokens": DRAFTS})
 
 
 def scheduled(method: str) -> dict[str, Any]:

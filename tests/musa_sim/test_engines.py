@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 TOKENS = 12
 #: The model runner that the platform class chooses.
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-#: The newest, the first and the last version that need the torch that MUSA has, and vllm-musa's.
-VERSIONS = (releases.NEWEST, "0.26.0", "0.20.2", pytest.param("0.28.0", marks=pytest.mark.slow))
+#: The newest, the first and the last version that need the torch that MUSA has.
+VERSIONS = (releases.NEWEST, "0.26.0", "0.20.2")
 
 
 def requests(tokens: int = TOKENS, prompts: int = 4) -> list[Request]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from vllm_hwplugin.base.features import gate_of
 from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin_lab.bench._shapes import NO_DRAFTS, SHAPES, Recurrent, write_configs
 
-from .. import releases
 from . import checkpoints, loads
 from .loads import Load, Process, Request
 from .test_engines import V1, texts
@@ -139,9 +137,8 @@ def test_nor_do_they_without_a_drafter(musa_host: None, tmp_path: Path) -> None:
     assert "attention metadata is vLLM's" in found.noted["v2-step-inputs"]
 
 
-@pytest.mark.parametrize("version", ["0.26.0", releases.NEWEST])
 def test_on_v1_drafts_are_verified_in_pieces_and_in_full_graphs_where_they_are_named(
-    version: str, musa_host: None, released: Callable[[str], tuple[str, Path]], tmp_path: Path
+    musa_host: None, newest: tuple[str, Path], tmp_path: Path
 ) -> None:
     """By default, and as vllm-musa's recipe names it; over mate. Whether a device does either right, is not shown."""
     made = options(tmp_path / "model") | {"enable_prefix_caching": False}
@@ -166,7 +163,7 @@ def test_on_v1_drafts_are_verified_in_pieces_and_in_full_graphs_where_they_are_n
         "compilation_config": named,
     }
     engines["written"] = Load(real, greedy, delta_rule=True, autotuned=False)
-    host = loads.musa(tmp_path / "host", released(version), MUSA_SIM_INDUCTOR="refuse", **V1)
+    host = loads.musa(tmp_path / "host", newest, MUSA_SIM_INDUCTOR="refuse", **V1)
     runs = Process(engines, host).run(tmp_path / "engines")
     assert texts(runs["written"]) == checkpoints.in_float32(model, greedy)
     assert runs["written"].counts["graph_replays"]["target"] > 10

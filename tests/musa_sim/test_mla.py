@@ -14,45 +14,13 @@ import pytest
 import torch
 
 from . import checkpoints, loads
+from .checkpoints import DEEPSEEK
 from .loads import Engine, Load, Process, Request, Run
 from .test_engines import V1, texts
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
-LAYERS, HIDDEN, HEADS, LATENT, ROTARY, HEAD, VOCABULARY = 2, 128, 4, 512, 64, 128, 4096
-CONFIG = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "hidden_size": HIDDEN,
-    "intermediate_size": 2 * HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "num_nextn_predict_layers": 1,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS,
-    "q_lora_rank": None,
-    "kv_lora_rank": LATENT,
-    "qk_rope_head_dim": ROTARY,
-    "qk_nope_head_dim": HEAD,
-    "v_head_dim": HEAD,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "moe_intermediate_size": 64,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6,
-    "torch_dtype": "float16",
-}
-
-
+LAYERS, HIDDEN, VOCABULARY = (DEEPSEEK[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
 OLDER = "V1, vLLM 0.26.0"
 
 
@@ -66,7 +34,7 @@ def write(folder: Path) -> Path:
     drafts |= {"embed_tokens.weight": vocabulary}
     drafter = f"model.layers.{LAYERS}."
     drafts = {drafter + name: weight for name, weight in drafts.items()}
-    return checkpoints.by_chance(folder, CONFIG, LAYERS - 1, drafter, drafts)
+    return checkpoints.by_chance(folder, DEEPSEEK, LAYERS - 1, drafter, drafts)
 
 
 def requests() -> list[Request]:

@@ -95,7 +95,6 @@ CASES = {
     # The requests of this load have no top-k.
     "eagle3, drawn drafts": Case(EAGLE3, drawn=True, defaults={"top_p": 0.9}),
     "dflash": Case(DFLASH),
-    "dflash, synchronous": Case(DFLASH, asynchronous=False),
     "dflash, synchronous, FULL": Case(replace(DFLASH, graphs="FULL"), asynchronous=False),
     "dflash, drawn drafts, FULL": Case(replace(DFLASH, graphs="FULL"), drawn=True),
 }
@@ -108,7 +107,7 @@ HERE = {
 #: cannot draw what a DFlash drafter drafts for several requests.
 ELSEWHERE: dict[str, dict[str, Collection[str]]] = {
     # One engine a process: this one holds it against the next that the first one's memory comes back late.
-    "0.20.2": {"inputs": ("eagle3",), "whole": ("dflash, synchronous",), "phase": ("eagle3, filtered, synchronous",)},
+    "0.20.2": {"inputs": ("eagle3",), "phase": ("eagle3, filtered, synchronous",)},
     "0.26.0": {"phase": ("dflash, drawn drafts, FULL",)},
 }
 

@@ -52,9 +52,7 @@ LOADS = {
     SMALL_GRAPHS: Load(Engine("eagle3", graphs_of=(1, 2)).on_musa(), MIXED),
 }
 
-#: Others whose Python runs with the torch that is installed here: 0.26 has Model Runner V2 by default and drafts step
-#: by step; 0.28 has the loop that refreshes its metadata. 0.20.2 and 0.24.0 run as well, and take their time here.
-VERSIONS = ("0.28.0", "0.26.0")
+#: The first that has Model Runner V2 by default, which drafts step by step.
 STEP_BY_STEP = "0.26.0"
 
 
@@ -107,33 +105,25 @@ def runs(eagle3: dict[str, Run], sides: dict[str, dict[str, Run]]) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def versions(
+def step_by_step(
     released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, str], Run]:
-    """The load on Eagle3 in each of the other versions, stock and with features; and how it begins, with others."""
-    folder = tmp_path_factory.mktemp("versions")
-    asked = {
-        **{(version, "stock"): loads.UNPATCHED for version in VERSIONS},
-        **{(version, "graphs"): WITH_GRAPHS for version in VERSIONS},
-        # Batches that the tail's graph does not serve draft in the other one.
-        (STEP_BY_STEP, "graphs"): WITH_GRAPHS | {gate_of(FUSED): "on"},
-        (STEP_BY_STEP, "fused"): WITH_FUSED,
-    }
+) -> dict[str, Run]:
+    """The load on Eagle3 in the older version, stock and with features; and how it begins, with others."""
+    folder = tmp_path_factory.mktemp("step by step")
     # The small graphs' engine is the first of its process: kernels keep their memory, and an engine before would have
-    # had more.
-    names = {(STEP_BY_STEP, "graphs"): [SMALL_GRAPHS, "eagle3"], (STEP_BY_STEP, "fused"): ["eagle3, mixed"]}
+    # had more. Batches that the tail's graph does not serve draft in the other one.
+    asked = {
+        "stock": (["eagle3"], loads.UNPATCHED),
+        "graphs": ([SMALL_GRAPHS, "eagle3"], WITH_GRAPHS | {gate_of(FUSED): "on"}),
+        "fused": (["eagle3, mixed"], WITH_FUSED),
+    }
     processes = {
-        f"{version}, {side}": process(
-            folder / f"host of {version}, {side}",
-            names.get((version, side), ["eagle3"]),
-            released(version),
-            variables,
-        )
-        for (version, side), variables in asked.items()
+        side: process(folder / f"host, {side}", names, released(STEP_BY_STEP), variables)
+        for side, (names, variables) in asked.items()
     }
     found = loads.side_by_side(processes, folder)
-    runs = {(version, side): [*found[f"{version}, {side}"].values()][-1] for version, side in asked}
-    return {**runs, (STEP_BY_STEP, "small graphs"): found[f"{STEP_BY_STEP}, graphs"][SMALL_GRAPHS]}
+    runs = {side: [*found[side].values()][-1] for side in asked}
+    return {**runs, "small graphs": found["graphs"][SMALL_GRAPHS]}
 
 
 def assert_graphs_serve(expected: Run, found: Run) -> None:
@@ -256,22 +246,21 @@ def test_a_kv_connector_is_shown_what_stock_shows_it(sides: dict[str, dict[str, 
     assert found.counts["graph_replays"]["inputs"] > sum(one is not None for one in expected.shown) // 2 > 0
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_more_graphs_change_nothing_on_other_versions(version: str, versions: dict[tuple[str, str], Run]) -> None:
-    assert_graphs_serve(versions[version, "stock"], versions[version, "graphs"])
-    assert (FUSED in versions[version, "graphs"].used) == (version == STEP_BY_STEP)
+def test_more_graphs_change_nothing_where_vllm_drafts_step_by_step(step_by_step: dict[str, Run]) -> None:
+    assert_graphs_serve(step_by_step["stock"], step_by_step["graphs"])
+    assert FUSED in step_by_step["graphs"].used
 
 
-def test_graphs_work_in_the_memory_that_they_were_recorded_with(versions: dict[tuple[str, str], Run]) -> None:
+def test_graphs_work_in_the_memory_that_they_were_recorded_with(step_by_step: dict[str, Run]) -> None:
     """A replay that uses what was freed is an error there. Up to 0.29 vLLM warms its kernels up after the capture."""
-    found = versions[STEP_BY_STEP, "small graphs"]
-    loads.assert_same(versions[STEP_BY_STEP, "stock"].before(found), found)
+    found = step_by_step["small graphs"]
+    loads.assert_same(step_by_step["stock"].before(found), found)
     # Of batches of one and two requests.
     assert found.counts["graph_replays"]["sampling"] > 5
 
 
-def test_all_draft_steps_are_one_launch_and_nothing_else_differs(versions: dict[tuple[str, str], Run]) -> None:
-    stock, fused = versions[STEP_BY_STEP, "stock"], versions[STEP_BY_STEP, "fused"]
+def test_all_draft_steps_are_one_launch_and_nothing_else_differs(step_by_step: dict[str, Run]) -> None:
+    stock, fused = step_by_step["stock"], step_by_step["fused"]
     loads.assert_same(stock.before(fused), fused)
     assert FUSED in fused.used
     # The first pass, and each later step; or the first pass, and all later steps.
@@ -301,11 +290,8 @@ def test_the_load_is_what_it_is_for(name: str, runs: dict[str, Run]) -> None:
     assert counts["draft_phases_in_graphs"] > counts["draft_phases"] // 2
 
 
-def test_greedy_texts_depend_on_no_drafter_and_no_version(
-    runs: dict[str, Run], versions: dict[tuple[str, str], Run]
-) -> None:
+def test_greedy_texts_depend_on_no_drafter_and_no_version(runs: dict[str, Run], step_by_step: dict[str, Run]) -> None:
     texts = runs["eagle3"].texts(GREEDY)
     assert runs["dflash"].texts(GREEDY) == texts
-    for version in VERSIONS:
-        assert versions[version, "stock"].texts(GREEDY) == texts
-        assert versions[version, "stock"].accepted()[1] > 0
+    assert step_by_step["stock"].texts(GREEDY) == texts
+    assert step_by_step["stock"].accepted()[1] > 0

@@ -11,15 +11,15 @@ import pytest
 from vllm_hwplugin.base.features import gate_of
 from vllm_hwplugin.base.gates import PLAIN_DECODE
 
+from .. import releases
 from . import loads
-from .loads import Engine, Load, Process, Run
+from .loads import Engine, Load, Run
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
 GRAPHS = ("v2-step-inputs", "v2-tail-graph")
-#: As they are by default, and with graphs demanded.
-FEATURES = loads.UNPATCHED | {gate_of(one): "auto" for one in ("engine-report", "v2-graph-addresses", *GRAPHS)}
-DEMANDED = FEATURES | {gate_of(one): "on" for one in GRAPHS} | {PLAIN_DECODE: "on"}
+DEMANDED = loads.UNPATCHED | {gate_of(one): "on" for one in ("engine-report", "v2-graph-addresses", *GRAPHS)}
+DEMANDED |= {PLAIN_DECODE: "on"}
 #: Fewer blocks than with drafts, so that requests lose theirs.
 LOAD = Load(
     Engine(None, more={"num_gpu_blocks_override": 15}).on_musa(),
@@ -32,22 +32,7 @@ LOAD = Load(
 )
 
 
-def run(folder: Path, sides: dict[str, dict[str, str]], vllm: tuple[str, Path] | None = None) -> dict[str, Run]:
-    processes = {
-        side: Process({"plain": LOAD}, loads.musa(folder / f"host, {side}", vllm, **variables))
-        for side, variables in sides.items()
-    }
-    return {side: found["plain"] for side, found in loads.side_by_side(processes, folder).items()}
-
-
-@pytest.fixture(scope="module")
-def runs(musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    sides = {"stock": loads.UNPATCHED, "features": FEATURES, "graphs": DEMANDED}
-    return run(tmp_path_factory.mktemp("plain"), sides, newest)
-
-
 def assert_graphs_serve(expected: Run, found: Run) -> None:
-    loads.assert_same(expected, found)
     assert set(GRAPHS) <= set(found.used)
     assert found.counts["graph_replays"]["target"] == expected.counts["graph_replays"]["target"]
     sampling, inputs = found.counted["v2-tail-graph sampling"], found.counted["v2-step-inputs inputs"]
@@ -64,31 +49,12 @@ def assert_graphs_serve(expected: Run, found: Run) -> None:
     assert "v2-step-inputs" not in found.noted
 
 
-@pytest.mark.smoke
-def test_graphs_without_a_drafter_change_nothing(runs: dict[str, Run]) -> None:
-    assert_graphs_serve(runs["stock"], runs["graphs"])
-
-
-def test_there_are_none_unless_they_are_asked_for(runs: dict[str, Run]) -> None:
-    found = runs["features"]
-    loads.assert_same(runs["stock"], found)
-    assert found.unused == dict.fromkeys(GRAPHS, f"there is no speculative decoding, and {PLAIN_DECODE} is not set")
-    replays = found.counts["graph_replays"]
-    assert (replays["inputs"], replays["sampling"]) == (0, 0)
-
-
-def test_the_load_is_what_it_is_for(runs: dict[str, Run]) -> None:
-    expected = runs["stock"]
+@pytest.mark.parametrize("version", [pytest.param(releases.NEWEST, marks=pytest.mark.smoke), "0.26.0"])
+def test_graphs_without_a_drafter_change_nothing(
+    version: str, released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path: Path
+) -> None:
+    expected, found = loads.compare_runs(LOAD, loads.UNPATCHED, DEMANDED, tmp_path, released(version))
+    assert_graphs_serve(expected, found)
     assert expected.runner == "V2"
     assert expected.widths() == {1, 2, 3, 4, 5, 6}
     assert expected.preempted
-    assert any(answer["cached"] for answer in expected.answers.values())
-    assert expected.counts["graph_replays"]["target"] > expected.counts["steps"] // 2
-
-
-@pytest.mark.parametrize("version", ["0.28.0", "0.26.0"])
-def test_graphs_change_nothing_on_other_versions(
-    version: str, released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path: Path
-) -> None:
-    found = run(tmp_path, {"stock": loads.UNPATCHED, "graphs": DEMANDED}, released(version))
-    assert_graphs_serve(found["stock"], found["graphs"])

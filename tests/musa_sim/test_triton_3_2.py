@@ -15,9 +15,10 @@ import pytest
 
 from ..conftest import cannot_run
 from ..releases import package_of
-from . import loads, test_hybrids
-from .loads import Load, Process
-from .test_engines import V1
+from . import checkpoints, loads, test_hybrids
+from .loads import Engine, Load, Process
+from .test_checkpoints import layers
+from .test_engines import V1, requests
 from .test_model_runner_v1 import DFLASH, EAGLE3, STOCK
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
@@ -39,8 +40,6 @@ def triton_3_2() -> Path:
     return folder
 
 
-#: What it says of kernels that it does not compile to what they mean: a sum of a mask has the mask's type.
-NOT_COMPILED = {"next tokens of drafters": "uint32", "top-k and top-p": "parity"}
 TOP_K = "vllm.v1.sample.ops.topk_topp_triton:_topk_topp_kernel"
 NEXT_TOKENS = "vllm.v1.spec_decode.utils:eagle_prepare_next_token_padded_kernel"
 #: Kernels of the self-test: what does not compile there refuses its users, see test_self_test.py.
@@ -48,8 +47,8 @@ SELF_TEST = "vllm_hwplugin.musa._self_test_kernels:"
 V2_VERIFIES = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils:_rejection_kernel"
 
 
-def said_of(module: str, version: str, triton: Path, folder: Path, *arguments: str, **variables: str) -> dict[str, str]:
-    """Run a child with vLLM's Python and Triton 3.2; return what the front end says of each kernel."""
+def said_of(launches: Path, version: str, triton: Path, folder: Path, **variables: str) -> dict[str, str]:
+    """Return what Triton 3.2's front end says of each kernel, with vLLM's Python and the plugin's patches."""
     places = (str(triton), str(package_of(version).parent), str(Path(__file__).parents[2]))
     environment = {
         **os.environ,
@@ -59,8 +58,8 @@ def said_of(module: str, version: str, triton: Path, folder: Path, *arguments: s
         "VLLM_LOGGING_LEVEL": "ERROR",
         **variables,
     }
-    file = folder / f"{module}.json"
-    command = [sys.executable, "-m", f"tests.musa_sim.{module}", str(file), *arguments]
+    file = folder / "said.json"
+    command = [sys.executable, "-m", "tests.musa_sim.launches_child", str(file), str(launches)]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, str] = json.loads(file.read_text())
@@ -68,17 +67,8 @@ def said_of(module: str, version: str, triton: Path, folder: Path, *arguments: s
     return found
 
 
-@pytest.mark.parametrize("version", ["0.20.2", "0.26.0"])
-def test_kernels_that_triton_3_2_compiles(version: str, triton_3_2: Path, tmp_path: Path) -> None:
-    found = said_of("ttir_child", version, triton_3_2, tmp_path, VLLM_HWPLUGIN="0")
-    assert {name for name, said in found.items() if said != "compiles"} == set(NOT_COMPILED)
-    assert all(words in found[name] for name, words in NOT_COMPILED.items())
-
-
 @pytest.mark.musa_sim
-@pytest.mark.parametrize(
-    ("version", "runner"), [("0.20.2", "V1"), ("0.26.0", "V1"), ("0.32.0", "V1"), ("0.32.0", "V2")]
-)
+@pytest.mark.parametrize(("version", "runner"), [("0.20.2", "V1"), ("0.32.0", "V1"), ("0.32.0", "V2")])
 def test_every_kernel_that_a_drafting_engine_launches(
     version: str, runner: str, triton_3_2: Path, musa_host: None, tmp_path: Path
 ) -> None:
@@ -100,7 +90,7 @@ def test_every_kernel_that_a_drafting_engine_launches(
     assert {run.runner for run in runs.values()} == {runner}
 
     def refused(**gates: str) -> dict[str, str]:
-        found = said_of("launches_child", version, triton_3_2, tmp_path, str(launches), **gates)
+        found = said_of(launches, version, triton_3_2, tmp_path, **gates)
         assert (NEXT_TOKENS if runner == "V1" else V2_VERIFIES) in found
         return {name: said for name, said in found.items() if said != "compiles" and not name.startswith(SELF_TEST)}
 
@@ -117,14 +107,25 @@ def test_every_kernel_that_a_drafting_engine_launches(
 
 
 @pytest.mark.musa_sim
-def test_every_kernel_that_a_hybrid_with_mtp_launches(triton_3_2: Path, musa_host: None, tmp_path: Path) -> None:
+def test_every_kernel_of_a_hybrid_with_mtp_and_of_quantized_checkpoints(
+    triton_3_2: Path, musa_host: None, tmp_path: Path
+) -> None:
     """But for those of a prompt's delta rule, which the simulated device does not run."""
     version, launches = "0.26.0", tmp_path / "launches"
+    vllm, noted = (version, package_of(version)), {"MUSA_SIM_LAUNCHES": str(launches)}
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8]}
     made = test_hybrids.options(tmp_path / "model") | {"enable_prefix_caching": False, "compilation_config": graphs}
-    load = Load(made, test_hybrids.ASKED[:2], delta_rule=True, autotuned=False, initialised=True)
-    own = loads.musa(tmp_path / "host", (version, package_of(version)), MUSA_SIM_LAUNCHES=str(launches), **V1)
-    Process({"hybrid": load}, own).run(tmp_path / "run")
-    found = said_of("launches_child", version, triton_3_2, tmp_path, str(launches))
-    assert any("delta_rule" in name for name in found)
+    blocks, _ = checkpoints.quantized(checkpoints.mixture(), checkpoints.fp8_blocks)
+    model = checkpoints.write(tmp_path / "blocks", blocks, **checkpoints.MIXTURE, **checkpoints.FP8_BLOCKS)
+    asked = {
+        "hybrid": Load(made, test_hybrids.ASKED[:2], delta_rule=True, autotuned=False, initialised=True),
+        "FP8 blocks": Load(
+            {**Engine(None, graphs=None).on_musa(), "model": str(model)}, requests(2, 1), autotuned=False
+        ),
+    }
+    Process(asked, loads.musa(tmp_path / "host", vllm, **noted, **V1)).run(tmp_path / "run")
+    layers(["INT8 192 384", "W4A16 192 384", "AWQ 192 384"], tmp_path / "layers", vllm, **noted)
+    found = said_of(launches, version, triton_3_2, tmp_path)
+    kernels = ("delta_rule", "fused_moe_kernel", "block_scaled_mm", "group_quant_fp8", "scaled_mm_kernel", "w4a16")
+    assert all(any(part in name for name in found) for part in kernels), found.keys()
     assert {name for name, said in found.items() if said != "compiles" and not name.startswith(SELF_TEST)} == set()

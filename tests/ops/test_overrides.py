@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from vllm_hwplugin.base import gates, run_records  # noqa: E402
 from vllm_hwplugin.ops import definitions, overrides  # noqa: E402
-from vllm_hwplugin.ops.operations import OPS, Operation, choose, unknown_names  # noqa: E402
+from vllm_hwplugin.ops.operations import Operation  # noqa: E402
 
 from .forked import said_by_a_fork  # noqa: E402
 from .toys import Toy, make_toy  # noqa: E402
@@ -215,22 +215,6 @@ def test_a_forked_process_decides_for_itself(toy: Toy) -> None:
 # -- what is put in front ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("choice", "skip", "defined", "wanted"),
-    [
-        ("off", (), True, False),
-        ("on", (), False, True),
-        ("on", ("topk_softmax",), True, False),
-        ("auto", (), False, False),
-        ("auto", (), True, True),
-        ("auto", ("topk_softmax",), True, False),
-    ],
-)
-def test_what_is_wanted(choice: str, skip: tuple[str, ...], defined: bool, wanted: bool) -> None:
-    assert choose(OPS["topk_softmax"], choice, skip, defined=defined).wanted is wanted
-    assert unknown_names(("rope", "topk_softmax")) == ("rope",)
-
-
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_on_cuda_nothing_is_done_unless_it_is_asked_for(
     strict: str, cuda: Toy, monkeypatch: pytest.MonkeyPatch
@@ -398,23 +382,3 @@ def test_reading_the_table_imports_no_torch() -> None:
     code = "import sys, vllm_hwplugin.ops.overrides; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
-
-
-HOST = """
-import torch
-from types import ModuleType
-from vllm_hwplugin.ops.overrides import is_capturing, is_musa_host
-assert not is_musa_host()
-torch.utils.rename_privateuse1_backend("musa")
-musa = ModuleType("torch.musa")
-musa.is_current_stream_capturing = lambda: True
-torch._register_device_module("musa", musa)
-assert is_musa_host()
-assert is_capturing(torch.device("musa:1")) and not is_capturing(torch.device("cpu"))
-"""
-
-
-def test_the_backends_name_tells_a_musa_host_and_its_module_is_asked() -> None:
-    """In a process of its own: the name cannot be changed back."""
-    done = subprocess.run([sys.executable, "-c", HOST], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

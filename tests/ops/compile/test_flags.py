@@ -24,11 +24,6 @@ def _mcc(version: str, **environ: str) -> tuple[str, ...]:
     return words(flags_for("mcc", Version(version), environ))
 
 
-@pytest.mark.parametrize(("version", "flags"), [("11.8.89", NVCC_12), ("12.8.93", NVCC_12), ("13.0.88", NVCC)])
-def test_nvcc_gets_no_flag_that_changes_numerics(version: str, flags: tuple[str, ...]) -> None:
-    assert words(flags_for("nvcc", Version(version), {})) == flags
-
-
 @pytest.mark.parametrize(
     ("version", "clustering"), [("4.2.0", ()), ("4.3.5", ()), ("4.3.6", CLUSTER), ("5.0.0", CLUSTER)]
 )
@@ -48,31 +43,11 @@ def test_later_mcc_has_both(version: str) -> None:
     assert _mcc(version) == (*MCC, *CLUSTER)
 
 
-@pytest.mark.parametrize("gate", [("VLLM_HWPLUGIN_SLP", "0"), ("VLLM_MUSA_DISABLE_SLP", "1")])
-def test_slp_can_be_turned_off_by_its_gate_and_by_the_older_name(gate: tuple[str, str]) -> None:
-    assert _mcc("5.1.0", **dict([gate])) == (*MCC, *NO_SLP, *CLUSTER)
-
-
-@pytest.mark.parametrize("gate", [("VLLM_HWPLUGIN_LOAD_CLUSTER", "0"), ("VLLM_MUSA_DISABLE_LOAD_CLUSTER", "1")])
-def test_load_clustering_can_be_turned_off_by_its_gate_and_by_the_older_name(gate: tuple[str, str]) -> None:
-    assert _mcc("5.1.0", **dict([gate])) == MCC
-
-
 def test_a_bad_gate_is_an_error_where_it_decides_and_nowhere_else() -> None:
     environ = {"VLLM_HWPLUGIN_SLP": "perhaps"}
     with pytest.raises(gates.GateError, match="VLLM_HWPLUGIN_SLP"):
         flags_for("mcc", Version("5.1.0"), environ)
     assert words(flags_for("nvcc", Version("13.0"), environ)) == NVCC
-
-
-def test_what_changes_numerics_is_known() -> None:
-    changing = {row.flags for row in TABLE if row.changes_numerics}
-    assert changing == {
-        ("-fno-signed-zeros",),
-        ("-ffast-math", "-fmusa-flush-denormals-to-zero"),
-        ("-fno-finite-math-only",),
-        NO_SLP,
-    }
 
 
 def test_every_row_can_be_read_and_says_why() -> None:

@@ -178,15 +178,6 @@ def test_hosts_of_two_architectures_share_no_library(plan: MakePlan, monkeypatch
     assert plan().key != key
 
 
-def test_the_key_does_not_know_places(plan: MakePlan, csrc: Path, torch_cuda: TorchBuild) -> None:
-    before = plan()
-    key = before.key
-    elsewhere = csrc.rename(csrc.with_name("moved"))
-    torch = dataclasses.replace(torch_cuda, root=Path("/elsewhere"))
-    compiler = dataclasses.replace(before.toolchain, path="/elsewhere/bin/nvcc")
-    assert plan(root=elsewhere, torch=torch, toolchain=compiler).key == key
-
-
 def test_what_does_not_go_together_is_refused(plan: MakePlan, kernel: KernelSpec, torch_cuda: TorchBuild) -> None:
     excluding = dataclasses.replace(kernel, excluded=MappingProxyType({"nvcc": "it has no use for it"}))
     with pytest.raises(KernelUnavailable, match="sample is not built by nvcc: it has no use for it"):

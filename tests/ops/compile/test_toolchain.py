@@ -15,24 +15,6 @@ RECORDINGS = Path(__file__).parent / "recordings"
 
 
 @pytest.mark.parametrize(
-    ("recording", "version"),
-    [
-        ("nvcc-11.8", "11.8.89"),
-        ("nvcc-12.8", "12.8.93"),
-        ("nvcc-13.0", "13.0.88"),
-        ("nvcc-13.5", "13.5.37"),
-        ("mcc-4.2.0", "4.2.0"),
-        ("mcc-5.0.0", "5.0.0"),
-        ("mcc-5.1.0", "5.1.0"),
-    ],
-)
-def test_the_version_in_a_recording(recording: str, version: str) -> None:
-    name: ToolchainName = "nvcc" if recording.startswith("nvcc") else "mcc"
-    output = (RECORDINGS / f"{recording}.txt").read_text(encoding="utf-8")
-    assert str(toolchain.parse_version(name, output)) == version
-
-
-@pytest.mark.parametrize(
     ("name", "output"),
     [("nvcc", ""), ("nvcc", "nvcc fatal: no licence\n"), ("mcc", "clang version 14.0.0\nTarget: x86_64\n")],
 )
