@@ -95,15 +95,6 @@ def test_the_convolution_of_a_hybrid_in_place(
     assert (numbered[int(first)], numbered[int(second)]) == ("x_ptr", "o_ptr")
 
 
-def test_a_rule_that_is_right_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    def right(params: Any, values: Any) -> str:
-        return triton_gaps.alias_pairs(params, values)
-
-    monkeypatch.setattr(jit, "_make_pointer_alias_spec", right, raising=False)
-    triton_gaps.fix_aliases()
-    assert jit._make_pointer_alias_spec is right
-
-
 def test_inductor_finds_a_benchmark_where_torch_musa_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     def do_bench(function: Any, quantiles: Any = None, device_type: str = "cuda") -> Any:
         assert device_type == "musa"

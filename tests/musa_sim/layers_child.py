@@ -110,6 +110,9 @@ def main(file: str, *asked: str) -> None:
     import vllm.v1.worker.gpu_worker  # noqa: F401
 
     import vllm_hwplugin.musa.layers  # noqa: F401
+    from vllm_hwplugin.musa import self_test, self_test_checks
+
+    self_test.note_results(self_test_checks.run(torch.device("musa:0")))
 
     model = ModelConfig(model=str(checkpoints.TARGET), dtype="float16")
     with set_current_vllm_config(VllmConfig(model_config=model)), torch.inference_mode():

@@ -87,12 +87,14 @@ FAULTS = {
     "3 stages": lambda: kernel("dot_kernel", lambda args: args[2].zero_(), num_stages=3),
     "1 row": lambda: function(torch, "_scaled_mm", zeros_of(1)),
     "17 rows": lambda: function(torch, "_scaled_mm", zeros_of(17)),
+    "32 bits": lambda: function(torch, "_scaled_mm", lambda result, *_, **__: result * (result.itemsize < 4)),
+    "no _scaled_mm": lambda: mock.patch.object(torch, "_scaled_mm", side_effect=NotImplementedError("no such kernel")),
     "e4m3": lambda: function(torch.Tensor, "to", overflow),
     "event": late_copies,
     "graph": lambda: mock.patch.object(torch.musa.MUSAGraph, "replay"),
     "attention 1": lambda: attention(1),
     "attention 4": lambda: attention(4),
-    "cannot run": lambda: mock.patch.object(torch, "_scaled_mm", side_effect=NotImplementedError("no such kernel")),
+    "cannot run": lambda: mock.patch.object(torch, "eye", side_effect=NotImplementedError("no such kernel")),
 }
 
 
@@ -120,7 +122,7 @@ ENGINES = {
 }
 KERNELS = (layers.MusaFp8TensorKernel, layers.MusaFp8ChannelKernel, layers.MusaFp8BlockKernel, layers.MusaInt8Kernel)
 #: Of a linear layer in FP8.
-LAYER = SimpleNamespace(weight_shape=(64, 64), out_dtype=torch.float16, input_dtype=torch.float16)
+LAYER = SimpleNamespace(weight_shape=(64, 64))
 
 
 def refused():

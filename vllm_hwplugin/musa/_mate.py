@@ -37,20 +37,14 @@ def checked(backend: str, name: str, arguments: Sequence[str]) -> Callable[..., 
     return function
 
 
-def fp8_trouble(kv_cache_dtype: str | None) -> str | None:
-    """Return why mate cannot read an FP8 KV cache, or None."""
-    host = versions.MusaHost({"mate": versions.installed("mate")})
-    if kv_cache_dtype not in FP8 or (host.has("mate") and not host.older("mate", versions.MATE_WITH_FP8)):
-        return None
-    mate_version, least = host.versions["mate"], versions.MATE_WITH_FP8
-    return f"FLASH_ATTN on MUSA does not support KV cache type {kv_cache_dtype} with mate {mate_version}; {least} does"
-
-
-def other_type(backend: str, dtype: torch.dtype, kv_cache_dtype: str | None) -> str | None:
-    """Return why mate cannot read this KV cache, or None.
-
-    The cache must have the queries' type.
-    """
+def cache_trouble(backend: str, dtype: torch.dtype, kv_cache_dtype: str | None) -> str | None:
+    """Return why mate cannot read this KV cache with queries of type `dtype`, or None."""
     if kv_cache_dtype in (None, "auto") or str(dtype) == f"torch.{kv_cache_dtype}":
         return None
-    return f"{backend} on MUSA needs keys of the queries' type {dtype}, and the KV cache is {kv_cache_dtype}"
+    if kv_cache_dtype not in FP8:
+        return f"{backend} on MUSA needs keys of the queries' type {dtype}, and the KV cache is {kv_cache_dtype}"
+    host = versions.MusaHost({"mate": versions.installed("mate")})
+    if host.has("mate") and not host.older("mate", versions.MATE_WITH_FP8):
+        return None
+    found, least = host.versions["mate"], versions.MATE_WITH_FP8
+    return f"{backend} on MUSA does not support KV cache type {kv_cache_dtype} with mate {found}; {least} does"

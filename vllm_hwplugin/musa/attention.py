@@ -23,7 +23,7 @@ from vllm.version import __version__
 from ..attention.backends import MUSA
 from ..attention.classes import declares
 from ..attention.flash import has_images, split, symmetric
-from ._mate import FP8, checked, fp8_trouble, other_type
+from ._mate import FP8, cache_trouble, checked
 
 _attend = checked(
     "FLASH_ATTN",
@@ -38,8 +38,8 @@ _attend = checked(
 class MusaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]  # as below
     """vLLM's builder without schedules and cascade attention.
 
-    A request and KV head are one thread block to mate without `get_scheduler_metadata`, so few requests with long
-    contexts use a part of the GPU. mate's schedules change with its version, and no hardware has shown their gain.
+    Without a schedule a request and KV head are one thread block to mate, so few requests with long contexts use a
+    part of the GPU. mate's schedules change with its version, and no hardware has shown their gain.
     """
 
     # As for FlashAttention 2: all requests of a graph's batch have equally many tokens.
@@ -59,11 +59,7 @@ class MusaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type:
 
 
 class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
-    """Attention of decoder layers.
-
-    Raises:
-        ValueError: The backend does not support the layer.
-    """
+    """Attention of decoder layers that the backend's declarations allow; raises ValueError with ALiBi."""
 
     def __init__(
         self,
@@ -79,20 +75,8 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        backend = MusaFlashAttentionBackend
         if alibi_slopes is not None:
             raise ValueError("FLASH_ATTN on MUSA has no ALiBi; use TRITON_ATTN")
-        for value, supports, name in (
-            (head_size, backend.supports_head_size, "head size"),
-            (kv_cache_dtype, backend.supports_kv_cache_dtype, "KV cache type"),
-            (attn_type, backend.supports_attn_type, "attention type"),
-        ):
-            if not supports(value):
-                raise ValueError(f"FLASH_ATTN on MUSA does not support {name} {value}; use TRITON_ATTN")
-        if trouble := fp8_trouble(kv_cache_dtype):
-            raise ValueError(f"{trouble}; use TRITON_ATTN")
-        if sinks is not None and tuple(sinks.shape) != (num_heads,):
-            raise ValueError(f"sinks have shape {tuple(sinks.shape)}, expected one for each head: ({num_heads},)")
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_size = head_size
@@ -104,7 +88,7 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         self.logits_soft_cap = logits_soft_cap or 0.0
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sinks = sinks
+        self.sinks: Any = sinks
         self._loaded_sinks = sinks
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
 
@@ -116,12 +100,10 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         """
         super().process_weights_after_loading(act_dtype)
         loaded = self._loaded_sinks
-        if loaded is None or self.sinks is None:
-            return
-        if self.sinks is loaded:
-            self.sinks = loaded.detach().to(torch.bfloat16)
-        else:
+        if self.sinks is not loaded:
             self.sinks.copy_(loaded)
+        elif loaded is not None:
+            self.sinks = loaded.detach().to(torch.bfloat16)
 
     def forward(
         self,
@@ -223,11 +205,7 @@ class MusaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  #
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any
     ) -> str | None:
-        """Return why a KV cache type does not fit.
-
-        vLLM's answer depends on CUDA architectures.
-        """
-        return fp8_trouble(kv_cache_dtype) if kv_cache_dtype in FP8 else other_type("FLASH_ATTN", dtype, kv_cache_dtype)
+        return cache_trouble("FLASH_ATTN", dtype, kv_cache_dtype)
 
 
 def write_fp8(cache: torch.Tensor, new: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor) -> None:

@@ -30,7 +30,6 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 
-from .scaled_mm import dequantized_mm, scaled_mm_trouble
 from .self_test import find_wrong
 from .self_test_checks import DOTS, SCALED
 
@@ -95,13 +94,12 @@ class _ScaledMM(_OnMusa):
     """``torch._scaled_mm`` where it is right on this device, else a product of dequantized numbers."""
 
     checks = ()
-    result_dtype: torch.dtype | None = None
+    result_bits = 16
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)  # type: ignore[call-arg]
         divisible = all(size % 32 == 0 for size in config.weight_shape)
-        dtype = self.result_dtype or config.out_dtype or config.input_dtype
-        self.trouble = find_wrong(*SCALED) or scaled_mm_trouble(current_platform.device_type, dtype, divisible)
+        self.trouble = find_wrong(SCALED[self.result_bits, divisible])
         if self.trouble:
             _warn(f"FP8 weights are dequantized in each step: {self.trouble}")
 
@@ -111,10 +109,10 @@ class _ScaledMM(_OnMusa):
         # Rows behind the batch are padding.
         rows = math.prod(output_shape[:-1])
         scale = As if As.numel() == 1 else As[:rows]
-        product = dequantized_mm(
-            A[:rows], more["B"], scale_a=scale, scale_b=Bs, bias=more["bias"], out_dtype=more["out_dtype"]
-        )
-        return product.view(*output_shape)
+        # Scaled before the product, which float16 may not hold otherwise.
+        left = (A[:rows].float() * scale.reshape(-1, 1)).to(more["out_dtype"])
+        product = left @ (more["B"].float() * Bs.reshape(1, -1)).to(more["out_dtype"])
+        return (product if more["bias"] is None else product + more["bias"]).view(*output_shape)
 
 
 class MusaFp8TensorKernel(_ScaledMM, PerTensorTorchFP8ScaledMMLinearKernel):  # type: ignore[misc]
@@ -124,7 +122,7 @@ class MusaFp8TensorKernel(_ScaledMM, PerTensorTorchFP8ScaledMMLinearKernel):  # 
 class MusaFp8ChannelKernel(_ScaledMM, ChannelWiseTorchFP8ScaledMMLinearKernel):  # type: ignore[misc]
     """FP8 with a scale per output channel or token, applied to the float32 result of ``torch._scaled_mm``."""
 
-    result_dtype = torch.float32
+    result_bits = 32
 
 
 class MusaFp8BlockKernel(_OnMusa, TritonFp8BlockScaledMMKernel):  # type: ignore[misc]

@@ -17,9 +17,9 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backend import AttentionCGSupport
 
-from ._mate import checked, other_type
+from ._mate import cache_trouble, checked
 
 _attend = checked(
     "FLASHMLA",
@@ -80,11 +80,7 @@ class MusaFlashMLAMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[mis
 
 
 class MusaFlashMLAImpl(MLACommonImpl):  # type: ignore[misc]  # as below
-    """MLA decode of decoder layers.
-
-    Raises:
-        ValueError: mate's kernels do not support the layer.
-    """
+    """MLA decode of decoder layers; raises ValueError if mate's kernels do not support the layer."""
 
     # Context parallelism needs the log-sum-exp, for which mate's docstring and code give different shapes.
     supports_dcp = False
@@ -93,15 +89,11 @@ class MusaFlashMLAImpl(MLACommonImpl):  # type: ignore[misc]  # as below
     def __init__(self, **layer: Any) -> None:
         super().__init__(**layer)
         sizes = (layer["kv_lora_rank"], layer["qk_rope_head_dim"])
-        cache = layer["kv_cache_dtype"]
-        for unfit, need in (
-            (sizes != (_LATENT, _ROTARY), f"latents and rotary keys of {sizes} elements, only of {(_LATENT, _ROTARY)}"),
-            (cache not in MusaFlashMLABackend.supported_kv_cache_dtypes, f"KV cache type {cache}"),
-            (layer["attn_type"] != AttentionType.DECODER, f"attention type {layer['attn_type']}"),
-            (any(layer[name] for name in _NOT_IN_MLA), " or ".join(_NOT_IN_MLA)),
-        ):
-            if unfit:
-                raise ValueError(f"FLASHMLA on MUSA does not support {need}; use TRITON_MLA")
+        if sizes != (_LATENT, _ROTARY) or any(layer[name] for name in _NOT_IN_MLA):
+            raise ValueError(
+                f"FLASHMLA on MUSA supports latents and rotary keys of {(_LATENT, _ROTARY)} elements, found {sizes}, "
+                f"and no {' or '.join(_NOT_IN_MLA)}; use TRITON_MLA"
+            )
 
     def forward_mqa(
         self,
@@ -163,11 +155,10 @@ class MusaFlashMLABackend(MLACommonBackend):  # type: ignore[misc]  # vLLM is no
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """Return False: KV transfer that copies blocks is not supported on MUSA."""
         return False
 
     @classmethod
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **kwargs: Any
     ) -> str | None:
-        return other_type("FLASHMLA", dtype, kv_cache_dtype)
+        return cache_trouble("FLASHMLA", dtype, kv_cache_dtype)

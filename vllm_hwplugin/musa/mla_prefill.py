@@ -75,13 +75,8 @@ class MusaMLAPrefillBackend(MLAPrefillBackend):  # type: ignore[misc]  # vLLM is
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute causal attention of new tokens over themselves.
 
-        Args:
-            q: (tokens, heads, key size), of all requests of the prepared metadata.
-            k: q's shape.
-            v: (tokens, heads, value size).
-            return_softmax_lse: Also return the log-sum-exp: (heads, tokens), float32.
-            out: Result of v's shape, contiguous; None: a new tensor.
-            output_scale: Must be None: the output is not quantized.
+        `q` and `k` are (tokens, heads, key size), `v` and the result (tokens, heads, value size), the log-sum-exp
+        (heads, tokens) in float32. The output is not quantized.
         """
         metadata = self._prefill_metadata
         starts, longest = metadata.query_start_loc, metadata.max_query_len
@@ -98,18 +93,9 @@ class MusaMLAPrefillBackend(MLAPrefillBackend):  # type: ignore[misc]  # vLLM is
         out: torch.Tensor | None = None,
         chunk_idx: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention of new tokens over a chunk of their context.
+        """Compute attention of new tokens over a chunk of their context; shapes as above.
 
-        Args:
-            chunk: The chunk and its requests, from vLLM 0.28 on.
-            q: (tokens, heads, key size).
-            k: (keys of the chunk, heads, key size).
-            v: (keys of the chunk, heads, value size).
-            out: Result (tokens, heads, value size), contiguous; None: a new tensor.
-            chunk_idx: Index of the chunk, before vLLM 0.28.
-
-        Returns:
-            The result, and the log-sum-exp: (heads, tokens), float32.
+        vLLM gives `chunk_idx` before 0.28, and later the `chunk` and its requests.
         """
         if chunk_idx is None:
             starts, longest = (chunk.query_start_loc, chunk.cu_seq_lens), (chunk.max_query_len, chunk.max_seq_len)

@@ -9,6 +9,7 @@ reported, and refuses nothing. Not run on MUSA hardware.
 from __future__ import annotations
 
 import importlib
+import itertools
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,6 @@ import torch
 
 from ..spec_decode.drafters import CACHED_METHODS
 from . import _mtml
-from .scaled_mm import product_error, wrong_by
 from .self_test import Result, describe_host, find_wrong
 
 
@@ -28,14 +28,14 @@ class Check(NamedTuple):
     Attributes:
         run: takes the device; returns what is wrong, or an empty text.
         refuses: what a wrong result refuses; empty: nothing of the plugin's needs it.
-        needs: whether an engine with this `VllmConfig` needs it; None: the code that needs it asks `wrong`.
+        uses: what engines that need it use, all of it (`_uses`); empty: the code that needs it calls `find_wrong`.
         way_out: what to do instead.
     """
 
     name: str
     run: Callable[[torch.device], str]
     refuses: str = ""
-    needs: Callable[[Any], bool] | None = None
+    uses: frozenset[str] = frozenset()
     way_out: str = ""
 
 
@@ -92,8 +92,20 @@ def _dot(stages: int, device: torch.device) -> str:
     return _differs(result, left.float() @ right.float(), 1e-2)
 
 
-def _scaled_mm(rows: int, device: torch.device) -> str:
-    return wrong_by(product_error(device, rows, 256, 64, torch.float32))
+def _scaled_mm(bits: int, inner: int, outputs: int, device: torch.device) -> str:
+    # A decode, vLLM's padding in eager mode, and more than a block.
+    scale, e4m3 = torch.full((1,), 0.5, device=device), torch.float8_e4m3fn
+    right = _random(outputs, inner, seed=1).to(e4m3)
+    for rows, out_dtype in itertools.product((1, 17, 33), _RESULTS[bits]):
+        left = _random(rows, inner).to(e4m3)
+        options = {"scale_a": scale, "scale_b": scale, "out_dtype": out_dtype}
+        try:
+            result = torch._scaled_mm(left.to(device), right.to(device).t(), **options)
+        except (RuntimeError, ValueError) as refusal:
+            return f"{rows} rows are refused: {refusal}"
+        if wrong := _differs(result, left.float() @ right.float().t() / 4, 1e-2):
+            return f"{rows} rows: {wrong}"
+    return ""
 
 
 def _overflow(device: torch.device) -> str:
@@ -191,38 +203,31 @@ def _mate(length: int, device: torch.device) -> str:
 # -- what needs a check
 
 
-def _drafts(config: Any) -> bool:
-    return config.speculative_config is not None and config.speculative_config.method in CACHED_METHODS
-
-
-def _full_graphs(config: Any) -> bool:
-    return bool(config.compilation_config.cudagraph_mode.has_full_cudagraphs())
-
-
-def _any_graphs(config: Any) -> bool:
-    return bool(config.compilation_config.cudagraph_mode.name != "NONE")
-
-
-def _drafts_ahead(config: Any) -> bool:
-    return _drafts(config) and bool(config.scheduler_config.async_scheduling)
-
-
-def _full_draft_graphs(config: Any) -> bool:
-    return _full_graphs(config) and _drafts(config)
-
-
-def _hybrid(config: Any) -> bool:
-    return bool(config.model_config.is_hybrid)
+def _uses(config: Any) -> set[str]:
+    """Return what an engine with this `VllmConfig` uses."""
+    mode, spec = config.compilation_config.cudagraph_mode, config.speculative_config
+    found = {
+        "graphs": mode.name != "NONE",
+        "full graphs": mode.has_full_cudagraphs(),
+        "drafts": spec is not None and spec.method in CACHED_METHODS,
+        "async": config.scheduler_config.async_scheduling,
+        "hybrid": config.model_config.is_hybrid,
+    }
+    return {name for name, used in found.items() if used}
 
 
 _NO_FULL: Final = """set --compilation-config '{"cudagraph_mode": "PIECEWISE"}'"""
 TOP_K: Final = "Triton: sum of a mask"
 DOTS: Final = ("Triton: dot, 1 stage", "Triton: dot, 3 stages")
-SCALED: Final = ("_scaled_mm, 1 row", "_scaled_mm, 17 rows")
 _USE_DOTS: Final = "experts, FP8 by block, INT8, W4A16"
-_USE_SCALED: Final = "_scaled_mm in FP8 layers (dequantized weights replace it)"
+_RESULTS: Final = {16: (torch.float16, torch.bfloat16), 32: (torch.float32,)}
+#: Names by the bits of the result, and whether 32 divides the widths, as torch_musa 2.7.1's source wants it.
+SCALED: Final = {
+    (bits, divisible): f"_scaled_mm to {bits} bits, widths {'' if divisible else 'not '}divisible by 32"
+    for bits in _RESULTS
+    for divisible in (True, False)
+}
 
-# `needs` is None if a kernel's own class asks, or nothing of the plugin's needs the check.
 CHECKS: Final = (
     Check("mm of float16 in float32", _mm),
     Check(TOP_K, partial(_count, "count_bits_kernel"), "top-k and top-p by Triton (torch's sort replaces it)"),
@@ -230,27 +235,37 @@ CHECKS: Final = (
         "Triton: sum of a mask in int32",
         partial(_count, "count_kernel"),
         "speculation with a draft model",
-        _drafts,
+        frozenset({"drafts"}),
         "run without --speculative-config",
     ),
-    Check("Triton: in place, behind a None", _in_place, "hybrid models", _hybrid, "serve another model"),
+    Check("Triton: in place, behind a None", _in_place, "hybrid models", frozenset({"hybrid"}), "serve another model"),
     Check(DOTS[0], partial(_dot, 1), _USE_DOTS),
     Check(DOTS[1], partial(_dot, 3), _USE_DOTS),
-    Check(SCALED[0], partial(_scaled_mm, 1), _USE_SCALED),
-    Check(SCALED[1], partial(_scaled_mm, 17), _USE_SCALED),
+    *(
+        Check(
+            name,
+            partial(_scaled_mm, bits, *((64, 96) if divisible else (48, 40))),
+            "_scaled_mm in FP8 layers (dequantized weights replace it)",
+        )
+        for (bits, divisible), name in SCALED.items()
+    ),
     # The plugin's definitions clamp before they convert.
     Check("e4m3: overflow", _overflow),
     Check(
         "event between two streams",
         _event,
         "async scheduling with a draft model",
-        _drafts_ahead,
+        frozenset({"drafts", "async"}),
         "set --no-async-scheduling",
     ),
-    Check("graph: replay", _graph, "graphs", _any_graphs, "set --enforce-eager"),
-    Check("graph: attention, 1 token", partial(_mate, 1), "FULL graphs", _full_graphs, _NO_FULL),
+    Check("graph: replay", _graph, "graphs", frozenset({"graphs"}), "set --enforce-eager"),
+    Check("graph: attention, 1 token", partial(_mate, 1), "FULL graphs", frozenset({"full graphs"}), _NO_FULL),
     Check(
-        "graph: attention, 4 tokens", partial(_mate, 4), "FULL graphs with a draft model", _full_draft_graphs, _NO_FULL
+        "graph: attention, 4 tokens",
+        partial(_mate, 4),
+        "FULL graphs with a draft model",
+        frozenset({"full graphs", "drafts"}),
+        _NO_FULL,
     ),
 )
 
@@ -290,6 +305,7 @@ def check_config(config: Any) -> None:
     Raises:
         ValueError: names the check, what it refuses, and the way out.
     """
+    used = _uses(config)
     for check in CHECKS:
-        if check.needs is not None and (reason := find_wrong(check.name)) and check.needs(config):
+        if check.uses and check.uses <= used and (reason := find_wrong(check.name)):
             raise ValueError(f"{check.refuses} refused on MUSA: {reason}; {check.way_out}")

@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import itertools
-import logging
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, Final
-
-logger = logging.getLogger("vllm.hwplugin")
 
 _EXPERIMENTAL: Final = "triton.experimental"
 _NAMES: Final = (_EXPERIMENTAL, f"{_EXPERIMENTAL}.gluon", f"{_EXPERIMENTAL}.gluon.language")
@@ -51,45 +47,27 @@ def install() -> None:
 
 
 def fix_aliases() -> None:
-    """Make Triton name the arguments of a launch that share memory."""
+    """Make Triton number the arguments that share memory as its compiler does: without constants."""
     try:
         jit: Any = importlib.import_module("triton.runtime.jit")
         theirs = jit._make_pointer_alias_spec
     except (ImportError, AttributeError):
         return
-    # The backend counts only arguments that are no constants, so the answer is 0:1.
-    pointer = SimpleNamespace(dtype="fp32", data_ptr=lambda: 4096)
-    parameter = SimpleNamespace(is_constexpr=False, annotation_type="", do_not_specialize=False, is_const=False)
-    if theirs([parameter] * 3, [None, pointer, pointer]) == "1:2":
-        jit._make_pointer_alias_spec = alias_pairs
-        logger.info("Triton counts a None among the arguments that share memory; the plugin counts instead")
 
-
-def alias_pairs(params: Iterable[Any], values: Iterable[Any]) -> str:
-    """Name the pairs of a launch's arguments that are the same pointer.
-
-    Args:
-        params: Triton's ``KernelParam`` of a kernel.
-        values: what the launch passes for each.
-
-    Returns:
-        Such as ``0:4,0:5``, where arguments are numbered without those that Triton compiles as constants; empty if no
-        pointer is passed twice, or an argument is neither a tensor nor a number.
-    """
-    places: dict[int, list[int]] = {}
-    position = 0
-    for param, value in zip(params, values, strict=False):
-        # Triton compiles these as constants.
-        constant = value is None or (type(value) is int and value == 1 and not param.do_not_specialize)
-        if param.is_constexpr or (constant and not param.annotation_type):
-            continue
-        if hasattr(value, "data_ptr") and hasattr(value, "dtype"):
-            places.setdefault(value.data_ptr(), []).append(position)
-        elif not isinstance(value, (int, float)):
+    def name_pairs(params: Iterable[Any], values: Iterable[Any]) -> str:
+        kept = [pair for pair in zip(params, values, strict=False) if not _is_constant(*pair)]
+        # How many arguments the compiler makes of a tuple is not known, so nothing is promised.
+        if any(isinstance(value, tuple) for _, value in kept):
             return ""
-        position += 1
-    places.pop(0, None)
-    return ",".join(f"{a}:{b}" for positions in places.values() for a, b in itertools.combinations(positions, 2))
+        return str(theirs([param for param, _ in kept], [value for _, value in kept]))
+
+    jit._make_pointer_alias_spec = name_pairs
+
+
+def _is_constant(param: Any, value: Any) -> bool:
+    """Whether Triton compiles an argument of a launch into the kernel."""
+    one = type(value) is int and value == 1 and not param.do_not_specialize
+    return param.is_constexpr or ((value is None or one) and not param.annotation_type)
 
 
 def give_benchmark() -> None:
