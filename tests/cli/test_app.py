@@ -12,7 +12,8 @@ import pytest
 from tests.program import program
 from vllm_hwplugin import __version__
 from vllm_hwplugin.base.gates import GateError
-from vllm_hwplugin.cli import _app, _patches
+from vllm_hwplugin.cli import _app
+from vllm_hwplugin_workshop.cli import patches
 from vllm_hwplugin_workshop.sources import SourceError
 
 
@@ -33,7 +34,7 @@ def test_help_lists_every_command_and_imports_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [*((name,) for name in _app.COMMANDS), *(("patches", name) for name in _patches.COMMANDS)]
+    "arguments", [*((name,) for name in _app.COMMANDS), *(("patches", name) for name in patches.COMMANDS)]
 )
 def test_help_is_whole_and_has_two_examples(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """On 80 columns; `drift` and `patches` have it without any extra."""

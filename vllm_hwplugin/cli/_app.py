@@ -26,7 +26,7 @@ from .text import printable
 COMMANDS = {
     "doctor": Command("vllm_hwplugin.cli._doctor", "doctor", "Show what is patched in here, and why not."),
     "gates": Command("vllm_hwplugin.cli._gates", "gates", "List the environment variables and their values."),
-    "patches": Command("vllm_hwplugin.cli._patches", "patches", "List, show, make, edit and check patches."),
+    "patches": Command("vllm_hwplugin_workshop.cli.patches", "patches", "List, show, make, edit and check patches."),
     "drift": Command("vllm_hwplugin_workshop.cli.drift", "drift", "Check which patches fit which vLLM versions."),
     "demo": Command("vllm_hwplugin_lab.cli.demo", "run", "Compare unpatched and patched vLLM on tiny models.", "lab"),
     "bench": Command("vllm_hwplugin_lab.cli.bench", "run", "Benchmark unpatched and patched vLLM in turn.", "lab"),

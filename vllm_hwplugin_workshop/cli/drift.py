@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from vllm_hwplugin import __version__
 from vllm_hwplugin.base.versions import SUPPORTED
-from vllm_hwplugin.cli.catalogues import Selection, only, say_troubles, select
 from vllm_hwplugin.cli.output import STANDARD_OUTPUT, add_json, writable, write_json, write_text
 from vllm_hwplugin.cli.parser import FAILURE, Parser
 from vllm_hwplugin.patching import VLLM, Catalogue, load_catalogue
@@ -20,6 +19,7 @@ from ..sources import Index, IndexSource, SourceError, distribution_of, open_ins
 from ._drift_report import TargetReport, as_json, as_markdown, check, exit_status, in_order, say_failures, verdict_lines
 from ._lines import line, note
 from ._waiting import read_all, say_notes
+from .catalogues import Selection, only, say_troubles, select
 
 
 class _Job(NamedTuple):

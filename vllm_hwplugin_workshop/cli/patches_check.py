@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_hwplugin.base.versions import SUPPORTED
-from vllm_hwplugin.cli.catalogues import only
 from vllm_hwplugin.cli.parser import Parser
 from vllm_hwplugin.patching import VLLM, Catalogue, load_catalogue
 from vllm_hwplugin.patching.texts import CatalogueError, DiffError, default_folder
@@ -19,6 +18,7 @@ from ._drift_report import EXPECTED, summary
 from ._drift_report import check as judged
 from ._lines import line
 from ._waiting import say_notes
+from .catalogues import only
 from .patches_import import add_versions, read_versions, targets_of
 
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from vllm_hwplugin.cli.catalogues import all_features, find_feature
 from vllm_hwplugin.cli.parser import Parser
 from vllm_hwplugin.cli.text import coloured
 from vllm_hwplugin.patching.texts import FeatureVerdict, Source, Status, evaluate, render_diff
@@ -16,6 +15,7 @@ from ..sources import Index, open_installed, open_target
 from ._drift_report import TargetReport, exit_status, summary
 from ._lines import inert, note
 from ._waiting import read_all, say_notes
+from .catalogues import all_features, find_feature
 
 
 def diff(arguments: Sequence[str]) -> int:

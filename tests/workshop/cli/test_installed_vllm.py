@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from tests.program import program
-from vllm_hwplugin.cli import _patches, catalogues
 from vllm_hwplugin.patching import load_catalogue
-from vllm_hwplugin_workshop.cli import drift
+from vllm_hwplugin_workshop.cli import catalogues, drift, patches
 
 NOT_UTF8 = "# coding: latin-1\n# é\n".encode("latin-1")
 
@@ -29,7 +28,7 @@ def site(
     """The small vLLM, installed; its two features change a file each."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
-    for module in (drift, _patches, catalogues):
+    for module in (drift, patches, catalogues):
         monkeypatch.setattr(module, "load_catalogue", lambda: load_catalogue(small_catalogue))
     monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path / "cache"))
     folder = small_tree()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.program import program
-from vllm_hwplugin.cli import _diagnosis, _patches, catalogues
+from vllm_hwplugin.cli import _diagnosis
 from vllm_hwplugin.patching import load_catalogue
-from vllm_hwplugin_workshop.cli import drift, patches_diff
+from vllm_hwplugin_workshop.cli import catalogues, drift, patches, patches_diff
 from vllm_hwplugin_workshop.sources import Index
 
 from ..conftest import ADD, NORM, PackageServer
@@ -25,7 +25,7 @@ Write = Callable[..., Path]
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, small_catalogue: Path, server: PackageServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path / "cache"))
-    for module in (drift, _patches, catalogues):
+    for module in (drift, patches, catalogues):
         monkeypatch.setattr(module, "load_catalogue", lambda: load_catalogue(small_catalogue))
     for module in (drift, patches_diff):
         monkeypatch.setattr(module, "Index", lambda: Index(server.config, retries=0))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.program import program
-from vllm_hwplugin.cli import _patches, catalogues
 from vllm_hwplugin.patching import load_catalogue
+from vllm_hwplugin_workshop.cli import catalogues, patches
 
 ADD = "vllm/v1/add.py"
 
@@ -23,7 +23,7 @@ def run(*arguments: str) -> Any:
 @pytest.fixture(autouse=True)
 def catalogue(small_catalogue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path / "cache"))
-    for module in (_patches, catalogues):
+    for module in (patches, catalogues):
         monkeypatch.setattr(module, "load_catalogue", lambda: load_catalogue(small_catalogue))
     return small_catalogue
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..base import gates
-from ..base.errors import HwpluginError
-from ..patching import OWN, VLLM, Catalogue, Feature, load_catalogue
-from ..patching.outside import FOLDERS, Outside, Trouble, find_outside, load_outside, refuse_taken
-from .text import printable
+from vllm_hwplugin.base import gates
+from vllm_hwplugin.base.errors import HwpluginError
+from vllm_hwplugin.cli.text import printable
+from vllm_hwplugin.patching import OWN, VLLM, Catalogue, Feature, load_catalogue
+from vllm_hwplugin.patching.outside import FOLDERS, Outside, Trouble, find_outside, load_outside, refuse_taken
 
 
 class UnknownCatalogue(HwpluginError):

@@ -7,21 +7,22 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
-from ..patching import load_catalogue
-from .catalogues import all_features, find_feature, say_troubles, select
-from .output import STANDARD_OUTPUT, add_optional_json, as_objects, print_rows, write_json
-from .parser import FAILURE, Command, Parser
+from vllm_hwplugin.cli.output import STANDARD_OUTPUT, add_optional_json, as_objects, print_rows, write_json
+from vllm_hwplugin.cli.parser import FAILURE, Command, Parser
+from vllm_hwplugin.patching import load_catalogue
 
-_WORKSHOP = "vllm_hwplugin_workshop.cli"
+from .catalogues import all_features, find_feature, say_troubles, select
+
+_HERE = "vllm_hwplugin_workshop.cli"
 COMMANDS = {
     "list": Command(__name__, "list_", "List the features, their switches and versions (the default)."),
     "show": Command(__name__, "show", "Show what a feature changes and why, and when it is removed."),
-    "diff": Command(f"{_WORKSHOP}.patches_diff", "diff", "Print a feature's diff for one vLLM."),
-    "import": Command(f"{_WORKSHOP}.patches_import", "import_change", "Make a feature from a diff, for many versions."),
-    "edit": Command(f"{_WORKSHOP}.patches_edit", "edit", "Check out one vLLM with a feature applied."),
-    "save": Command(f"{_WORKSHOP}.patches_edit", "save", "Save the edits of that checkout in the feature."),
-    "carry": Command(f"{_WORKSHOP}.patches_carry", "carry", "Carry a catalogue to a new vLLM release."),
-    "check": Command(f"{_WORKSHOP}.patches_check", "check", "Check catalogues against every vLLM version."),
+    "diff": Command(f"{_HERE}.patches_diff", "diff", "Print a feature's diff for one vLLM."),
+    "import": Command(f"{_HERE}.patches_import", "import_change", "Make a feature from a diff, for many versions."),
+    "edit": Command(f"{_HERE}.patches_edit", "edit", "Check out one vLLM with a feature applied."),
+    "save": Command(f"{_HERE}.patches_edit", "save", "Save the edits of that checkout in the feature."),
+    "carry": Command(f"{_HERE}.patches_carry", "carry", "Carry a catalogue to a new vLLM release."),
+    "check": Command(f"{_HERE}.patches_check", "check", "Check catalogues against every vLLM version."),
 }
 
 
