@@ -13,7 +13,8 @@ import pytest
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.patching import Catalogue, load_catalogue, make_plan
 from vllm_hwplugin.patching._swap import changed_bodies
-from vllm_hwplugin.patching.texts import Source, Status, evaluate, evaluate_together, render_diff
+from vllm_hwplugin.patching.texts import Source, Status
+from vllm_hwplugin_workshop.verdicts import evaluate, evaluate_together, render_diff
 
 from ..conftest import versions
 

@@ -8,6 +8,7 @@ import pytest
 
 from vllm_hwplugin.patching._apply import Edit, Text, apply_edits, edits_of, first_clash, locate, split_lines
 from vllm_hwplugin.patching._diff import parse_diff
+from vllm_hwplugin_workshop.nearest import nearest
 
 from .texts import ALPHA, PATH, apply, file_diff, statuses
 
@@ -22,7 +23,7 @@ TWICE = file_diff(ALPHA, ALPHA.replace("line 3\n", "line three\n").replace("line
 def test_any_other_context_or_removed_line_is_drift(old: str, new: str) -> None:
     """No fuzz: not for a space, not for a line end, not at the edge of the context."""
     text = ALPHA.replace(old, new)
-    ((verdict, place),) = locate(MIDDLE, Text(text))
+    ((verdict, place),) = locate(MIDDLE, Text(text), nearest)
     assert (verdict.status, place) == ("drifted", None)
     assert verdict.expected == tuple(f"line {number}" for number in range(7, 14))
     assert verdict.nearest is not None

@@ -7,7 +7,8 @@ import pytest
 from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.patching import Catalogue, Feature
 from vllm_hwplugin.patching._evaluate import Texts, fit
-from vllm_hwplugin.patching.texts import Conflict, FileDiff, NotNeeded, Status, evaluate, evaluate_together
+from vllm_hwplugin.patching.texts import Conflict, FileDiff, NotNeeded, Status
+from vllm_hwplugin_workshop.verdicts import evaluate, evaluate_together
 
 from .texts import ALPHA, GATE_2, OTHER, PATH, Memory, feature, file_diff
 

@@ -13,7 +13,8 @@ from vllm_hwplugin.base.versions import SUPPORTED, Versions
 from vllm_hwplugin.patching import Catalogue, Feature, load_catalogue, make_plan
 from vllm_hwplugin.patching._model import Overridden, Relied, blob_of
 from vllm_hwplugin.patching._overrides import misfits
-from vllm_hwplugin.patching.texts import CatalogueError, Source, Status, evaluate
+from vllm_hwplugin.patching.texts import CatalogueError, Source, Status
+from vllm_hwplugin_workshop.verdicts import evaluate
 
 from .madeup import GATES, Project
 from .texts import GATE, PATH, Memory, feature, file_diff

@@ -9,7 +9,8 @@ import pytest
 from tests.cpu_seconds import slowness
 from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.patching import Catalogue, Feature, PatchingError, find_unneeded, make_plan
-from vllm_hwplugin.patching.texts import NotNeeded, Plan, Source, UnreadableFile, render_diff
+from vllm_hwplugin.patching.texts import NotNeeded, Plan, Source, UnreadableFile
+from vllm_hwplugin_workshop.verdicts import render_diff
 
 from .texts import ALPHA, GATE, GATE_2, OTHER, PATH, Memory, feature, file_diff
 

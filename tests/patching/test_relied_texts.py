@@ -10,9 +10,10 @@ import pytest
 from vllm_hwplugin.patching import Catalogue, load_catalogue, make_plan
 from vllm_hwplugin.patching._catalogue import TEXTS
 from vllm_hwplugin.patching._model import Relied, blob_of
-from vllm_hwplugin.patching.texts import Source, Status, default_folder, evaluate
+from vllm_hwplugin.patching.texts import Source, Status, default_folder
 from vllm_hwplugin_workshop.authoring import relied_texts, write_texts
 from vllm_hwplugin_workshop.sources import Index, IndexSource
+from vllm_hwplugin_workshop.verdicts import evaluate
 
 from .texts import ALPHA, GATE, OTHER, PATH, Memory, feature, file_diff
 

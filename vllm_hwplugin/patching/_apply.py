@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import io
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby, takewhile
 from typing import NamedTuple
 
 from ._model import FileDiff, Hunk, HunkStatus, HunkVerdict, Nearest
-from ._nearest import nearest
 
 
 class Edit(NamedTuple):
@@ -74,14 +73,18 @@ def split_lines(text: str) -> list[str]:
     return io.StringIO(text, newline="\n").readlines()
 
 
-def locate(diff: FileDiff, text: Text | None, *, hints: bool = True) -> list[tuple[HunkVerdict, int | None]]:
+#: Finds the place most like a hunk's lines, near a line (0-based), in a text's lines.
+Hint = Callable[[Sequence[str], Sequence[str], int], Nearest | None]
+
+
+def locate(diff: FileDiff, text: Text | None, hint: Hint | None = None) -> list[tuple[HunkVerdict, int | None]]:
     """Return each hunk's verdict and, if it applies, its line (0-based).
 
-    `text` is None if the version has no such file. `hints`: look for the nearest place of a hunk that does not fit.
+    `text` is None if the version has no such file. `hint` is asked about a hunk that does not fit.
     """
     if text is None:
         return [(_verdict(diff, hunk, "missing"), None) for hunk in diff.hunks]
-    located = [_locate_hunk(diff, hunk, text, hints) for hunk in diff.hunks]
+    located = [_locate_hunk(diff, hunk, text, hint) for hunk in diff.hunks]
     end_of_last = 0
     for index, (hunk, (_, place)) in enumerate(zip(diff.hunks, located, strict=True)):
         if place is None:
@@ -94,7 +97,7 @@ def locate(diff: FileDiff, text: Text | None, *, hints: bool = True) -> list[tup
     return located
 
 
-def _locate_hunk(diff: FileDiff, hunk: Hunk, text: Text, hints: bool) -> tuple[HunkVerdict, int | None]:
+def _locate_hunk(diff: FileDiff, hunk: Hunk, text: Text, hint: Hint | None) -> tuple[HunkVerdict, int | None]:
     before, after = hunk.before, hunk.after
     stated = max(hunk.source_start - 1, 0)
     places = text.places(before)
@@ -111,7 +114,8 @@ def _locate_hunk(diff: FileDiff, hunk: Hunk, text: Text, hints: bool) -> tuple[H
         return _verdict(diff, hunk, "moved" if offset else "exact", offset=offset), places[0]
     if len(results) == 1 and _is_whole(hunk, text, results[0]):
         return _verdict(diff, hunk, "upstream"), None
-    return _verdict(diff, hunk, "drifted", nearest=nearest(text.lines, before, stated) if hints else None), None
+    nearest = None if hint is None else hint(text.lines, before, stated)
+    return _verdict(diff, hunk, "drifted", nearest=nearest), None
 
 
 def _elsewhere(hunk: Hunk, text: Text, place: int, results: Sequence[int]) -> list[int]:

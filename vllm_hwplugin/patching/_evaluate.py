@@ -9,15 +9,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..base.versions import SUPPORTED, is_supported, is_version, supported_as
-from ._apply import Edit, Text, apply_edits, edits_of, first_clash, locate
+from ._apply import Edit, Hint, Text, apply_edits, edits_of, first_clash, locate
 from ._errors import NOT_COMPILED, UnreadableFile
 from ._model import (
     VLLM,
-    Catalogue,
     Conflict,
     Feature,
     FeatureVerdict,
-    FileDiff,
     HunkVerdict,
     Overridden,
     Source,
@@ -83,14 +81,8 @@ class Fit(NamedTuple):
     distribution: str = VLLM
 
 
-def evaluate(feature: Feature, source: Source) -> FeatureVerdict:
-    """Return the verdict on `feature` for `source`, with each patched file compiled."""
-    texts = Texts(source)
-    return _compiled(fit(feature, texts), texts)
-
-
 def fit(
-    feature: Feature, texts: Texts, *, try_unlisted: bool = False, hints: bool = True, last: str | None = None
+    feature: Feature, texts: Texts, *, try_unlisted: bool = False, hint: Hint | None = None, last: str | None = None
 ) -> Fit:
     """Return the verdict on `feature`, not compiled, with the edits.
 
@@ -99,14 +91,14 @@ def fit(
 
     Args:
         try_unlisted: on an unlisted version, use the hunks for the nearest listed version if each fits one place.
-        hints: look for the nearest place of each hunk that does not fit, and read the classes of overrides also if
-            their text is reviewed; takes milliseconds each.
+        hint: as for `locate`; the classes of overrides are then read also if their text is reviewed. Takes
+            milliseconds each.
         last: the version that this one comes after, even if it states another version or none.
     """
     version = texts.source.version
     covers = feature.versions.covers(version) and last is None
     if covers and _is_listed(version, feature) and feature.files_for(version):
-        result = _fit_files(feature, version, texts, hints)
+        result = fit_files(feature, version, texts, hint)
         trouble = _relied_on(feature, texts) if result.verdict.status is Status.APPLIES else None
         return result if trouble is None else Fit(result.verdict._replace(status=trouble[0], reason=trouble[1]))
     if last is None and feature.distribution == VLLM and _is_behind(version):
@@ -119,7 +111,7 @@ def fit(
         return Fit(FeatureVerdict(feature.id, version, Status.NOT_NEEDED, reason=not_needed.reason))
     if try_unlisted:
         like = version if covers else _nearest(feature, version)
-        result = _fit_files(feature, like, texts, hints)
+        result = fit_files(feature, like, texts, hint)
         if result.verdict.status in (Status.APPLIES, Status.UPSTREAM):
             return result
         reason = f"its hunks for {like} do not fit it: {result.verdict.reason}"
@@ -151,22 +143,14 @@ def _nearest(feature: Feature, version: str) -> str:
     """Return the feature's newest version up to `version`, else its newest."""
     from packaging.version import InvalidVersion, Version
 
-    known = _told(feature)
+    known = known_versions(feature)
     try:
         return next((older for older in known if Version(older) <= Version(version)), known[0])
     except InvalidVersion:
         return known[0]
 
 
-def told_apart(feature: Feature) -> list[str]:
-    """Return a version for each distinct set of hunks, newest first."""
-    by_hunks: dict[tuple[FileDiff, ...], str] = {}
-    for version in _told(feature):
-        by_hunks.setdefault(feature.files_for(version), version)
-    return list(by_hunks.values())
-
-
-def _told(feature: Feature) -> list[str]:
+def known_versions(feature: Feature) -> list[str]:
     """Return a feature's known versions and its ranges' edges, newest first."""
     from packaging.version import Version
 
@@ -182,13 +166,8 @@ def _told(feature: Feature) -> list[str]:
     return sorted(newest_first, key=lambda version: version.endswith(".0.0.1"))
 
 
-def evaluate_as(feature: Feature, source: Source, version: str) -> FeatureVerdict:
-    """Return the verdict on the hunks for `version` in any source."""
-    texts = Texts(source)
-    return _compiled(_fit_files(feature, version, texts, True), texts)
-
-
-def _compiled(result: Fit, texts: Texts) -> FeatureVerdict:
+def compiled(result: Fit, texts: Texts) -> FeatureVerdict:
+    """Return the verdict, after a compilation of each patched file."""
     for path, edits in result.edits.items():
         pristine = texts.get(path)
         assert pristine is not None
@@ -215,21 +194,6 @@ def _is_behind(version: str) -> bool:
     return not is_supported(version) and is_version(version) and Version(version) > Version(SUPPORTED[-1])
 
 
-def last_listed(catalogue: Catalogue) -> str | None:
-    """Return the newest of `SUPPORTED` in ranges with ends, or None.
-
-    None: the catalogue has no feature for vLLM with such a range.
-    """
-    ours = [feature for feature in catalogue.features if feature.distribution == VLLM]
-    ranges = [
-        versions
-        for feature in ours
-        for versions in (feature.versions, *(entry.versions for entry in feature.not_needed))
-        if versions.has_end
-    ]
-    return next((version for version in reversed(SUPPORTED) if any(known.covers(version) for known in ranges)), None)
-
-
 def _is_listed(version: str, feature: Feature) -> bool:
     """Whether a feature's author can mean a version that it covers.
 
@@ -239,13 +203,13 @@ def _is_listed(version: str, feature: Feature) -> bool:
     return feature.is_outside or is_supported(version) or feature.versions.names(version)
 
 
-def _fit_files(feature: Feature, like: str, texts: Texts, hints: bool) -> Fit:
+def fit_files(feature: Feature, like: str, texts: Texts, hint: Hint | None) -> Fit:
     """Fit the hunks and the overrides for the version `like`."""
     files = feature.files_for(like)
     hunks: list[HunkVerdict] = []
     edits: dict[str, list[Edit]] = {}
     for diff in files:
-        for hunk, (verdict, place) in zip(diff.hunks, locate(diff, texts.get(diff.path), hints=hints), strict=True):
+        for hunk, (verdict, place) in zip(diff.hunks, locate(diff, texts.get(diff.path), hint), strict=True):
             hunks.append(verdict)
             if place is not None:
                 edits.setdefault(diff.path, []).extend(edits_of(hunk, place, feature.id))
@@ -260,7 +224,7 @@ def _fit_files(feature: Feature, like: str, texts: Texts, hints: bool) -> Fit:
             if clash is not None:
                 status = Status.CONFLICT
                 reason = f"two of its hunks change {path} at lines {_lines(*clash)}"
-    if status is Status.APPLIES and (troubles := _misfits(feature.overrides_for(like), texts, read=hints)):
+    if status is Status.APPLIES and (troubles := _misfits(feature.overrides_for(like), texts, read=hint is not None)):
         status, reason = Status.OTHER_CLASS, f"an override does not fit: {'; '.join(troubles)}"
     result = FeatureVerdict(feature.id, texts.source.version, status, tuple(hunks), reason)
     return Fit(result, edits, feature.distribution) if status is Status.APPLIES else Fit(result)
@@ -305,21 +269,6 @@ def _why_lost(hunk: HunkVerdict) -> str:
     if not hunk.nearest.diff:
         return f"{where} found at line {hunk.nearest.line}, before the hunk that precedes it"
     return f"{where} not found; nearest at line {hunk.nearest.line}, {hunk.nearest.similarity:.0%} alike"
-
-
-def evaluate_together(
-    catalogue: Catalogue, source: Source, *, hints: bool = True, last: str | None = None
-) -> tuple[list[FeatureVerdict], list[Conflict]]:
-    """Return `evaluate`'s verdict on each feature, and the conflicts between features.
-
-    Args:
-        catalogue: features of the source's distribution only.
-        hints: look for the nearest place of each hunk that does not fit.
-        last: see `fit`.
-    """
-    texts = Texts(source)
-    fits = [fit(feature, texts, hints=hints, last=last) for feature in catalogue.features]
-    return [_compiled(result, texts) for result in fits], list(conflicts_between(fits))
 
 
 def conflicts_between(fits: list[Fit]) -> Iterator[Conflict]:

@@ -195,11 +195,6 @@ class Feature(NamedTuple):
         return f"{self.group}/{name}" if self.group else name
 
     @property
-    def is_frozen(self) -> bool:
-        """Whether it is only for vLLM before 0.29, and gets fixes only."""
-        return self.group == "frozen"
-
-    @property
     def is_outside(self) -> bool:
         """Whether it is from an external catalogue."""
         return "/" in self.id

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 
 from ..base.gates import STRICT
-from ._apply import apply_edits, split_lines
+from ._apply import apply_edits
 from ._errors import AlreadyImported, NotPython, PatchingError
-from ._evaluate import Fit, Texts, conflicts_between, evaluate, fit
+from ._evaluate import Fit, Texts, compiled, conflicts_between, fit
 from ._model import (
     VLLM,
     Catalogue,
@@ -69,7 +68,8 @@ def make_plan(
             try:
                 check(file)
             except NotPython as error:
-                verdicts = [evaluate(plan.features[name].feature, sources[file.distribution]) for name in file.features]
+                texts = Texts(sources[file.distribution])
+                verdicts = [compiled(fit(plan.features[name].feature, texts), texts) for name in file.features]
                 by_itself = {
                     verdict.feature: verdict.reason for verdict in verdicts if verdict.status is Status.NO_PYTHON
                 }
@@ -114,11 +114,13 @@ def _plan(
             states[feature.id] = FeatureState(feature, state, refused[feature.id])
         else:
             states[feature.id] = _settle(feature, texts.get(feature.distribution), choice, try_unlisted, states, live)
-    files = _patched(texts, live)
+    files = patched_files(texts, live)
     errors = tuple(_errors(states, choices, texts, strict))
     everywhere = [patched for patched in live if states[patched.verdict.feature].feature.reapply]
     varying = {path for patched in live if patched not in everywhere for path in patched.edits}
-    common = {path: file for path, file in files.items() if path not in varying} | _patched(texts, everywhere, varying)
+    common = {path: file for path, file in files.items() if path not in varying} | patched_files(
+        texts, everywhere, varying
+    )
     return Plan(sources[VLLM].version, states, files, _fingerprint(common), errors)
 
 
@@ -147,8 +149,7 @@ def _settle(
         return FeatureState(feature, "off", f"{feature.gate}=off")
     if texts is None:
         return FeatureState(feature, "refused", f"there is no {feature.target} that it could change")
-    # A process that starts has no time for hints; the drift check gives them.
-    result = fit(feature, texts, try_unlisted=try_unlisted, hints=False)
+    result = fit(feature, texts, try_unlisted=try_unlisted)
     verdict = result.verdict
     if verdict.status in _SETTLED:
         return FeatureState(feature, _SETTLED[verdict.status], verdict.reason, verdict)
@@ -182,7 +183,7 @@ def _refusal(feature: Feature, verdict: FeatureVerdict, tried: bool) -> str:
     return f"{verdict.status.value}: {verdict.reason}{hint}"
 
 
-def _patched(
+def patched_files(
     texts: Mapping[str, Texts], live: list[Fit], only: Collection[str] | None = None
 ) -> dict[str, PatchedFile]:
     files: dict[str, PatchedFile] = {}
@@ -215,19 +216,3 @@ def _fingerprint(files: Mapping[str, PatchedFile]) -> str:
     for path, file in sorted(files.items()):
         digest.update(f"{path}\0{file.digest}\0".encode())
     return digest.hexdigest()[:16]
-
-
-def render_diff(feature: Feature, source: Source) -> str:
-    """Return only this feature's change to `source`, or raise PatchingError."""
-    texts = Texts(source)
-    result = fit(feature, texts)
-    if result.verdict.status is not Status.APPLIES:
-        status, reason = result.verdict.status.value, result.verdict.reason
-        raise PatchingError(f"{feature.id} changes nothing in {feature.target} {source.version}: {status} ({reason})")
-    parts = []
-    for path, file in _patched({feature.distribution: texts}, [result]).items():
-        pristine = texts.get(path)
-        assert pristine is not None
-        lines = difflib.unified_diff(pristine.lines, split_lines(file.text), f"a/{path}", f"b/{path}")
-        parts += [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines]
-    return "".join(parts)

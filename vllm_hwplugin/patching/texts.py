@@ -5,13 +5,14 @@ from ._apply import Edit, Text, apply_edits, edits_of, locate, split_lines
 from ._catalogue import GROUPS, default_folder
 from ._diff import file_diff, parse_diff, read_sections
 from ._errors import CatalogueError, DiffError, NotPython, UnreadableFile
-from ._evaluate import evaluate, evaluate_as, evaluate_together, last_listed, told_apart, trouble_in
+from ._evaluate import Texts, compiled, conflicts_between, fit, fit_files, known_versions, trouble_in
 from ._model import (
     Conflict,
     FeatureVerdict,
     FileDiff,
     Hunk,
     HunkVerdict,
+    Nearest,
     NotNeeded,
     Plan,
     Source,
@@ -19,5 +20,4 @@ from ._model import (
     blob_of,
     target_name,
 )
-from ._nearest import LONGEST_COMPARED
-from ._plan import render_diff
+from ._plan import patched_files

@@ -22,6 +22,7 @@ from vllm_hwplugin.patching.texts import (
     trouble_in,
 )
 
+from ..nearest import nearest
 from ._change import Change, blob_name
 
 #: Lines of context that diffs have.
@@ -117,7 +118,9 @@ def carry(change: Change, source: Source, *, hints: bool = True, context: int = 
         if _is(name, step.after):
             present += len(hunks)
         else:
-            for hunk, (verdict, place) in zip(hunks, locate(step.diff, pristine, hints=hints), strict=True):
+            for hunk, (verdict, place) in zip(
+                hunks, locate(step.diff, pristine, nearest if hints else None), strict=True
+            ):
                 stated = max(hunk.source_start - 1, 0)
                 if place is None and _is(name, step.before) and pristine.has(hunk.before, stated):
                     edits += edits_of(hunk, stated, "")
@@ -157,7 +160,7 @@ def _with_less(diff: FileDiff, hunk: Hunk, text: Text) -> tuple[int, list[Edit]]
     # 0: no fewer lines make it fit one place.
     for lines in range(CONTEXT - 1, 0, -1):
         parts = _thin(hunk, lines)
-        places = [place for _, place in locate(FileDiff(diff.path, parts, diff.origin), text, hints=False)]
+        places = [place for _, place in locate(FileDiff(diff.path, parts, diff.origin), text)]
         if all(place is not None for place in places):
             return lines, [
                 edit for part, place in zip(parts, places, strict=True) for edit in edits_of(part, place or 0, "")
@@ -191,7 +194,7 @@ def _moved_to(diff: FileDiff, source: Source) -> str:
     fits = []
     for path in places if len(places) <= _MOST_READ else ():
         text = source.read(path)
-        if text is not None and all(place is not None for _, place in locate(diff, Text(text), hints=False)):
+        if text is not None and all(place is not None for _, place in locate(diff, Text(text))):
             fits.append(path)
     return f"{diff.path} (it fits {fits[0]}: use `patches edit`)" if len(fits) == 1 else diff.path
 

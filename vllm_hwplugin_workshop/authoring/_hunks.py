@@ -89,7 +89,7 @@ def _add(held: list[_Held], path: str, edited: Edited, version: frozenset[int], 
     used: list[tuple[int, _Held]] = []
     left = list(edited.edits)
     for part in held:
-        ((_, place),) = locate(FileDiff(path, (part.hunk,), path), edited.pristine, hints=False)
+        ((_, place),) = locate(FileDiff(path, (part.hunk,), path), edited.pristine)
         made = edits_of(part.hunk, place, "") if place is not None else []
         if place is not None and made and all(edit in left for edit in made):
             used.append((place, part))
@@ -122,7 +122,7 @@ def _hunks_of(held: Iterable[_Held]) -> tuple[Hunk, ...]:
 
 def _makes(diff: FileDiff, edited: Edited) -> bool:
     edits: list[Edit] = []
-    for hunk, (_, place) in zip(diff.hunks, locate(diff, edited.pristine, hints=False), strict=True):
+    for hunk, (_, place) in zip(diff.hunks, locate(diff, edited.pristine), strict=True):
         if place is None:
             return False
         edits += edits_of(hunk, place, "")
@@ -144,7 +144,7 @@ def make_diff(path: str, edited: Edited, context: int = CONTEXT) -> FileDiff:
         diff = FileDiff(path, _hunks(edited, spans), path)
         narrow = [
             index
-            for index, (_, place) in enumerate(locate(diff, edited.pristine, hints=False))
+            for index, (_, place) in enumerate(locate(diff, edited.pristine))
             if place is None and diff.hunks[index].source_length < len(lines)
         ]
         if not narrow:

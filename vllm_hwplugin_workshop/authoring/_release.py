@@ -12,8 +12,9 @@ from typing import Final, NamedTuple
 
 from vllm_hwplugin.base.versions import SUPPORTED, Versions
 from vllm_hwplugin.patching import Catalogue, Feature
-from vllm_hwplugin.patching.texts import Source, Status, blob_of, evaluate_as
+from vllm_hwplugin.patching.texts import Source, Status, blob_of
 
+from ..verdicts import evaluate_as
 from ._carry import carry
 from ._change import Change, ChangeError, Step
 from ._folder import FEATURE, extend, list_version, write

@@ -15,17 +15,17 @@ from typing import Any, Final, NamedTuple
 
 from vllm_hwplugin.patching import Feature
 from vllm_hwplugin.patching.texts import (
-    LONGEST_COMPARED,
     Edit,
     Hunk,
     HunkVerdict,
     Source,
     Text,
     edits_of,
-    told_apart,
     trouble_in,
 )
 
+from ..nearest import LONGEST_COMPARED
+from ..verdicts import told_apart
 from ._carry import Carried, Edited, Outcome, Rejected, carry, context_lines
 from ._change import PACKAGE, Change, ChangeError, Step
 from ._folder import About, write

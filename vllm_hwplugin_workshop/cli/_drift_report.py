@@ -21,16 +21,13 @@ from vllm_hwplugin.patching.texts import (
     Status,
     Text,
     blob_of,
-    evaluate_as,
-    evaluate_together,
-    last_listed,
     locate,
     target_name,
-    told_apart,
 )
 
 from ..authoring import where_it_stands
 from ..sources import SourceError
+from ..verdicts import evaluate_as, evaluate_together, last_listed, told_apart
 from ._lines import inert, note
 
 EXPECTED = (Status.APPLIES, Status.UPSTREAM, Status.NOT_NEEDED)
@@ -202,7 +199,7 @@ def _in_another_form(feature: Feature, source: Source, released: Callable[[str],
         for diff in feature.files_for(before):
             texts = [Text(version_source.read(diff.path) or "") for version_source in (old, new, source)]
             for (_, place), (verdict, _), hunk in zip(
-                locate(diff, texts[0], hints=False), locate(diff, texts[2], hints=False), diff.hunks, strict=True
+                locate(diff, texts[0]), locate(diff, texts[2]), diff.hunks, strict=True
             ):
                 if verdict.status in ("exact", "moved"):
                     continue
@@ -388,7 +385,7 @@ def as_markdown(catalogue: Catalogue, reports: Iterable[TargetReport]) -> str:
         *_table(catalogue, seen, target),
     ]
     for feature in catalogue.features:
-        frozen = " Ended before 0.29: fixes only." if feature.is_frozen else ""
+        frozen = " Ended before 0.29: fixes only." if feature.group == "frozen" else ""
         condition = f" Only {_text(feature.condition)}." if feature.condition else ""
         lines += [
             "",

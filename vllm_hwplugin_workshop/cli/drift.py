@@ -60,7 +60,7 @@ def drift(arguments: Sequence[str]) -> int:
                 for text in verdict_lines(checked, quiet=options.quiet, show=options.show):
                     line(text)
                 if not options.quiet and any(report.error is None for report in checked):
-                    frozen = [feature.id for feature in catalogue.features if feature.is_frozen]
+                    frozen = [feature.id for feature in catalogue.features if feature.group == "frozen"]
                     if frozen:
                         line(f"{distribution}: ended before 0.29, fixes only: {', '.join(frozen)}")
                     for feature in catalogue.features:

@@ -9,9 +9,10 @@ from typing import Literal
 
 from vllm_hwplugin.cli.parser import Parser
 from vllm_hwplugin.cli.text import coloured
-from vllm_hwplugin.patching.texts import FeatureVerdict, Source, Status, evaluate, render_diff
+from vllm_hwplugin.patching.texts import FeatureVerdict, Source, Status
 
 from ..sources import Index, open_installed, open_target
+from ..verdicts import evaluate, render_diff
 from ._drift_report import TargetReport, exit_status, summary
 from ._lines import inert, note
 from ._waiting import read_all, say_notes

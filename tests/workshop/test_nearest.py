@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.cpu_seconds import slowness
-from vllm_hwplugin.patching._nearest import LONGEST_COMPARED, nearest
+from vllm_hwplugin_workshop.nearest import LONGEST_COMPARED, nearest
 
 LINES = [f"    value_{number} = compute({number})\n" if number % 3 else "\n" for number in range(6000)]
 

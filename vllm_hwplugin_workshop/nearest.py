@@ -7,7 +7,7 @@ import difflib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from ._model import Nearest
+from vllm_hwplugin.patching.texts import Nearest
 
 #: Lines; a longer hunk is not compared, since time grows with the square of its length.
 LONGEST_COMPARED = 200
