@@ -6,6 +6,10 @@ the draft's first matrix product, and a backend without non-causal attention is 
 the device. No version runs such a config, so it is an error here. A config that some version runs is a warning (a block
 that is too long only costs acceptance; one of several lists of layers may never be read), and an error only if
 `VLLM_HWPLUGIN_DFLASH_FULL_GRAPH` is `on`.
+
+The keys of config.json are from the published DFlash checkpoints (`block_size`, `num_target_layers` and `dflash_config`
+with `target_layer_ids`) and from the `speculators` format as vLLM converts it (`eagle_aux_hidden_state_layer_ids`, no
+block size).
 """
 
 from __future__ import annotations
@@ -13,8 +17,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.base.errors import HwpluginError
@@ -31,57 +34,11 @@ class DFlashConfigError(HwpluginError, ValueError):
     """A DFlash draft, its target and the settings do not fit together. The message says what to change."""
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class _Problem(NamedTuple):
     """What is wrong with a config, and whether some vLLM version still runs it."""
 
     text: str
     served: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AuxLayers:
-    """One list of target layers whose hidden states the draft reads.
-
-    Attributes:
-        where: the key in the draft's config.json.
-        ids: as written there.
-        last: the highest id that a target of n layers has, minus n: -1 if ids count layers from 0, 0 if id i is the
-            residual stream after i layers.
-    """
-
-    where: str
-    ids: tuple[int, ...]
-    last: int
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """What the rules need of a DFlash draft's config.json.
-
-    Attributes:
-        block_size: tokens in a trained block: the last accepted token and the masks after it; None if not stated.
-        uses_aux: whether the draft's `fc` reads several target layers; else it reads the target's last hidden states.
-        target_hidden_size: width of each of the target's states that the draft was built for.
-        non_causal: whether some layer attends to later tokens of its block, as every version reads the config.
-    """
-
-    name: str
-    block_size: int | None
-    uses_aux: bool
-    aux: tuple[AuxLayers, ...]
-    target_hidden_size: int | None
-    num_target_layers: int | None
-    non_causal: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The target model: its name, decoder layers and hidden size; None if its config does not say."""
-
-    name: str
-    num_layers: int | None
-    hidden_size: int | None
 
 
 def check(vllm_config: Any) -> None:
@@ -101,16 +58,16 @@ def check(vllm_config: Any) -> None:
     spec = vllm_config.speculative_config
     if spec is None or not spec.use_dflash() or spec.draft_model_config is None:
         return
-    draft = read_draft(spec.draft_model_config.model, spec.draft_model_config.hf_config)
+    draft, config = spec.draft_model_config.model, spec.draft_model_config.hf_config
     # In a draft's VllmConfig `model_config` may be the draft's; `target_model_config` never is.
-    target_model = spec.target_model_config or vllm_config.model_config
-    text = target_model.hf_text_config
-    target = Target(target_model.model, getattr(text, "num_hidden_layers", None), getattr(text, "hidden_size", None))
+    target = spec.target_model_config or vllm_config.model_config
+    # Whether the draft's `fc` reads several target layers; else it reads the target's last hidden states.
+    uses_aux = bool(_stated(config, "use_aux_hidden_state", True))
     problems = (
-        block_problem(draft, spec.num_speculative_tokens),
-        layer_problem(draft, target),
-        width_problem(draft, target),
-        _backend_problem(draft, vllm_config),
+        _block_problem(draft, config, spec.num_speculative_tokens),
+        _layer_problem(draft, config, target) if uses_aux else None,
+        _width_problem(draft, config, target, uses_aux),
+        _backend_problem(draft, vllm_config) if _non_causal(config) else None,
     )
     present = [problem for problem in problems if problem is not None]
     required = gates.demands(gate_of(DFLASH_FULL_GRAPH))
@@ -127,89 +84,69 @@ def _warn(text: str) -> None:
     logger.warning("%s", text)
 
 
-def read_draft(name: str, config: Any) -> Draft:
-    """Read a draft's `hf_config`.
-
-    The keys are from the published DFlash checkpoints (`block_size`, `num_target_layers` and `dflash_config` with
-    `target_layer_ids`) and from the `speculators` format as vLLM converts it (`eagle_aux_hidden_state_layer_ids`, no
-    block size). `dflash_config` takes precedence over the top level, as in vLLM.
-    """
-    own = _mapping(config, "dflash_config")
-    uses_aux = own.get("use_aux_hidden_state", getattr(config, "use_aux_hidden_state", True))
-    hidden_size = getattr(config, "hidden_size", None)
-    return Draft(
-        name=name,
-        block_size=_positive(own.get("block_size", getattr(config, "block_size", None))),
-        uses_aux=bool(uses_aux),
-        aux=tuple(_aux_layers(config)),
-        target_hidden_size=_positive((uses_aux and getattr(config, "target_hidden_size", None)) or hidden_size),
-        num_target_layers=_positive(getattr(config, "num_target_layers", None)),
-        non_causal=_non_causal(config),
-    )
-
-
-def block_problem(draft: Draft, num_speculative_tokens: int) -> Problem | None:
-    """Return why the block, if stated, cannot hold the tokens, or None."""
-    if draft.block_size is None or num_speculative_tokens < draft.block_size:
+def _block_problem(draft: str, config: Any, num_speculative_tokens: int) -> _Problem | None:
+    """Return why the trained block, if stated, cannot hold the tokens, or None."""
+    # Its tokens are the last accepted one and the masks after it.
+    block_size = _positive(_stated(config, "block_size", None))
+    if block_size is None or num_speculative_tokens < block_size:
         return None
-    most = draft.block_size - 1
-    return Problem(
-        f"num_speculative_tokens={num_speculative_tokens} does not fit the DFlash draft {draft.name}: its config.json "
-        f"says block_size {draft.block_size}, which holds the last accepted token and {most} drafted ones; expected 1 "
+    most = block_size - 1
+    return _Problem(
+        f"num_speculative_tokens={num_speculative_tokens} does not fit the DFlash draft {draft}: its config.json "
+        f"says block_size {block_size}, which holds the last accepted token and {most} drafted ones; expected 1 "
         f"to {most}, and later tokens are hardly ever accepted; set num_speculative_tokens to {most} or less in "
         "--speculative-config",
         served=True,
     )
 
 
-def layer_problem(draft: Draft, target: Target) -> Problem | None:
+def _layer_problem(draft: str, config: Any, target: Any) -> _Problem | None:
     """Return why the target lacks layers that the draft reads, or None.
 
     Of several lists each version reads one: all read vLLM's own key if the config has it.
     """
-    if not draft.uses_aux:
+    count = getattr(target.hf_text_config, "num_hidden_layers", None)
+    if count is None:
         return None
-    wrong = {aux.where: text for aux in draft.aux if (text := _list_problem(aux, draft, target))}
+    trained = _positive(getattr(config, "num_target_layers", None))
+    made_for = f" (it was made for one of {trained} layers)" if trained else ""
+    wrong: dict[str, str] = {}
+    read: list[str] = []
+    for where, ids, last in _aux_layers(config):
+        read.append(where)
+        last += count
+        if outside := ", ".join(str(layer) for layer in ids if not 0 <= layer <= last):
+            wrong[where] = (
+                f"{where} {list(ids)} of the DFlash draft {draft} does not fit the target {target.model}: it has no "
+                f"layer {outside}; the target has {count} layers, expected ids from 0 to {last}{made_for}; use "
+                "the draft that was trained for this target"
+            )
     if not wrong:
         return None
-    read = [aux.where for aux in draft.aux]
     read = [_OWN_KEY] if _OWN_KEY in read else read
-    return Problem(next(iter(wrong.values())), served=not all(where in wrong for where in read))
+    return _Problem(next(iter(wrong.values())), served=not all(where in wrong for where in read))
 
 
-def _list_problem(aux: AuxLayers, draft: Draft, target: Target) -> str:
-    if target.num_layers is None:
-        return ""
-    last = target.num_layers + aux.last
-    outside = ", ".join(str(layer) for layer in aux.ids if not 0 <= layer <= last)
-    made_for = f" (it was made for one of {draft.num_target_layers} layers)" if draft.num_target_layers else ""
-    return outside and (
-        f"{aux.where} {list(aux.ids)} of the DFlash draft {draft.name} does not fit the target {target.name}: it has "
-        f"no layer {outside}; the target has {target.num_layers} layers, expected ids from 0 to {last}{made_for}; use "
-        "the draft that was trained for this target"
-    )
-
-
-def width_problem(draft: Draft, target: Target) -> Problem | None:
-    """Return why the target's width does not fit the draft, or None."""
-    expected, actual = draft.target_hidden_size, target.hidden_size
+def _width_problem(draft: str, config: Any, target: Any, uses_aux: bool) -> _Problem | None:
+    """Return why the width of the target's states does not fit the draft, or None."""
+    width = getattr(config, "hidden_size", None)
+    expected = _positive((uses_aux and getattr(config, "target_hidden_size", None)) or width)
+    actual = getattr(target.hf_text_config, "hidden_size", None)
     if expected is None or actual is None or expected == actual:
         return None
-    key = "target_hidden_size or hidden_size" if draft.uses_aux else "hidden_size"
-    return Problem(
-        f"the DFlash draft {draft.name} reads target states of width {expected} ({key} of its config.json), but the "
-        f"target {target.name} has hidden_size {actual}; use the draft that was trained for this target"
+    key = "target_hidden_size or hidden_size" if uses_aux else "hidden_size"
+    return _Problem(
+        f"the DFlash draft {draft} reads target states of width {expected} ({key} of its config.json), but the "
+        f"target {target.model} has hidden_size {actual}; use the draft that was trained for this target"
     )
 
 
-def _backend_problem(draft: Draft, vllm_config: Any) -> Problem | None:
-    if not draft.non_causal:
-        return None
+def _backend_problem(draft: str, vllm_config: Any) -> _Problem | None:
     option, backend, way_out = _named_backend(vllm_config)
     if backend is None or _supports_non_causal(backend) is not False:
         return None
-    return Problem(
-        f"{option}={backend.name} cannot serve the DFlash draft {draft.name}: the draft's attention is non-causal, and "
+    return _Problem(
+        f"{option}={backend.name} cannot serve the DFlash draft {draft}: the draft's attention is non-causal, and "
         f"{backend.get_path()} says that it has none; name a backend that has it, or {way_out}"
     )
 
@@ -242,8 +179,11 @@ def _supports_non_causal(backend: Any) -> bool | None:
     return bool(backend_class.supports_non_causal())
 
 
-def _aux_layers(config: Any) -> Iterator[AuxLayers]:
-    """Yield every list that some version reads, in vLLM's order of precedence.
+def _aux_layers(config: Any) -> Iterator[tuple[str, Sequence[int], int]]:
+    """Yield every list of target layers that some version reads, in vLLM's order of precedence.
+
+    With the list come its key in config.json and the highest id that a target of n layers has, minus n: -1 if ids
+    count layers from 0, 0 if id i is the residual stream after i layers.
 
     vLLM up to 0.21 takes `target_layer_ids` as they are and later versions add 1. The checkpoints mean the output of
     layer i, so they never name the n-th.
@@ -256,7 +196,7 @@ def _aux_layers(config: Any) -> Iterator[AuxLayers]:
         ("dflash_config.layer_ids", own.get("layer_ids"), 0),
     ):
         if value and isinstance(value, Sequence) and all(isinstance(layer, int) for layer in value):
-            yield AuxLayers(where, tuple(value), last)
+            yield where, value, last
 
 
 def _non_causal(config: Any) -> bool:
@@ -276,6 +216,11 @@ def _non_causal(config: Any) -> bool:
 def _mapping(config: Any, name: str) -> Mapping[str, Any]:
     value = getattr(config, name, None)
     return value if isinstance(value, Mapping) else {}
+
+
+def _stated(config: Any, name: str, default: Any) -> Any:
+    """Return a value of the config; `dflash_config` takes precedence over the top level, as in vLLM."""
+    return _mapping(config, "dflash_config").get(name, getattr(config, name, default))
 
 
 def _positive(value: Any) -> int | None:
