@@ -130,14 +130,6 @@ def rows_held(table: torch.Tensor) -> int:
     return rows
 
 
-@dataclass(frozen=True)
-class CapturePlan:
-    """The shapes to capture; None if nothing is captured, for `reason`."""
-
-    keys: DraftKeys | None
-    reason: str = ""
-
-
 def drafter_obstacle(proposer: Any, target_mode: CUDAGraphMode, *, together: bool = True) -> str | None:
     """Return why no batch of the drafter can use graphs, or None."""
     if not target_mode.has_full_cudagraphs():
@@ -145,31 +137,27 @@ def drafter_obstacle(proposer: Any, target_mode: CUDAGraphMode, *, together: boo
     return why_not(proposer, Part.V1_PASSES, together=together)
 
 
-def plan_before_capture(proposer: Any, target_mode: CUDAGraphMode) -> CapturePlan:
-    """Plan the most that a `SpecDecodeBaseProposer` could capture in `target_mode`."""
-    reason = drafter_obstacle(proposer, target_mode)
-    return _planned(proposer, target_mode, None) if reason is None else CapturePlan(None, reason)
+def plan_before_capture(proposer: Any, target_mode: CUDAGraphMode) -> DraftKeys | str:
+    """Return the most that a `SpecDecodeBaseProposer` could capture in `target_mode`, or why nothing."""
+    return drafter_obstacle(proposer, target_mode) or _planned(proposer, target_mode, None)
 
 
-def plan_at_capture(proposer: Any, target_mode: CUDAGraphMode, template: Any) -> CapturePlan:
-    """Plan what to capture, when the drafter has its attention groups."""
+def plan_at_capture(proposer: Any, target_mode: CUDAGraphMode, template: Any) -> DraftKeys | str:
+    """Return the shapes to capture, when the drafter has its attention groups, or why none."""
     reason = drafter_obstacle(proposer, target_mode) or _attention_obstacle(proposer)
     if reason is not None:
-        return CapturePlan(None, reason)
+        return reason
     thresholds = [group.get_metadata_builder().reorder_batch_threshold for group in proposer.draft_attn_groups]
-    plan = _planned(proposer, target_mode, min((size for size in thresholds if size is not None), default=None))
-    if plan.keys is None:
-        return plan
+    keys = _planned(proposer, target_mode, min((size for size in thresholds if size is not None), default=None))
+    if isinstance(keys, str):
+        return keys
     if template is None:
-        missing = "the runner built no attention metadata for the drafter's KV-cache group while capturing"
-        return CapturePlan(None, missing)
-    rows, held = max(shape.num_reqs for shape in plan.keys.all()), rows_held(template.block_table_tensor)
-    if rows > held:
-        return CapturePlan(None, f"the largest graph has {rows} rows, and the drafter's block table holds {held}")
-    return plan
+        return "the runner built no attention metadata for the drafter's KV-cache group while capturing"
+    rows, held = max(shape.num_reqs for shape in keys.all()), rows_held(template.block_table_tensor)
+    return keys if rows <= held else f"the largest graph has {rows} rows, and the drafter's block table holds {held}"
 
 
-def _planned(proposer: Any, target_mode: CUDAGraphMode, decode_threshold: int | None) -> CapturePlan:
+def _planned(proposer: Any, target_mode: CUDAGraphMode, decode_threshold: int | None) -> DraftKeys | str:
     config, spec = proposer.vllm_config, proposer.speculative_config
     keys = plan_keys(
         first_pass_of(proposer),
@@ -181,9 +169,7 @@ def _planned(proposer: Any, target_mode: CUDAGraphMode, decode_threshold: int | 
         steps=spec.num_speculative_tokens > 1 and not proposer.parallel_drafting,
         decode_threshold=decode_threshold,
     )
-    if not keys.all():
-        return CapturePlan(None, "no capture size holds a whole batch of the drafter")
-    return CapturePlan(keys)
+    return keys if keys.all() else "no capture size holds a whole batch of the drafter"
 
 
 def _attention_obstacle(proposer: Any) -> str | None:

@@ -92,9 +92,9 @@ class DraftGraphs(Graphs[PassGraphs]):
         self.forget()
         if self.failed:
             return
-        plan = plan_before_capture(self._owner, target_mode)
-        if plan.keys is None:
-            self.stay_stock(plan.reason)
+        keys = plan_before_capture(self._owner, target_mode)
+        if isinstance(keys, str):
+            self.stay_stock(keys)
             return
         self._target_mode = target_mode
         self._note("no drafter graph before the target's are captured")
@@ -111,14 +111,14 @@ class DraftGraphs(Graphs[PassGraphs]):
         if target_mode is None or self.num_captured:
             return
         self.forget()
-        plan = plan_at_capture(self._owner, target_mode, template)
-        if plan.keys is None:
-            self.stay_stock(plan.reason)
+        keys = plan_at_capture(self._owner, target_mode, template)
+        if isinstance(keys, str):
+            self.stay_stock(keys)
             return
         self._target_mode = target_mode
-        if not self._capture(plan.keys.largest(MAX_NUM_REQS) if profiling else plan.keys, template) or profiling:
+        if not self._capture(keys.largest(MAX_NUM_REQS) if profiling else keys, template) or profiling:
             return
-        shapes = _describe(plan.keys)
+        shapes = _describe(keys)
         self._note(f"FULL drafter graphs for {type(self._owner).__name__}: {shapes}")
         logger.info("%s: FULL drafter graphs for %s", DRAFT_FULL_GRAPH, shapes)
 
