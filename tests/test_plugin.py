@@ -212,8 +212,7 @@ REAL = """
             linecache.clearcache()
         assert changed, file.module
         assert module.__file__ == module.__spec__.origin != f"{entry.vllm_root}/{file.path}"
-    states = {check.module: check.state for check in _runtime.verify()}
-    states = {name: state for name, state in states.items() if not name.startswith("vllm.models.")}
+    states = {name: state for name, state in entry.modules.items() if not name.startswith("vllm.models.")}
     assert states == {name: "re-applied" if name in before else "served" for name in states}, states
     assert ("re-applied" in states.values()) == EARLY
     import vllm.envs as envs

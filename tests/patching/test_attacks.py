@@ -106,7 +106,7 @@ def test_what_is_swapped_in_after_the_check_does_not_run(
         needs_root()
     if kept:
         copy.code()
-    sys.meta_path.insert(0, Swapping(CopyFinder(tmp_path, {NAME: copy}), harm))
+    sys.meta_path.insert(0, Swapping(CopyFinder({NAME: tmp_path}, {NAME: copy}), harm))
     module: Any = importlib.import_module(NAME)
     assert (module.WHO, module.who()) == ("patched", "patched")
     assert module.__file__ == module.who.__code__.co_filename == str(copy.path)

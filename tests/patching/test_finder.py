@@ -81,7 +81,7 @@ def finder(site: Path, overlay: Overlay, loads: list[str]) -> CopyFinder:
         ALPHA: overlay.place(patched_file(f"{PACKAGE}/v1/alpha.py", ALPHA, PATCHED)),
         f"{PACKAGE}.v1": overlay.place(patched_file(f"{PACKAGE}/v1/__init__.py", f"{PACKAGE}.v1", "WHO = 'patched'\n")),
     }
-    made = CopyFinder(site, copies, loads.append)
+    made = CopyFinder(dict.fromkeys(copies, site), copies, loads.append)
     made.put_first()
     return made
 

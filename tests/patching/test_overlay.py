@@ -44,7 +44,7 @@ def copy(overlay: Overlay) -> Copy:
 
 def load(copy: Copy) -> int:
     """Import it as Python does, and run it."""
-    spec = CopyFinder(Path("/nowhere"), {copy.module: copy}).find_spec(copy.module)
+    spec = CopyFinder({copy.module: Path("/nowhere")}, {copy.module: copy}).find_spec(copy.module)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -83,7 +83,7 @@ class RunRecord:
         argv: the interpreter and the names of long options, without values: records go into bug reports.
         features: feature id -> ``{"state": ..., "reason": ...}`` with the states of the plan.
         modules: patched module -> ``pending`` (not imported yet), ``served`` (from its copy), ``re-applied`` (imported
-            before the plugin, got new code in place).
+            before the plugin, got new code in place), ``stock`` (imported past the plugin).
         uses: patched-in feature that works in this process -> whether its engine uses it; empty without an engine.
         decisions: run-time decisions by key; see :func:`note`.
         engine: index of the vLLM engine that `steps` count; None if the process counts none.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import CodeType, MappingProxyType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from ._errors import PatchingError
@@ -45,19 +45,16 @@ class CopyFinder:
     installed folder, but not through ``pkgutil.get_data`` or ``importlib.resources``, which start from the loader.
 
     Args:
-        root: the folder that holds the installed folder ``vllm``.
+        roots: module name -> the installed folder that its path begins in.
         on_load: called with the module's name before a copy is loaded.
-        roots: module name -> the folder that its path begins in, for modules that are not below `root`.
     """
 
     def __init__(
         self,
-        root: Path,
+        roots: Mapping[str, Path],
         copies: Mapping[str, Copy],
         on_load: Callable[[str], None] = lambda _: None,
-        roots: Mapping[str, Path] = MappingProxyType({}),
     ) -> None:
-        self._root = root
         self._roots = roots
         self._on_load = on_load
         self._asking = threading.local()
@@ -69,7 +66,7 @@ class CopyFinder:
         copy = self.copies.get(fullname)
         if copy is None:
             return None
-        installed = self._roots.get(fullname, self._root).joinpath(*fullname.split("."))
+        installed = self._roots[fullname].joinpath(*fullname.split("."))
         parent = installed.parent
         if path is not None and not any(os.path.realpath(entry) == os.path.realpath(parent) for entry in path):
             # Another tree has taken the package's name since the patches were computed. Its modules are not the patched

@@ -360,17 +360,6 @@ class PatchedFile(NamedTuple):
         return self.data.decode("utf-8")
 
 
-ModuleState = Literal["pending", "served", "re-applied", "stock"]
-
-
-class ModuleCheck(NamedTuple):
-    """What a patched module runs: ``pending`` is not imported yet; `detail` says why it runs unpatched (``stock``)."""
-
-    module: str
-    state: ModuleState
-    detail: str = ""
-
-
 class Plan(NamedTuple):
     """Everything a process needs to run patched: pure data, made before anything is imported or written.
 

@@ -22,7 +22,7 @@ from ._catalogue import load_catalogue
 from ._errors import AlreadyImported, InstallError, PatchingError, ReapplyRefused
 from ._finder import CopyFinder, serves
 from ._installed import Installed, find_installed, find_targets, find_unneeded
-from ._model import VLLM, Catalogue, ModuleCheck, PatchedFile, Plan
+from ._model import VLLM, Catalogue, PatchedFile, Plan
 from ._overlay import Copy, Overlay
 from ._plan import make_plan
 
@@ -122,14 +122,6 @@ def install(settings: gates.Settings | None = None, *, catalogue: Catalogue | No
 def current_plan() -> Plan | None:
     """Return the active plan; None before :func:`install` or after its failure."""
     return _state.plan if _state is not None else None
-
-
-def verify() -> tuple[ModuleCheck, ...]:
-    """Return what each patched module runs from in this process."""
-    with _lock:
-        if _state is None or _state.finder is None:
-            return ()
-        return tuple(_check(name, copy, _state) for name, copy in _state.finder.copies.items())
 
 
 def force(*, in_place: bool = True) -> None:
@@ -301,7 +293,7 @@ def _patch_in(state: _State, wanted: _Wanted, refused: Mapping[str, str], *, in_
             state.remove_finder()
             break
         roots = {file.module: wanted.installed[file.distribution].root for file in plan.files.values()}
-        state.put_first(CopyFinder(wanted.installed[VLLM].root, copies, _on_load(state), roots))
+        state.put_first(CopyFinder(roots, copies, _on_load(state)))
         undo: dict[str, Callable[[], None]] = {}
         for file in plan.files.values():
             try:
@@ -375,7 +367,7 @@ def _record(state: _State, plan: Plan, copies: Mapping[str, Copy]) -> None:
         if state_of == "live" and feature.uses_when:
             entry.features[name]["uses_when"] = "\n".join(feature.uses_when)
     unpatched = {name: "stock" for name in entry.modules if name in sys.modules}
-    entry.modules = unpatched | {name: _check(name, copy, state).state for name, copy in copies.items()}
+    entry.modules = unpatched | {name: _runs(name, copy, state) for name, copy in copies.items()}
 
 
 def _on_load(state: _State) -> Callable[[str], None]:
@@ -421,13 +413,13 @@ def _served(name: str, copy: Copy) -> bool:
     return isinstance(module, ModuleType) and serves(module, copy)
 
 
-def _check(name: str, copy: Copy, state: _State) -> ModuleCheck:
+def _runs(name: str, copy: Copy, state: _State) -> str:
+    """Return what a module runs, as :class:`RunRecord` names it."""
     if name not in sys.modules:
-        return ModuleCheck(name, "pending")
+        return "pending"
     if _is_unpatched(name, copy):
-        origin = getattr(sys.modules[name], "__file__", None)
-        return ModuleCheck(name, "stock", f"{name} was imported from {origin}, past the plugin")
-    return ModuleCheck(name, "re-applied" if name in state.undo else "served")
+        return "stock"
+    return "re-applied" if name in state.undo else "served"
 
 
 def _renew_locks() -> None:
