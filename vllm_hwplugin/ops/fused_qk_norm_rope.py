@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from ._arguments import HALVES, Checks
+from .arguments import HALVES, Checks
 from .compile.spec import KERNELS
 from .define import operation
 

@@ -22,7 +22,7 @@ import itertools
 
 import torch
 
-from ._arguments import FLOATS, QUANTISED, Checks, quantise
+from .arguments import FLOATS, QUANTISED, Checks, quantise
 from .compile.spec import KERNELS
 from .define import operation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ._arguments import FLOATS, Checks
+from .arguments import FLOATS, Checks
 from .compile.spec import KERNELS
 from .define import operation
 

@@ -19,7 +19,7 @@ from typing import Final
 
 import torch
 
-from ._arguments import HALVES, QUANTISED, Checks, quantise
+from .arguments import HALVES, QUANTISED, Checks, quantise
 from .compile.spec import KERNELS
 from .define import operation
 

@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from ._arguments import FLOATS, Checks
+from .arguments import FLOATS, Checks
 from .compile.spec import KERNELS
 from .define import operation
 

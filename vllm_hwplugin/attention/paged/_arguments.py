@@ -8,6 +8,8 @@ from typing import Final
 
 import torch
 
+from vllm_hwplugin.ops.arguments import Checks
+
 from ..backends import CUDA
 from ._plan import SCRATCH_ROWS
 
@@ -81,14 +83,16 @@ def refuse_heads(num_heads: int, num_kv_heads: int) -> str | None:
     return None
 
 
-def check_heads(query: torch.Tensor, keys: torch.Tensor) -> None:
-    """Check the shapes that the plan of a launch divides."""
-    if query.dim() != 3:
-        raise _error(f"query has shape {tuple(query.shape)}, expected [tokens, heads, head size]")
-    if keys.dim() != 4:
-        raise _error(f"keys have shape {tuple(keys.shape)}, expected [blocks, block size, KV heads, head size]")
-    if (reason := refuse_heads(query.shape[1], keys.shape[2])) is not None:
-        raise _error(reason)
+def check_heads(query: torch.Tensor, keys: torch.Tensor) -> Checks:
+    """Check the shapes that the plan of a launch divides; return a call's further checks."""
+    checks = Checks("paged_attention", "query", query, ValueError)
+    checks.that(query.dim() == 3, f"query has shape {tuple(query.shape)}, expected [tokens, heads, head size]")
+    checks.that(
+        keys.dim() == 4, f"keys have shape {tuple(keys.shape)}, expected [blocks, block size, KV heads, head size]"
+    )
+    reason = refuse_heads(query.shape[1], keys.shape[2])
+    checks.that(reason is None, str(reason))
+    return checks
 
 
 def check(given: Arguments) -> None:
@@ -98,22 +102,15 @@ def check(given: Arguments) -> None:
         ValueError: a kernel would read or write wrongly.
     """
     query, keys, values, out = given.query, given.keys, given.values, given.out
-    check_heads(query, keys)
-    _expect(
-        keys.shape == values.shape,
-        f"keys and values have shapes {tuple(keys.shape)} and {tuple(values.shape)}, expected the same",
-    )
+    checks = check_heads(query, keys)
     num_heads, head_size = query.shape[1:]
-    _expect(
-        out.shape == query.shape and out.dtype == query.dtype,
-        f"out is {out.dtype} of shape {tuple(out.shape)}, expected query's, {query.dtype} of {tuple(query.shape)}",
-    )
-    _expect(keys.shape[3] == head_size, f"keys have head size {keys.shape[3]}, query has {head_size}")
-    _expect(values.dtype == keys.dtype, f"keys are {keys.dtype}, values are {values.dtype}, expected one type")
+    checks.that(keys.shape[3] == head_size, f"keys have head size {keys.shape[3]}, query has {head_size}")
     reason = refuse(head_size, query.dtype, keys.dtype, keys.shape[1])
-    _expect(reason is None, str(reason))
-    for name, tensor in (("query", query), ("keys", keys), ("values", values), ("out", out)):
-        _expect(
+    checks.that(reason is None, str(reason))
+    tensors = (("query", query, query), ("keys", keys, keys), ("values", values, keys), ("out", out, query))
+    for name, tensor, like in tensors:
+        checks.tensor(name, tensor, query.dtype, shape=tuple(like.shape), contiguous=False)
+        checks.that(
             tensor.stride(-1) == 1
             and all(
                 size == 1 or (stride > 0 and stride % _ALIGNMENT == 0)
@@ -122,35 +119,13 @@ def check(given: Arguments) -> None:
             f"{name} has strides {tensor.stride()}, expected 1 in the last dimension and multiples of {_ALIGNMENT} "
             "before it",
         )
-        _expect(tensor.data_ptr() % _ACCESS == 0, f"{name} does not start at a multiple of {_ACCESS} bytes")
+        checks.that(tensor.data_ptr() % _ACCESS == 0, f"{name} does not start at a multiple of {_ACCESS} bytes")
     requests = given.seq_lens.shape[0]
     for name, tensor, shape in (
         ("query_start_loc", given.query_start_loc, (requests + 1,)),
         ("seq_lens", given.seq_lens, (requests,)),
         ("block_table", given.block_table[:requests], (requests, *given.block_table.shape[1:2])),
     ):
-        _expect(
-            tensor.dtype == torch.int32
-            and tuple(tensor.shape) == shape
-            and (tensor.numel() < 2 or tensor.stride(-1) == 1),
-            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected torch.int32 of {shape} with stride 1",
-        )
-    for field in dataclasses.fields(given):
-        tensor = getattr(given, field.name)
-        if isinstance(tensor, torch.Tensor):
-            _expect(tensor.device == query.device, f"{field.name} is on {tensor.device}, query on {query.device}")
-    if given.sinks is not None:
-        _expect(
-            given.sinks.shape == (num_heads,) and given.sinks.dtype == torch.float32 and given.sinks.is_contiguous(),
-            f"sinks are {given.sinks.dtype} of shape {tuple(given.sinks.shape)}, "
-            f"expected torch.float32 of ({num_heads},)",
-        )
-
-
-def _expect(good: bool, text: str) -> None:
-    if not good:
-        raise _error(text)
-
-
-def _error(text: str) -> ValueError:
-    return ValueError(f"paged_attention: {text}")
+        checks.tensor(name, tensor, torch.int32, shape=shape, contiguous=False)
+        checks.last_stride(name, tensor)
+    checks.tensor("sinks", given.sinks, torch.float32, shape=(num_heads,))

@@ -20,16 +20,19 @@ QUANTISED: Final = {torch.float8_e4m3fn: (448.0, 1 / (448.0 * 512.0)), torch.int
 
 
 class Checks:
-    """The checks of one call; they raise RuntimeError. All tensors are compared with the leading tensor."""
+    """The checks of one call, which raise `error`. All tensors are compared with the leading tensor."""
 
-    def __init__(self, op: str, leading_name: str, leading: torch.Tensor) -> None:
+    def __init__(
+        self, op: str, leading_name: str, leading: torch.Tensor, error: type[Exception] = RuntimeError
+    ) -> None:
         self.op = op
+        self.error = error
         self.leading_name = leading_name
         self.leading = leading
 
     def that(self, good: bool, text: str) -> None:
         if not good:
-            raise RuntimeError(f"{self.op}: {text}")
+            raise self.error(f"{self.op}: {text}")
 
     def tensor(
         self,
