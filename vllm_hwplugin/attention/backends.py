@@ -9,6 +9,8 @@ module, which imports neither torch nor vLLM.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 
@@ -26,18 +28,6 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Faster:
-    """A device generation on which the CUDA kernel is faster than a backend of vLLM at large heads.
-
-    The plugin's Triton kernels are not. `reason` is the source of the measurement.
-    """
-
-    major: int
-    than: str
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
 class LargeHeads:
     """A backend's layers that run on the plugin's kernels.
 
@@ -47,7 +37,8 @@ class LargeHeads:
         limits: of every kernel that may run them. A test compares them with the CUDA kernel's source.
         largest_group: most query heads that share a KV head: the rows of the CUDA kernel's tile.
         kernel: the CUDA kernel's name (``ops/compile/spec.py``).
-        faster: benchmark results; elsewhere vLLM's choice stays if it works.
+        faster: (major compute capability, backend of vLLM) that the CUDA kernel is faster than, and the source of the
+            measurement. The plugin's Triton kernels are not; elsewhere vLLM's choice stays if it works.
     """
 
     above: int
@@ -55,7 +46,7 @@ class LargeHeads:
     limits: Limits
     largest_group: int
     kernel: str
-    faster: tuple[Faster, ...]
+    faster: Mapping[tuple[int, str | None], str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +102,8 @@ CUDA: Final = CudaBackend(
         largest_group=64,
         kernel="paged_attention",
         # FlashAttention 4 was not measured.
-        faster=(
-            Faster(9, "TRITON_ATTN", "docs/kernel-benchmarks.md"),
-            Faster(9, "FLEX_ATTENTION", "docs/kernel-benchmarks.md"),
+        faster=MappingProxyType(
+            {(9, "TRITON_ATTN"): "docs/kernel-benchmarks.md", (9, "FLEX_ATTENTION"): "docs/kernel-benchmarks.md"}
         ),
     ),
 )

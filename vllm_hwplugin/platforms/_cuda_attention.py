@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from vllm_hwplugin.attention.backends import CUDA, Faster
+from vllm_hwplugin.attention.backends import CUDA
 from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.ops.compile import jit
 from vllm_hwplugin.ops.compile.spec import KERNELS
@@ -76,7 +76,6 @@ def decide(
     asked: Asked,
     baseline: Baseline,
     refused: Sequence[str],
-    measured: Sequence[Faster] = CUDA.large.faster,
     broken: str = "",
 ) -> LayerChoice:
     """Choose the plugin's class or vLLM's choice for large heads.
@@ -101,19 +100,14 @@ def decide(
         return LayerChoice(True, f"vLLM has no backend that fits{kernels}")
     if baseline.broken:
         return LayerChoice(True, f"vLLM's {baseline.backend} cannot run here: {baseline.broken}{kernels}")
-    for measurement in measured:
-        if (measurement.major, measurement.than) != (asked.major, baseline.backend):
-            continue
-        if asked.obstacle:
-            why = f"the plugin's CUDA kernel would be faster but is not available: {asked.obstacle}"
-            return LayerChoice(
-                False, why, f"{gates.STRICT}=1, but {why}; set {GATE}=off to use vLLM's" if asked.strict else ""
-            )
-        return LayerChoice(
-            True,
-            f"faster than vLLM's {baseline.backend} on compute capability {asked.major}.x: {measurement.reason}",
-        )
-    return LayerChoice(False, f"not known to be faster than {baseline.backend} on compute capability {asked.major}.x")
+    than = f"{baseline.backend} on compute capability {asked.major}.x"
+    measured = CUDA.large.faster.get((asked.major, baseline.backend))
+    if measured is None:
+        return LayerChoice(False, f"not known to be faster than {than}")
+    if not asked.obstacle:
+        return LayerChoice(True, f"faster than vLLM's {than}: {measured}")
+    why = f"the plugin's CUDA kernel would be faster but is not available: {asked.obstacle}"
+    return LayerChoice(False, why, f"{gates.STRICT}=1, but {why}; set {GATE}=off to use vLLM's" if asked.strict else "")
 
 
 Ask = Callable[..., str]
