@@ -44,7 +44,7 @@ def check_and_update_config(vllm_config: Any) -> None:
         raise
     except Exception as error:
         # vLLM may be able to serve this configuration.
-        if _must_hold():
+        if gates.is_on(gates.STRICT) or gates.demands(_GATE):
             raise patching.InstallError(
                 f"a bug in vllm-hwplugin at {_CHECK}, which is an error in strict mode or with {_GATE}=on: "
                 f"{type(error).__name__}: {error}; set {_GATE}=auto without strict mode to continue, and report it"
@@ -53,11 +53,3 @@ def check_and_update_config(vllm_config: Any) -> None:
         run_records.note(_CHECK, f"left to vLLM: {type(error).__name__}: {error}")
     # Usually this changes nothing: vLLM loads the plugin before it imports what the patches touch.
     patching.force()
-
-
-def _must_hold() -> bool:
-    try:
-        return gates.read(gates.STRICT).flag or gates.demands(_GATE)
-    except gates.GateError:
-        # Reported when the patches were applied, and an error there in strict mode.
-        return False

@@ -14,7 +14,6 @@ from packaging.version import Version
 
 from vllm_hwplugin.attention import capabilities
 from vllm_hwplugin.attention.capabilities import (
-    BACKENDS,
     CAPABILITIES,
     DECLARATIONS,
     FLASH_ATTN,
@@ -30,6 +29,7 @@ from vllm_hwplugin.attention.capabilities import (
 )
 from vllm_hwplugin.base.versions import SUPPORTED
 
+BACKENDS = tuple(dict.fromkeys(declaration.backend for declaration in DECLARATIONS))
 every_version = pytest.mark.parametrize("version", SUPPORTED)
 
 

@@ -346,14 +346,11 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     _musa("kv_cache_update_bypass", False, "no fused operation writes the cache on MUSA"),
 )
 
-BACKENDS: Final = tuple(dict.fromkeys(declaration.backend for declaration in DECLARATIONS))
-"""The backends that have declarations."""
-
 
 def declared(backend: str, version: str) -> Mapping[str, Declaration]:
     """Return a backend's declarations by capability.
 
-    About backends outside :data:`BACKENDS` vLLM's class decides. A version's local part (``+cu129``) does not matter;
+    About a backend without declarations vLLM's class decides. A version's local part (``+cu129``) does not matter;
     an unchecked version has no declarations.
     """
     return {

@@ -105,18 +105,11 @@ def _give(cls: type, declaration: Declaration, value: Value) -> None:
     answer.__doc__ = f"{declaration.value}: {declaration.reason}. {declaration.verified}."
     setattr(cls, capability.method, classmethod(answer))
     if declaration.capability == "block_sizes" and isinstance(value, Multiples):
-        setattr(cls, "get_supported_kernel_block_sizes", staticmethod(_kernel_block_sizes(value.of)))  # noqa: B010
-
-
-def _kernel_block_sizes(of: int) -> Callable[..., list[Any]]:
-    """Return vLLM's other method for block sizes, which divide a group's pages."""
-
-    def get_supported_kernel_block_sizes(*args: Any, **kwargs: Any) -> list[Any]:
         from vllm.v1.attention.backend import MultipleOf
 
-        return [MultipleOf(of)]
-
-    return get_supported_kernel_block_sizes
+        # vLLM's other method for block sizes, which divide a group's pages.
+        sizes = [MultipleOf(value.of)]
+        cls.get_supported_kernel_block_sizes = staticmethod(lambda *_, **__: list(sizes))  # type: ignore[attr-defined]
 
 
 def _validation(

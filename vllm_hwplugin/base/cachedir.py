@@ -54,24 +54,18 @@ def places(environ: Mapping[str, str] | None = None, notes: list[str] | None = N
         GateError: the variable's value is no absolute path.
     """
     notes = [] if notes is None else notes
-    folders = []
-    named = gates.read("VLLM_HWPLUGIN_CACHE_DIR", environ).path
-    if named is not None:
-        folders.append(named)
-    else:
-        own = _user_cache_folder()
-        if own is not None:
-            folders.append(own)
-        else:
-            notes.append(
-                f"user {os.geteuid()} has no home with an absolute path, so no cache folder; set HOME or "
-                "VLLM_HWPLUGIN_CACHE_DIR"
-            )
+    own = gates.read("VLLM_HWPLUGIN_CACHE_DIR", environ).path or _user_cache_folder()
+    if own is None:
+        notes.append(
+            f"user {os.geteuid()} has no home with an absolute path, so no cache folder; set HOME or "
+            "VLLM_HWPLUGIN_CACHE_DIR"
+        )
     shared = [SHARED_MEMORY] if SHARED_MEMORY.is_dir() else []
     try:
         shared.insert(0, Path(tempfile.gettempdir()).absolute())
     except FileNotFoundError as error:
         notes.append(str(error))
+    folders = () if own is None else (own,)
     return (*folders, *(folder / f"{APPLICATION}-{os.geteuid()}" for folder in shared))
 
 

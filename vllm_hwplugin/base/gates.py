@@ -112,10 +112,6 @@ class GateValue(NamedTuple):
     conflict: str | None = None
 
     @property
-    def is_set(self) -> bool:
-        return self.source != "default"
-
-    @property
     def flag(self) -> bool:
         """The value of a ``bool`` variable."""
         assert isinstance(self.value, bool), self.gate.name
@@ -414,7 +410,7 @@ def read(name: str | Gate, environ: Mapping[str, str] | None = None) -> GateValu
 
 
 def is_on(name: str) -> bool:
-    """Return a part's ``bool`` variable; False if its value is bad."""
+    """Return a ``bool`` variable; False if its value is bad."""
     # A process reports a bad value at its start.
     try:
         return read(name).flag

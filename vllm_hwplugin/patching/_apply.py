@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby, takewhile
 from typing import NamedTuple
 
-from ._model import FileDiff, Hunk, HunkStatus, HunkVerdict, Nearest
+from ._model import FileDiff, Hunk, HunkVerdict, Nearest
 
 
 class Edit(NamedTuple):
@@ -83,7 +83,7 @@ def locate(diff: FileDiff, text: Text | None, hint: Hint | None = None) -> list[
     `text` is None if the version has no such file. `hint` is asked about a hunk that does not fit.
     """
     if text is None:
-        return [(_verdict(diff, hunk, "missing"), None) for hunk in diff.hunks]
+        return [(_drifted(diff, hunk)._replace(status="missing"), None) for hunk in diff.hunks]
     located = [_locate_hunk(diff, hunk, text, hint) for hunk in diff.hunks]
     end_of_last = 0
     for index, (hunk, (_, place)) in enumerate(zip(diff.hunks, located, strict=True)):
@@ -91,7 +91,7 @@ def locate(diff: FileDiff, text: Text | None, hint: Hint | None = None) -> list[
             continue
         if place < end_of_last:
             # The file's blocks changed order: each hunk fits, but together they are not the diff's change.
-            located[index] = _verdict(diff, hunk, "drifted", nearest=Nearest(place + 1, 1.0, "")), None
+            located[index] = _drifted(diff, hunk)._replace(nearest=Nearest(place + 1, 1.0, "")), None
         else:
             end_of_last = place + hunk.source_length
     return located
@@ -99,7 +99,7 @@ def locate(diff: FileDiff, text: Text | None, hint: Hint | None = None) -> list[
 
 def _locate_hunk(diff: FileDiff, hunk: Hunk, text: Text, hint: Hint | None) -> tuple[HunkVerdict, int | None]:
     before, after = hunk.before, hunk.after
-    stated = max(hunk.source_start - 1, 0)
+    stated, verdict = max(hunk.source_start - 1, 0), _drifted(diff, hunk)
     places = text.places(before)
     results = text.places(after) if after else []
     if any(is_open(hunk, text, place) for place in places):
@@ -108,14 +108,12 @@ def _locate_hunk(diff: FileDiff, hunk: Hunk, text: Text, hint: Hint | None) -> t
         if len(places) == 1:
             places = sorted({*places, *_elsewhere(hunk, text, places[0], results)})
         if len(places) > 1:
-            found_at = tuple(place + 1 for place in places)
-            return _verdict(diff, hunk, "ambiguous", found_at=found_at), None
+            return verdict._replace(status="ambiguous", found_at=tuple(place + 1 for place in places)), None
         offset = places[0] - stated
-        return _verdict(diff, hunk, "moved" if offset else "exact", offset=offset), places[0]
+        return verdict._replace(status="moved" if offset else "exact", offset=offset), places[0]
     if len(results) == 1 and _is_whole(hunk, text, results[0]):
-        return _verdict(diff, hunk, "upstream"), None
-    nearest = None if hint is None else hint(text.lines, before, stated)
-    return _verdict(diff, hunk, "drifted", nearest=nearest), None
+        return verdict._replace(status="upstream"), None
+    return verdict._replace(nearest=hint(text.lines, before, stated) if hint is not None else None), None
 
 
 def _elsewhere(hunk: Hunk, text: Text, place: int, results: Sequence[int]) -> list[int]:
@@ -154,17 +152,10 @@ def _is_whole(hunk: Hunk, text: Text, place: int) -> bool:
     return below != {"-"} or place + len(hunk.after) == len(text.lines)
 
 
-def _verdict(
-    diff: FileDiff,
-    hunk: Hunk,
-    status: HunkStatus,
-    *,
-    offset: int = 0,
-    nearest: Nearest | None = None,
-    found_at: tuple[int, ...] = (),
-) -> HunkVerdict:
+def _drifted(diff: FileDiff, hunk: Hunk) -> HunkVerdict:
+    """Return the verdict on a hunk that fits nowhere."""
     expected = tuple(line.removesuffix("\n") for line in hunk.before)
-    return HunkVerdict(diff.path, hunk.number, diff.origin, status, offset, nearest, expected, found_at)
+    return HunkVerdict(diff.path, hunk.number, diff.origin, "drifted", expected=expected)
 
 
 def edits_of(hunk: Hunk, place: int, feature: str) -> list[Edit]:

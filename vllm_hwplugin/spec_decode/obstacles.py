@@ -93,7 +93,7 @@ class Part(Flag):
 
 
 #: The parts that an engine without a drafter can have.
-_WITHOUT_DRAFTS: Final = Part.V2_SAMPLING | Part.V2_INPUTS | Part.V2_METADATA | Part.V2_MIXED
+WITHOUT_DRAFTS: Final = Part.V2_SAMPLING | Part.V2_INPUTS | Part.V2_METADATA | Part.V2_MIXED
 
 
 #: What each feature captures, part by part. A feature without any of its parts is unused.
@@ -147,7 +147,7 @@ def why_not(owner: Any, parts: Part, *, together: bool = True, data_parallel: bo
 def _reasons(owner: Any, parts: Part) -> str | None:
     drafter = getattr(owner, "drafter", getattr(owner, "speculator", owner))
     if owner.speculative_config is None or drafter is None:
-        parts &= _WITHOUT_DRAFTS if decodes_plainly(owner) else Part(0)
+        parts &= WITHOUT_DRAFTS if decodes_plainly(owner) else Part(0)
         if not parts:
             return "this worker does not draft"
     reasons = (_reason(row, owner) for row in OBSTACLES if row.hinders & parts)

@@ -15,13 +15,11 @@ from vllm_hwplugin.base.errors import HwpluginError
 from vllm_hwplugin.base.run_records import RunRecord, Use
 from vllm_hwplugin.spec_decode.drafters import MASK_METHODS
 from vllm_hwplugin.spec_decode.engine_report import Unused, use_of
-from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, PARTS, Part
+from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, PARTS, WITHOUT_DRAFTS, Part
 from vllm_hwplugin.spec_decode.worker_use import why_unused
 
 #: The parts about which the table asks the drafter; it asks the runner about all other parts.
 _OF_DRAFTER: Final = Part.V1_PASSES | Part.V1_CHAIN | Part.V2_STEPS
-#: The parts that an engine without a drafter can have.
-_WITHOUT_DRAFTER: Final = (Part.V2_SAMPLING, Part.V2_INPUTS, Part.V2_MIXED)
 #: What a `GPUModelRunner` of either runner takes from its configuration under the same name.
 _CONFIGS: Final = (
     *("model_config", "cache_config", "lora_config", "parallel_config", "scheduler_config"),
@@ -106,7 +104,7 @@ def _foresee(reasons: Iterable[Unused], parts: Mapping[str, Part], runner: Any, 
             if not use["used"]:
                 return Foreseen(use, {}, ())
     if drafter is None:
-        parts = {name: part for name, part in parts.items() if part in _WITHOUT_DRAFTER}
+        parts = {name: part for name, part in parts.items() if part & WITHOUT_DRAFTS}
     left = {}
     for name, part in parts.items():
         holding, open_ = _obstacles(part, drafter if part & _OF_DRAFTER else runner)
