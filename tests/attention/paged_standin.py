@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +16,13 @@ class Kernel:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+
+class Arguments(SimpleNamespace):
+    """The fields of the kernel's."""
+
+    def __init__(self, query: Any, keys: Any, values: Any, out: Any, **more: Any) -> None:
+        super().__init__(query=query, keys=keys, values=values, out=out, **more)
 
 
 class Scratch:
@@ -35,45 +42,30 @@ def paged(calls: list[dict[str, Any]] | None = None, *, refuses: str | None = No
     module = ModuleType("vllm_hwplugin.attention.paged")
 
     def paged_attention(
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        query_start_loc: torch.Tensor,
-        seq_lens: torch.Tensor,
-        block_table: torch.Tensor,
-        max_query_len: int,
-        scale: float,
-        causal: bool,
-        window: tuple[int, int],
-        softcap: float,
-        sinks: torch.Tensor | None,
-        kernel: Kernel,
-        scratch: Scratch,
-        batch_invariant: bool,
+        given: Arguments, *, max_query_len: int, kernel: Kernel, scratch: Scratch, batch_invariant: bool
     ) -> None:
         if calls is not None:
-            calls.append({"causal": causal, "scratch": scratch, "batch_invariant": batch_invariant})
+            calls.append({"causal": given.causal, "scratch": scratch, "batch_invariant": batch_invariant})
         assert kernel.device == scratch.device
-        assert max_query_len >= int(query_start_loc.diff().max())
-        assert len(query_start_loc) == len(seq_lens) + 1
-        assert query.shape == out.shape
+        assert max_query_len >= int(given.query_start_loc.diff().max())
+        assert len(given.query_start_loc) == len(given.seq_lens) + 1
+        assert given.query.shape == given.out.shape
+        sinks = given.sinks
         assert sinks is None or (sinks.dtype == torch.float32 and not sinks.requires_grad)
         found = attention(
-            query,
-            keys,
-            values,
-            query_start_loc,
-            seq_lens,
-            block_table,
-            softmax_scale=scale,
-            causal=causal,
-            window_size=window,
-            softcap=softcap,
+            given.query,
+            given.keys,
+            given.values,
+            given.query_start_loc,
+            given.seq_lens,
+            given.block_table,
+            softmax_scale=given.scale,
+            causal=given.causal,
+            window_size=given.window,
+            softcap=given.softcap,
             sinks=sinks,
         )
-        out.copy_(found)
+        given.out.copy_(found)
 
     def refuse(head_size: int, dtype: Any, kv_dtype: Any, block_size: int) -> str | None:
         return refuses
@@ -81,6 +73,7 @@ def paged(calls: list[dict[str, Any]] | None = None, *, refuses: str | None = No
     def refuse_heads(num_heads: int, num_kv_heads: int) -> str | None:
         return "too many query heads" if num_heads > 64 * num_kv_heads else None
 
+    module.Arguments = Arguments  # type: ignore[attr-defined]
     module.paged_attention = paged_attention  # type: ignore[attr-defined]
     module.kernel_for = Kernel  # type: ignore[attr-defined]
     module.Scratch = Scratch  # type: ignore[attr-defined]

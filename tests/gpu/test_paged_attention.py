@@ -96,16 +96,7 @@ def test_a_captured_launch_serves_other_batches(on: Any, seed: int) -> None:
     given = batches.metadata(case, "cuda")
 
     def launch() -> None:
-        paged.paged_attention(
-            query,
-            *memory.unbind(0),
-            out,
-            block_table=table,
-            kernel=on.kernel,
-            scratch=on.scratch,
-            **given,
-            **batches.settings(case),
-        )
+        batches.launch(on, query, *memory.unbind(0), out, block_table=table, **given, **batches.settings(case))
 
     launch()
     torch.cuda.synchronize()

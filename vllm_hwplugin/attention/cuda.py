@@ -142,7 +142,7 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
             )
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
             refused.append(f"sinks have shape {tuple(sinks.shape)}, expected one for each head: ({num_heads},)")
-        from .paged import kernel_for, paged_attention, refuse_heads
+        from .paged import Arguments, kernel_for, paged_attention, refuse_heads
 
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -150,7 +150,7 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
             refused.append(f"FLASH_ATTN with heads above 256: {reason}; use --attention-backend TRITON_ATTN")
         if refused:
             raise ValueError("; ".join(refused))
-        self._attention = paged_attention
+        self._attention, self._arguments = paged_attention, Arguments
         self.num_queries_per_kv = self.num_heads // self.num_kv_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -202,7 +202,7 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
             sinks = self._float32_sinks.copy_(sinks)
         tokens = attn_metadata.num_actual_tokens
         keys, values = split(kv_cache, self.head_size)
-        self._attention(
+        given = self._arguments(
             query[:tokens],
             keys,
             values,
@@ -210,12 +210,15 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
             query_start_loc=attn_metadata.query_start_loc,
             seq_lens=attn_metadata.seq_lens,
             block_table=attn_metadata.block_table,
-            max_query_len=attn_metadata.max_query_len,
             scale=self.scale,
             causal=causal,
             window=symmetric(self.sliding_window, causal),
             softcap=self.logits_soft_cap,
             sinks=sinks,
+        )
+        self._attention(
+            given,
+            max_query_len=attn_metadata.max_query_len,
             kernel=self._kernel,
             scratch=of_this_batch(self._scratch),
             batch_invariant=self.batch_invariant_enabled,

@@ -104,8 +104,13 @@ def prepared(
         **settings(case),
         **changes,
     }
-    where = {"kernel": on.kernel, "scratch": on.scratch}
-    return lambda: paged.paged_attention(inputs.query, keys, values, out, **where, **given), out
+    return lambda: launch(on, inputs.query, keys, values, out, **given), out
+
+
+def launch(on: On, *tensors: Any, max_query_len: int, batch_invariant: bool = False, **given: Any) -> None:
+    """Run query, keys, values and out; `given` are further fields of `Arguments`."""
+    how: dict[str, Any] = {"max_query_len": max_query_len, "batch_invariant": batch_invariant}
+    paged.paged_attention(paged.Arguments(*tensors, **given), kernel=on.kernel, scratch=on.scratch, **how)
 
 
 def attend(*arguments: Any, **more: Any) -> Any:

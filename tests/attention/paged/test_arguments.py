@@ -100,17 +100,7 @@ def test_what_does_not_fit_is_said(changes: dict[str, Any], words: str) -> None:
 
 
 def call(given: Arguments, kernel: Kernel, scratch: Scratch) -> None:
-    settings = {name: value for name, value in vars(given).items() if name not in ("query", "keys", "values", "out")}
-    paged_attention(
-        given.query,
-        given.keys,
-        given.values,
-        given.out,
-        max_query_len=2,
-        kernel=kernel,
-        scratch=scratch,
-        **settings,
-    )
+    paged_attention(given, max_query_len=2, kernel=kernel, scratch=scratch)
 
 
 def test_the_scratch_of_another_device_is_refused() -> None:

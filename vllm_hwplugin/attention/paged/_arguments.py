@@ -22,7 +22,22 @@ _ACCESS: Final = 16  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The arguments of :func:`~vllm_hwplugin.attention.paged.paged_attention`, which describes them."""
+    """The tensors of a call, and its mask.
+
+    Args:
+        query: [tokens, heads, head size], float16 or bfloat16; the last stride 1, the others multiples of 8.
+        keys: [blocks, block size, KV heads, head size], query's type, any strides like query's.
+        values: like keys.
+        out: like query.
+        query_start_loc: [requests + 1], int32: start of each request's tokens, and the last one's end.
+        seq_lens: [requests], int32: keys of each.
+        block_table: [requests, blocks], int32.
+        scale: of the logits.
+        causal: a token sees keys up to its own.
+        window: tokens seen before and after a token's own; -1 for no end.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; 0 for none.
+        sinks: [heads], float32: the logit of a key without a value.
+    """
 
     query: torch.Tensor
     keys: torch.Tensor
@@ -33,9 +48,9 @@ class Arguments:
     block_table: torch.Tensor
     scale: float
     causal: bool
-    window: tuple[int, int]
-    softcap: float
-    sinks: torch.Tensor | None
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ def ours(batch: Batch, *, triton: bool = False) -> Call:
     kernel, scratch = _loaded(batch.query.device, triton)
 
     def call() -> Any:
-        paged.paged_attention(
+        given = paged.Arguments(
             batch.query,
             batch.keys,
             batch.values,
@@ -37,12 +37,10 @@ def ours(batch: Batch, *, triton: bool = False) -> Call:
             query_start_loc=batch.query_start_loc,
             seq_lens=batch.seq_lens,
             block_table=batch.block_table,
-            max_query_len=case.query,
             scale=batch.scale,
             causal=True,
-            kernel=kernel,
-            scratch=scratch,
         )
+        paged.paged_attention(given, max_query_len=case.query, kernel=kernel, scratch=scratch)
         return batch.output
 
     return call
