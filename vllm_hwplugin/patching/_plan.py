@@ -62,66 +62,59 @@ def make_plan(
     refused, absent = dict(refused), set[str]()
     sources = {VLLM: source, **others}
     while True:
-        plan = _plan(catalogue, sources, choices, try_unlisted, strict, refused, unneeded, absent)
-        wrong: dict[str, str] = {}
-        for file in plan.files.values():
-            try:
-                check(file)
-            except NotPython as error:
-                texts = Texts(sources[file.distribution])
-                verdicts = [compiled(fit(plan.features[name].feature, texts), texts) for name in file.features]
-                by_itself = {
-                    verdict.feature: verdict.reason for verdict in verdicts if verdict.status is Status.NO_PYTHON
-                }
-                wrong |= by_itself or {file.features[-1]: str(error)}
-            except AlreadyImported as error:
-                names = {name for name in file.features if not plan.features[name].feature.reapply}
-                absent |= names
-                wrong |= dict.fromkeys(names, str(error))
-            except PatchingError as error:
-                # A module that was imported before the plugin takes new bodies, and an override makes another class.
-                users = {name: plan.features[name].feature.overrides for name in file.features}
-                remade = [
-                    name
-                    for name, overrides in users.items()
-                    if any(overridden.path == file.path for overridden in overrides)
-                ]
-                wrong |= dict.fromkeys(remade or file.features, str(error))
+        texts = {name: Texts(source) for name, source in sources.items()}
+        states: dict[str, FeatureState] = {}
+        live: list[Fit] = []
+        for feature in catalogue.features:
+            choice = choices.get(feature.gate, "auto")
+            if choice != "off" and feature.id in unneeded:
+                states[feature.id] = FeatureState(feature, "not-needed", unneeded[feature.id])
+            elif choice != "off" and feature.id in refused:
+                state: State = "off" if feature.id in absent and choice != "on" else "refused"
+                states[feature.id] = FeatureState(feature, state, refused[feature.id])
+            else:
+                read = texts.get(feature.distribution)
+                states[feature.id] = _settle(feature, read, choice, try_unlisted, states, live)
+        files = patched_files(texts, live)
+        errors = tuple(_errors(states, choices, texts, strict))
+        everywhere = [patched for patched in live if states[patched.verdict.feature].feature.reapply]
+        varying = {path for patched in live if patched not in everywhere for path in patched.edits}
+        common = {path: file for path, file in files.items() if path not in varying}
+        fingerprint = _fingerprint(common | patched_files(texts, everywhere, varying))
+        plan = Plan(source.version, states, files, fingerprint, errors)
+        wrong = _refused_by(check, plan, sources, absent)
         if not wrong:
             return plan
         refused |= wrong
 
 
-def _plan(
-    catalogue: Catalogue,
-    sources: Mapping[str, Source],
-    choices: Mapping[str, str],
-    try_unlisted: bool,
-    strict: bool,
-    refused: Mapping[str, str],
-    unneeded: Mapping[str, str],
-    absent: Collection[str],
-) -> Plan:
-    texts = {name: Texts(source) for name, source in sources.items()}
-    states: dict[str, FeatureState] = {}
-    live: list[Fit] = []
-    for feature in catalogue.features:
-        choice = choices.get(feature.gate, "auto")
-        if choice != "off" and feature.id in unneeded:
-            states[feature.id] = FeatureState(feature, "not-needed", unneeded[feature.id])
-        elif choice != "off" and feature.id in refused:
-            state: State = "off" if feature.id in absent and choice != "on" else "refused"
-            states[feature.id] = FeatureState(feature, state, refused[feature.id])
-        else:
-            states[feature.id] = _settle(feature, texts.get(feature.distribution), choice, try_unlisted, states, live)
-    files = patched_files(texts, live)
-    errors = tuple(_errors(states, choices, texts, strict))
-    everywhere = [patched for patched in live if states[patched.verdict.feature].feature.reapply]
-    varying = {path for patched in live if patched not in everywhere for path in patched.edits}
-    common = {path: file for path, file in files.items() if path not in varying} | patched_files(
-        texts, everywhere, varying
-    )
-    return Plan(sources[VLLM].version, states, files, _fingerprint(common), errors)
+def _refused_by(
+    check: Callable[[PatchedFile], object], plan: Plan, sources: Mapping[str, Source], absent: set[str]
+) -> dict[str, str]:
+    """Return why features of checked files are refused; `absent` gets those that are off unless demanded."""
+    wrong: dict[str, str] = {}
+    for file in plan.files.values():
+        try:
+            check(file)
+        except NotPython as error:
+            texts = Texts(sources[file.distribution])
+            verdicts = [compiled(fit(plan.features[name].feature, texts), texts) for name in file.features]
+            by_itself = {verdict.feature: verdict.reason for verdict in verdicts if verdict.status is Status.NO_PYTHON}
+            wrong |= by_itself or {file.features[-1]: str(error)}
+        except AlreadyImported as error:
+            names = {name for name in file.features if not plan.features[name].feature.reapply}
+            absent |= names
+            wrong |= dict.fromkeys(names, str(error))
+        except PatchingError as error:
+            # A module that was imported before the plugin takes new bodies, and an override makes another class.
+            users = {name: plan.features[name].feature.overrides for name in file.features}
+            remade = [
+                name
+                for name, overrides in users.items()
+                if any(overridden.path == file.path for overridden in overrides)
+            ]
+            wrong |= dict.fromkeys(remade or file.features, str(error))
+    return wrong
 
 
 def _errors(
