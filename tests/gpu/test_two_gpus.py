@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two GPUs: tensor, data and pipeline parallelism, stock vLLM and the plugin next to each other.
+"""Two GPUs: tensor and data parallelism, stock vLLM and the plugin next to each other.
 
 With tensor parallelism each worker is a process of its own, which has to find the same graphs by itself. With data
 parallelism the ranks of a dense model are engines of their own; where vLLM couples them, the drafter stays as in stock
@@ -29,11 +29,10 @@ from vllm_hwplugin_lab.bench import engine_environment, find_checkpoints, load_p
 from vllm_hwplugin_lab.bench._entry_points import provide
 from vllm_hwplugin_lab.bench._launch import child_environment, records_of
 
-from . import gemma_shape
 from .engines import PROFILED_ENGINE, SMALL_ENGINE, needs
 from .findings import keep
-from .test_drafter_graphs import ACCEPTANCE_TOLERANCE, deepseek
-from .test_gemma_shape import agree, parted, requests
+from .test_drafter_graphs import ACCEPTANCE_TOLERANCE
+from .test_gemma_shape import agree, parted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -51,7 +50,6 @@ TP = {"tensor_parallel_size": 2, **FULL}
 WHOLE = {**PROFILED_ENGINE, "max_num_seqs": 256, "max_num_batched_tokens": 8192, "num_gpu_blocks_override": 512}
 WHOLE["kv_cache_memory_bytes"] = None
 CASES: dict[str, dict[str, Any]] = {
-    "tp gemma": {"tensor_parallel_size": 2},
     "tp eagle3": {"speculative_config": speculation("eagle3", 3), **TP},
     "tp dflash": {"speculative_config": speculation("dflash", 7), **TP},
     "tp eagle3 v2": {"speculative_config": speculation("eagle3", 3), "tensor_parallel_size": 2},
@@ -66,8 +64,6 @@ CASES: dict[str, dict[str, Any]] = {
     "tp profiled": {"speculative_config": speculation("eagle3", 3), **TP, **WHOLE},
     "tp broken": {"speculative_config": speculation("eagle3", 3), "tensor_parallel_size": 2, **WHOLE},
     "tp broken v2": {"speculative_config": speculation("eagle3", 3), "tensor_parallel_size": 2, **WHOLE},
-    "pp eagle3": {"speculative_config": speculation("eagle3", 3), "pipeline_parallel_size": 2, **FULL},
-    "pp mtp": {"pipeline_parallel_size": 2, **FULL},
 }
 
 
@@ -82,34 +78,12 @@ def on_v2(name: str) -> bool:
     return name.endswith(" v2")
 
 
-def job_of(name: str, side: str, folder: Path) -> dict[str, Any]:
-    options = {**SMALL_ENGINE, "dtype": "float16", **CASES[name]}
+def job_of(name: str) -> dict[str, Any]:
+    options = {**SMALL_ENGINE, "dtype": "float16", "model": str(SMALL.target), **CASES[name]}
     if name in BROKEN:
         options["worker_extension_cls"] = "failing_rank.FailingRank"
-    if name == "tp gemma":
-        prompts, tokens = requests()
-        target, draft = gemma_shape.write_configs(folder / "model", images=True)
-        del options["max_model_len"]  # the model's own, as the child knows it
-        options["kv_cache_memory_bytes"] = 2 << 30
-        if side == "patched":
-            options |= {
-                "speculative_config": gemma_shape.speculation(draft),
-                "attention_config": {"backend": "FLASH_ATTN"},
-                **FULL,
-            }
-        else:
-            # Stock vLLM cannot serve the draft of this shape; its own text is what the target says.
-            options |= {"attention_config": {"backend": "TRITON_ATTN"}, "enforce_eager": True}
-        return {"gemma": str(target), "options": options, "prompts": prompts, "tokens": tokens}
     dice = random.Random(0)
     prompts = [list(prompt[: dice.randrange(8, 96)]) for prompt in load_prompts(SMALL, 40)]
-    if name == "pp mtp":
-        speculative_config = deepseek(folder / "model")
-        model = folder / "model"
-        options |= {"speculative_config": speculative_config, "load_format": "dummy", "skip_tokenizer_init": True}
-    else:
-        model = SMALL.target
-    options["model"] = str(model)
     # Steps with log probabilities are not replayed on Model Runner V2, so its texts have to be the same throughout.
     return {
         "choices": not on_v2(name),
@@ -170,7 +144,7 @@ def run_side(folder: Path, name: str, side: str) -> dict[str, Any]:
     if side == "patched" and name in BROKEN:
         variables["FAILING_ON_RANK_1"] = BROKEN[name]
     environment = engine_environment("cuda", patched=side == "patched", v2_runner=on_v2(name), extra=variables)
-    return run(folder, job_of(name, side, folder), environment)
+    return run(folder, job_of(name), environment)
 
 
 def run_both(folder: Path, name: str) -> dict[str, dict[str, Any]]:
@@ -251,14 +225,6 @@ def test_a_recording_that_fails_on_one_rank_is_given_up_on_both(name: str, tmp_p
     assert sorted("it failed on another rank" in one for one in said) == [False, True]
 
 
-def test_the_gemma_shape_with_tensor_parallelism(tmp_path: Path) -> None:
-    stock, patched = served(tmp_path, "tp gemma")
-    agree(stock, patched)
-    for worker in patched["workers"]:
-        assert worker["graph_modes"] == {"target": "FULL", "drafter": "FULL"}, worker["decisions"]
-        assert worker["draft_phases_in_graphs"] > 0.9 * worker["draft_phases"] > 0
-
-
 def test_data_parallel_ranks_serve_as_stock_does(tmp_path: Path) -> None:
     stock, patched = served(tmp_path, "dp eagle3")
     agree(stock, patched)
@@ -266,10 +232,3 @@ def test_data_parallel_ranks_serve_as_stock_does(tmp_path: Path) -> None:
     assert len(said) == 2
     for text in said:
         assert "FULL drafter graphs" in text or "with data parallelism" in text
-
-
-@pytest.mark.parametrize("name", ["pp eagle3", "pp mtp"])
-def test_vllm_itself_refuses_a_draft_model_with_pipeline_parallelism(name: str, tmp_path: Path) -> None:
-    for side, answer in run_both(tmp_path, name).items():
-        refusal = answer.get("error", "it started")
-        assert "Pipeline parallelism is not supported for this model" in refusal, f"{side}: {refusal[-4000:]}"

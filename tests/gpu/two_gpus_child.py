@@ -6,8 +6,6 @@ import json
 import sys
 from pathlib import Path
 
-import gemma_shape
-
 from vllm_hwplugin_lab.bench._inside import counters
 
 # The likeliest tokens that vLLM gives by default at most.
@@ -77,11 +75,7 @@ def report(worker) -> dict:
 def offline(job: dict) -> dict:
     from vllm import LLM
 
-    options = dict(job["options"])
-    if "gemma" in job:
-        gemma_shape.register_weights()
-        options = {**gemma_shape.model_options(Path(job["gemma"])), **options}
-    llm = LLM(**options)
+    llm = LLM(**job["options"])
     llm.collective_rpc(watch)
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,28 +30,6 @@ def captured(work: Callable[[], Any], **options: Any) -> tuple[Any, Any]:
 
 
 # -- memory
-
-
-@on_the_device
-def test_statistics_follow_tensors() -> None:
-    gc.collect()
-    torch.musa.empty_cache()
-    torch.musa.reset_peak_memory_stats()
-    before, stats = torch.musa.memory_allocated(), torch.musa.memory_stats
-    one = torch.empty(4 * MB, dtype=torch.uint8, device="musa")
-    two = one + 1
-    assert torch.musa.memory_allocated() == before + 8 * MB
-    assert stats()["allocation.all.current"] >= 2
-    del one, two
-    assert torch.musa.memory_allocated() == before
-    assert torch.musa.max_memory_allocated() == before + 8 * MB
-    # What was freed stays reserved, and is not free for others, until the cache is emptied.
-    assert torch.musa.memory_reserved() >= 8 * MB
-    free = torch.musa.mem_get_info()[0]
-    torch.musa.empty_cache()
-    assert torch.musa.mem_get_info()[0] >= free + 6 * MB
-    torch.musa.reset_peak_memory_stats()
-    assert torch.musa.max_memory_allocated() == before
 
 
 @on_the_device
@@ -118,32 +94,7 @@ def test_a_forked_child_has_no_device() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
-def test_visible_devices_end_at_one_that_is_not_there(musa_host: None, tmp_path: Path) -> None:
-    environment = {**simulated.environment(tmp_path, devices=3), "MUSA_VISIBLE_DEVICES": "2,7,0"}
-    command = [sys.executable, "-c", "import torch; print(torch.musa.device_count(), torch.accelerator.device_count())"]
-    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "1 1\n"
-
-
 # -- graphs
-
-
-def test_a_graph_from_inference_mode_is_replayed_in_no_other(musa_host: None, tmp_path: Path) -> None:
-    """As the generators' tensors are, which the process's first capture makes."""
-    script = """
-import torch
-graph = torch.musa.MUSAGraph()
-with torch.inference_mode(), torch.musa.graph(graph):
-    one = torch.ones(1, device="musa")
-with torch.inference_mode():
-    graph.replay()
-try:
-    graph.replay()
-except RuntimeError as error:
-    print(error)
-"""
-    command, environment = [sys.executable, "-c", script], simulated.environment(tmp_path)
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    assert said.startswith("Inplace update to inference tensor outside InferenceMode")
 
 
 @on_the_device

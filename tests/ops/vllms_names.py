@@ -6,14 +6,18 @@ What they have to write comes from the plugin's own operations, or a plain defin
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+
+from vllm_hwplugin.ops.operations import OPS, Operation
 
 Tensors = dict[str, torch.Tensor]
 
@@ -166,72 +170,6 @@ def cases(ops: Any, own: Callable[[str], Callable[..., None]]) -> dict[str, Case
             "cache": rope_cache(generator, 64),
         }
 
-    def fused_inputs(generator: torch.Generator) -> Tensors:
-        return {
-            "qkv": normal(generator, TOKENS, 4 * 64),
-            "q": normal(generator, 64),
-            "k": normal(generator, 64),
-            "cache": rope_cache(generator, 64),
-            "positions": positions(generator),
-        }
-
-    def fused(function: Callable[..., None]) -> Callable[[Tensors], None]:
-        return lambda t: function(t["qkv"], 2, 1, 1, 64, 1e-6, t["q"], t["k"], t["cache"], True, t["positions"], -1)
-
-    def merge_inputs(generator: torch.Generator) -> Tensors:
-        return {
-            "out": torch.zeros(TOKENS, 2, 16, dtype=torch.float16),
-            "parts": normal(generator, 2, TOKENS, 2, 16),
-            "lse": normal(generator, 2, 2, TOKENS, dtype=torch.float32),
-        }
-
-    def merge_call(t: Tensors) -> None:
-        (prefix, suffix), (prefix_lse, suffix_lse) = t["parts"].unbind(0), t["lse"].unbind(0)
-        ops.merge_attn_states(t["out"], prefix, prefix_lse, suffix, suffix_lse)
-
-    def merge_expected(t: Tensors) -> None:
-        (prefix, suffix), (prefix_lse, suffix_lse) = t["parts"].unbind(0), t["lse"].unbind(0)
-        own("merge_attn_states")(t["out"], None, prefix, prefix_lse, suffix, suffix_lse, None, None)
-
-    def route_inputs(generator: torch.Generator) -> Tensors:
-        return {
-            "gating": normal(generator, TOKENS, 8, dtype=torch.float32),
-            "weights": torch.zeros(TOKENS, 2),
-            "indices": torch.zeros(TOKENS, 2, dtype=torch.int32),
-            "places": torch.zeros(TOKENS, 2, dtype=torch.int32),
-        }
-
-    def route(function: Callable[..., None]) -> Callable[[Tensors], None]:
-        return lambda t: function(t["weights"], t["indices"], t["places"], t["gating"], True)
-
-    def quant_inputs(generator: torch.Generator) -> Tensors:
-        return {
-            "x": normal(generator, TOKENS, HIDDEN),
-            "weight": normal(generator, HIDDEN),
-            "out": torch.zeros(TOKENS, HIDDEN, dtype=torch.int8),
-            "scales": torch.zeros(TOKENS, 1),
-        }
-
-    def quant_call(t: Tensors) -> None:
-        out, scales = ops.rms_norm_dynamic_per_token_quant(t["x"], t["weight"], 1e-6, torch.int8)
-        t["out"].copy_(out)
-        t["scales"].copy_(scales)
-
-    def quant_expected(t: Tensors) -> None:
-        own("rms_norm_dynamic_per_token_quant")(t["out"], t["x"], t["weight"], t["scales"], 1e-6, None, None)
-
-    def silu_inputs(generator: torch.Generator) -> Tensors:
-        return {
-            "x": normal(generator, TOKENS, 2 * HIDDEN),
-            "out": torch.zeros(TOKENS, HIDDEN, dtype=torch.int8),
-            "scales": torch.zeros(TOKENS, HIDDEN // 64),
-        }
-
-    def silu_call(t: Tensors) -> None:
-        out, scales = ops.silu_and_mul_per_block_quant(t["x"], 64, torch.int8)
-        t["out"].copy_(out)
-        t["scales"].copy_(scales)
-
     def align_inputs(generator: torch.Generator) -> Tensors:
         # Eleven tokens, three experts each of seven; the second and the fifth are another rank's, and no token's is -1.
         ids = torch.rand(11, 7, generator=generator).topk(3).indices.int()
@@ -314,6 +252,22 @@ def cases(ops: Any, own: Callable[[str], Callable[..., None]]) -> dict[str, Case
 
         return write
 
+    def good_call(item: Operation) -> Case:
+        """A call of the plugin's own tests, with what vLLM's operation takes of it."""
+        module = importlib.import_module(f"tests.ops.test_{item.name}")
+        theirs = getattr(getattr(torch.ops, item.namespace), item.name)
+        taken = [one.name for one in theirs.default._schema.arguments]
+
+        def make(generator: torch.Generator) -> Tensors:
+            torch.manual_seed(generator.initial_seed())
+            return {name: value for name, value in module.call_with().items() if isinstance(value, torch.Tensor)}
+
+        def call(operation: Callable[..., None], t: Tensors) -> None:
+            given = {**module.call_with(), **t}
+            operation(**{name: given[name] for name in taken if name in given})
+
+        return Case(make, partial(call, theirs), partial(call, own(item.name)))
+
     e4m3, int8 = torch.float8_e4m3fn, torch.int8
     return {
         "static_scaled_fp8_quant": Case(
@@ -358,15 +312,7 @@ def cases(ops: Any, own: Callable[[str], Callable[..., None]]) -> dict[str, Case
             lambda t: ops.rotary_embedding(t["positions"], t["query"], None, 64, t["cache"], True),
             plain_rope,
         ),
-        "fused_qk_norm_rope": Case(fused_inputs, fused(ops.fused_qk_norm_rope), fused(own("fused_qk_norm_rope"))),
-        "merge_attn_states": Case(merge_inputs, merge_call, merge_expected),
-        "topk_softmax": Case(route_inputs, route(ops.topk_softmax), route(own("topk_softmax"))),
-        "rms_norm_dynamic_per_token_quant": Case(quant_inputs, quant_call, quant_expected),
-        "silu_and_mul_per_block_quant": Case(
-            silu_inputs,
-            silu_call,
-            lambda t: own("silu_and_mul_per_block_quant")(t["out"], t["x"], t["scales"], 64),
-        ),
+        **{name: good_call(item) for name, item in OPS.items() if name != "rotary_embedding"},
     }
 
 
@@ -394,9 +340,9 @@ class Check:
         run()
         self.case.expected(wanted)
         for name, tensor in wanted.items():
-            torch.testing.assert_close(
-                self.tensors[name].cpu(), tensor, atol=2e-3, rtol=2e-3, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            # torch compares numbers of 8 bits bit by bit alone.
+            found, right = (one.float() if one.itemsize == 1 else one for one in (self.tensors[name].cpu(), tensor))
+            torch.testing.assert_close(found, right, atol=2e-3, rtol=2e-3, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def check_weak_references(weak_ref_tensors: Callable[[Any], Any], device: torch.device) -> None:

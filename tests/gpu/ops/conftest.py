@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random inputs for every test here, anew in every run."""
+"""Random inputs for every test here, anew in every run; and the kernel that a file is named after."""
 
 from __future__ import annotations
 
@@ -24,3 +24,13 @@ def seed() -> Iterator[None]:
         module = getattr(torch, device, None)
         if module is not None and module.is_available():
             module.synchronize()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernel(request: pytest.FixtureRequest) -> None:
+    from vllm_hwplugin.ops.compile.spec import KERNELS
+
+    from .kernel_checks import load_kernel
+
+    if spec := KERNELS.get(request.path.stem.removeprefix("test_")):
+        load_kernel(spec)

@@ -14,11 +14,10 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
 
 from ...ops import test_fused_qk_norm_rope as calls  # noqa: E402
 from ...ops.test_fused_qk_norm_rope import DIGITS, DTYPES  # noqa: E402
-from .kernel_checks import check_in, load_kernel, vllms  # noqa: E402
+from .kernel_checks import check_in, vllms  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -37,11 +36,6 @@ SHAPES = {
     "heads of 128, 24 rotated: no whole threads": (4, 2, 1, 128, 24, 33),
     "nothing rotated": (4, 1, 1, 128, 0, 5),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernel() -> None:
-    load_kernel(KERNELS["fused_qk_norm_rope"])
 
 
 @pytest.mark.parametrize("mode", ["eager", "captured", "replayed"])

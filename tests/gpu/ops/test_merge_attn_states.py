@@ -14,12 +14,11 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
 from vllm_hwplugin.ops.merge_attn_states import merge_attn_states  # noqa: E402
 
 from ...ops import test_merge_attn_states as calls  # noqa: E402
 from ...ops.test_merge_attn_states import DTYPES, FORMATS, OPTIONS, SLACK  # noqa: E402
-from .kernel_checks import check_in, load_kernel, vllms  # noqa: E402
+from .kernel_checks import check_in, vllms  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -38,11 +37,6 @@ SHAPES = {
     "heads of 512": (33, 4, 512, 512),
     "heads of 8192: several rounds": (3, 2, 8192, 8192),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernel() -> None:
-    load_kernel(KERNELS["merge_attn_states"])
 
 
 @pytest.mark.parametrize("mode", ["eager", "captured", "replayed"])

@@ -15,7 +15,6 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
 from vllm_hwplugin.ops.rms_norm_dynamic_per_token_quant import (  # noqa: E402
     rms_norm_dynamic_per_token_quant,
 )
@@ -29,7 +28,7 @@ from ...ops.test_rms_norm_dynamic_per_token_quant import (  # noqa: E402
     QUANTISED,
     most_apart,
 )
-from .kernel_checks import check_in, load_kernel, vllms  # noqa: E402
+from .kernel_checks import check_in, vllms  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -40,11 +39,6 @@ Call, _spoiled = partial(calls.Call, device="cuda"), partial(calls.spoiled, devi
 HIDDEN = [8, 64, 264, 512, 1024, 1032, 2048, 4096, 5120, 7168, 8192, 12288, 16384, 16392, 32768, 1, 17, 1025]
 #: Few rows get wide blocks, many get narrow ones.
 ROWS = [1, 5, 520]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernel() -> None:
-    load_kernel(KERNELS["rms_norm_dynamic_per_token_quant"])
 
 
 def compare(call: Any, theirs: Any) -> None:

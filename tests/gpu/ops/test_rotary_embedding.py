@@ -9,19 +9,16 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
 from vllm_hwplugin.ops.rotary_embedding import rotary_embedding  # noqa: E402
 
 from ...ops.operation_checks import same_bits  # noqa: E402
 from ...ops.test_rotary_embedding import calls  # noqa: E402
-from .kernel_checks import load_kernel  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.sanitizer
 def test_each_bit_is_the_definitions() -> None:
-    load_kernel(KERNELS["rotary_embedding"])
     reference: Any = rotary_embedding.__wrapped__  # type: ignore[attr-defined]
     for positions, query, key, *rest in calls("cuda"):
         expected = [None if tensor is None else tensor.clone() for tensor in (query, key)]

@@ -15,13 +15,12 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
 from vllm_hwplugin.ops.silu_and_mul_per_block_quant import silu_and_mul_per_block_quant  # noqa: E402
 
 from ...ops import test_silu_and_mul_per_block_quant as calls  # noqa: E402
 from ...ops.operation_checks import same_bits  # noqa: E402
 from ...ops.test_silu_and_mul_per_block_quant import FLOAT8, HALVES, QUANTISED  # noqa: E402
-from .kernel_checks import check_in, load_kernel, vllms  # noqa: E402
+from .kernel_checks import check_in, vllms  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -40,11 +39,6 @@ SHAPES = {
     "two rows a thread": (4099, 1152),
     "two rows a thread, narrow": (40001, 128),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernel() -> None:
-    load_kernel(KERNELS["silu_and_mul_per_block_quant"])
 
 
 @pytest.mark.parametrize("mode", ["eager", "captured", "replayed"])

@@ -14,12 +14,11 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
 from vllm_hwplugin.ops.topk_softmax import topk_softmax  # noqa: E402
 
 from ...ops import test_topk_softmax as calls  # noqa: E402
 from ...ops.test_topk_softmax import DTYPES, SLACK  # noqa: E402
-from .kernel_checks import check_in, load_kernel, vllms  # noqa: E402
+from .kernel_checks import check_in, vllms  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -33,11 +32,6 @@ SHAPES = [
     (4000, 256, 8), (64, 384, 8), (2500, 384, 8), (33, 512, 10), (9, 896, 8), (5, 1024, 40), (4, 1500, 9), (3, 1, 1),
     (3, 5, 5),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernel() -> None:
-    load_kernel(KERNELS["topk_softmax"])
 
 
 @pytest.mark.parametrize("mode", ["eager", "captured", "replayed"])

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -519,3 +519,19 @@ def test_without_ninja_only_what_was_built_is_no_obstacle(
     assert jit.obstacle(kernel, (9, 0)) == ""
     library.unlink()
     assert "ninja is neither on PATH nor installed" in jit.obstacle(kernel, (9, 0))
+
+
+def test_torch_musa_is_found_where_torch_says_that_it_serves_musa(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    # A number, as the toolkit's header has it: not a version with dots.
+    monkeypatch.setattr(torch.version, "musa", "50100", raising=False)
+    monkeypatch.setitem(sys.modules, "torch_musa", None)
+    with pytest.raises(KernelUnavailable, match="torch_musa cannot be imported"):
+        torch_build.installed(((3, 1),))
+    package = ModuleType("torch_musa")
+    package.__file__ = str(tmp_path / "torch_musa" / "__init__.py")
+    monkeypatch.setitem(sys.modules, "torch_musa", package)
+    found = torch_build.installed(((3, 1),))
+    assert (found.toolchain, found.musa, found.musa_root) == ("mcc", "50100", tmp_path / "torch_musa")

@@ -3,20 +3,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
-from packaging.version import Version
 
-from vllm_hwplugin.ops.compile import ahead, jit, port, torch_build
+from vllm_hwplugin.ops.compile import jit, port
 from vllm_hwplugin.ops.compile.plan import BuildPlan
 from vllm_hwplugin.ops.compile.port import Port, left_over
 from vllm_hwplugin.ops.compile.spec import KernelSpec, KernelUnavailable
@@ -151,16 +147,6 @@ def test_a_name_without_a_rule_is_refused(rules: Port, tmp_path: Path) -> None:
         rules.tree(tmp_path / "kernel", tmp_path / "copy")
 
 
-def test_the_key_knows_the_rules(plan: MakePlan, rules: Port, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = dataclasses.replace(rules, table=rules.table[1:])
-    assert len({plan().key, plan(port=rules).key, plan(port=other).key}) == 3
-    # Another release with the same table makes the same copy.
-    assert plan(port=dataclasses.replace(rules, origin="torchada 10")).key == plan(port=rules).key
-    before = plan(port=rules).key
-    monkeypatch.setattr(port, "MUSA_SUFFIX", ".c")
-    assert plan(port=rules).key != before
-
-
 @pytest.fixture
 def musa(nvcc: Any, torch_musa: TorchBuild, monkeypatch: pytest.MonkeyPatch, rules: Port) -> TorchBuild:
     """A PyTorch for MUSA beside a compiler that says it is mcc."""
@@ -196,41 +182,3 @@ def test_what_cannot_be_ported_is_not_compiled(
     with pytest.raises(KernelUnavailable, match=r"common cannot be ported .* no name for cudaMalloc in shared\.h"):
         jit.provide(kernel, musa)
     assert nvcc.calls == []
-
-
-@pytest.mark.usefixtures("ninja")
-def test_ahead_of_time_too(
-    kernel: KernelSpec, musa: TorchBuild, nvcc: Any, csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One kernel is built, one that this compiler leaves out is not, and says why."""
-    left_out = dataclasses.replace(kernel, name="other", excluded=MappingProxyType({"mcc": "MUSA has its own"}))
-    monkeypatch.setattr(ahead, "KERNELS", {kernel.name: kernel, left_out.name: left_out})
-    monkeypatch.setattr(torch_build, "installed", lambda: musa)
-    said: list[str] = []
-    environ = {"PATH": os.environ["PATH"], "MUSA_HOME": str(nvcc.home)}
-    libraries = ahead.build_all(tmp_path / "target", csrc, said.append, environ)
-    assert [path.name for path in libraries] == ["sample.so"]
-    assert said[1] == "other is not built ahead of time: other is not built by mcc: MUSA has its own"
-    assert all("/ported/" in line for line in nvcc.calls if " -c " in line)
-
-
-def test_an_excluded_kernel_keeps_its_operation(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The definition stays, no implementation is registered for the device, and the reference serves."""
-    torch = pytest.importorskip("torch")
-    from vllm_hwplugin.ops import merge_attn_states
-    from vllm_hwplugin.ops.compile.spec import KERNELS
-
-    left_out = dataclasses.replace(KERNELS["merge_attn_states"], excluded=MappingProxyType({"mcc": "a made-up reason"}))
-    monkeypatch.setattr(torch_build, "installed", lambda: TorchBuild(Version("2.13.0"), Path("/"), musa="50100"))
-    monkeypatch.setattr(jit, "_loaded", {})
-    for name in ("vllm", "vllm.hwplugin"):
-        monkeypatch.setattr(__import__("logging").getLogger(name), "propagate", True)
-    assert jit.ensure(left_out) is False
-    assert "merge_attn_states is not built by mcc: a made-up reason. Without it, attention states are" in caplog.text
-    for key in ("CUDA", "PrivateUse1"):
-        assert not torch._C._dispatch_has_kernel_for_dispatch_key("hwplugin::merge_attn_states", key)
-    out, lse = torch.zeros(2, 3, 8), torch.zeros(3, 2)
-    merge_attn_states.merge_attn_states(out, None, torch.ones(2, 3, 8), lse, torch.ones(2, 3, 8), lse)
-    assert bool((out == 1).all())
