@@ -33,6 +33,11 @@ _COSTS = {
     "docs/kernels.md": "cost-ops-",
     "docs/model-runner-v2.md": "cost-plain-decode-",
 }
+#: Page of a feature that is off by default -> its variable.
+_OFF_BY_DEFAULT = {
+    "docs/draft-head.md": "VLLM_HWPLUGIN_V2_DRAFT_HEAD",
+    "docs/draft-schedule.md": "VLLM_HWPLUGIN_DRAFT_SCHEDULE",
+}
 
 
 def pages(root: Path = ROOT) -> dict[str, str]:
@@ -62,6 +67,10 @@ def pages(root: Path = ROOT) -> dict[str, str]:
         **{
             page: _within(root, page, costs=_readme_tables.costs(read_all(results, kind)))
             for page, kind in _COSTS.items()
+        },
+        **{
+            page: _within(root, page, measured=_serve_tables.features(served, name))
+            for page, name in _OFF_BY_DEFAULT.items()
         },
         "docs/platforms.md": _within(root, "docs/platforms.md", versions=_musa_versions.markdown()),
         "docs/benchmarks.md": _engines.page(engines, soaks, read_all(results, "starts-"), served),

@@ -99,9 +99,7 @@ def first_screen(files: Sequence[Found]) -> tuple[str, str]:
     The table has the newest vLLM on a machine with no other load: a row for each target, at most six.
     """
     quiet = [
-        file
-        for file in over_http(files)
-        if not file.conditions and not file.results["settings"]["patched_environment"] and _servers(file) == 1
+        file for file in over_http(files) if not file.conditions and not file.results["settings"]["patched_environment"]
     ]
     newest = max((Version(file.vllm) for file in quiet), default=None)
     rows: dict[tuple[str, str], dict[int, _Load]] = {}
@@ -112,6 +110,7 @@ def first_screen(files: Sequence[Found]) -> tuple[str, str]:
                 for before, after in _pairs(case, stock, patched):
                     if (at := before["concurrency"]) in _SHOWN:
                         name = f"{_target(file.results['settings'])}{file.asked}, {_drafter(file, case)}"
+                        name += "" if _servers(file) == 1 else f", {frontend(file.results['settings'])}"
                         row = rows.setdefault((name, "V2" if stock == "mrv2" else "V1"), {})
                         if at not in row or before["rounds"] >= row[at].before["rounds"]:
                             row[at] = _Load(file, before, after)
@@ -221,6 +220,36 @@ def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
                 " / ".join(NOT_MEASURED if share is None else f"{share:.0%}" for share in shares),
                 file.day,
             ]
+
+
+def features(files: Sequence[Found], variable: str) -> str:
+    """Return a table of loads with and without a feature.
+
+    Args:
+        files: of ``bench serve``.
+        variable: the feature's environment variable, which the patched side of its files has.
+    """
+    names = ["target and drafts", "with", "concurrency", "tokens/s", *(f"{name} P50" for name in ("ITL", "TTFT"))]
+    names += ["TTFT P99", "rounds", "measured"]
+    lines, files = (
+        [],
+        [file for file in over_http(files) if variable in file.results["settings"]["patched_environment"]],
+    )
+    for file in files:
+        settings = file.results["settings"]
+        for case in file.results["cases"]:
+            for load in (_Load(file, *both) for both in _pairs(case, "mrv2-plugin", "mrv2-patched")):
+                tokens, rounds = f"{load.speedup:.2f}", str(load.before["rounds"])
+                ratios = [f"{load.ratio(*asked):.2f}" for asked in (("itl_ms",), ("ttft_ms",), ("ttft_ms", "p99"))]
+                value, target = (
+                    settings["patched_environment"][variable],
+                    f"{_target(settings)}, {_drafter(file, case)}",
+                )
+                at = str(load.before["concurrency"])
+                lines.append([target, f"`{value}`", at, tokens, *ratios, rounds, file.day])
+    how = "Ratios, with / without the feature, both with the plugin: more tokens/s and less time are better. "
+    sources = "; ".join(dict.fromkeys(f"`{file.name}` ({file.source})" for file in files))
+    return "\n".join([*table(names, lines), "", paragraph(f"{how}Dummy weights, equal acceptance. {sources}.")])
 
 
 def api_servers(files: Sequence[Found]) -> str:

@@ -47,7 +47,18 @@ def tree(tmp_path: Path) -> Path:
     shutil.copytree(RESULTS, tmp_path / "benchmarks" / "results", ignore=left_out)
     (tmp_path / "docs").mkdir()
     written = (
-        *("benchmarks", "features", "kernel-benchmarks", "kernels", "linear", "model-runner-v2", "nwor", "platforms"),
+        *(
+            "benchmarks",
+            "draft-head",
+            "draft-schedule",
+            "features",
+            "kernel-benchmarks",
+            "kernels",
+            "linear",
+            "model-runner-v2",
+            "nwor",
+            "platforms",
+        ),
         "your-own-patches",
     )
     for name in ("README.md", *(f"docs/{page}.md" for page in written)):

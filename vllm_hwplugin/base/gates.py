@@ -281,7 +281,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "choice",
         "off",
         "Feature v2-draft-head: Eagle and MTP drafts multiply by an FP8 copy of the head (copy), or by FP8 rows "
-        "of recent tokens (rows); Model Runner V2. Not run on a GPU.",
+        "of recent tokens (rows); Model Runner V2.",
         affects=("patches",),
         choices=("off", "copy", "rows"),
         since="0.3.0",
