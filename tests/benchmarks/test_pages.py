@@ -160,8 +160,8 @@ def test_loads_of_several_numbers_of_api_servers_stand_together(tree):
     rows = [line.split(" | ")[2:4] for line in clients.splitlines() if line.startswith("| 0.33.0")]
     assert [target for target, loads in rows if "256" in loads] == [
         "Qwen3-0.6B, eagle3 k=3, 4 API servers",
-        "Qwen3-0.6B, eagle3 k=3, 3 API servers",
         "Qwen3-0.6B, eagle3 k=3",
+        "Qwen3-0.6B, eagle3 k=3, 3 API servers",
     ]
     assert not [target for target, _ in rows if "HTTP" in target]
 
