@@ -237,7 +237,7 @@ def test_above_a_head_size_the_second_table_judges_alone(version: str, vllm_tree
     with released(version, vllm_tree(version)) as load:
         stock = load(FLASH).FlashAttentionBackend
         asked: list[dict[str, Any]] = []
-        own = {"refuse_above": classmethod(lambda cls, **arguments: asked.append(arguments) or ["beside the table"])}
+        own = {"refuse_above": classmethod(lambda cls, arguments: asked.append(arguments) or ["beside the table"])}
         made: Any = type("Made", (stock,), own)
         classes.declares(FLASH_ATTN, version, above=(256, FLASH_ATTN_LARGE))(made)
         # vLLM's class has no sinks without FlashAttention 3, and its word does not count above 256.

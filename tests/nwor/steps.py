@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vllm_hwplugin.nwor.layout import CacheRows, as_rows
-from vllm_hwplugin.nwor.rows import Batch, DraftRows, Rejected
+from vllm_hwplugin.nwor.rows import Batch, Rejected
 
 DRAFTS, BLOCK = 3, 16
 
@@ -67,7 +67,7 @@ class Step:
     num_drafts = (0, 3, 1, 3, 0)
     everything = tuple(range(sum(lengths)))
 
-    def __init__(self, layout: Layout, keep: bool, make: Callable[..., DraftRows], device: str = "cpu") -> None:
+    def __init__(self, layout: Layout, keep: bool, make: Callable[..., Any], device: str = "cpu") -> None:
         self.layout = layout
         self.caches = [layout.make(device), layout.make(device)]
         total = sum(self.lengths)

@@ -42,7 +42,7 @@ def declares(backend: str, version: str, above: tuple[int, str] | None = None) -
         backend: a name with declarations.
         version: of the vLLM whose class is the base.
         above: a head size and a name with declarations for larger heads. They apply together with the class's
-            ``refuse_above``, which takes the arguments of ``validate_configuration`` by name and returns reasons.
+            ``refuse_above``, which takes a mapping of the arguments of ``validate_configuration`` and returns reasons.
 
     Raises:
         ImportError: the declarations for that version are missing or incomplete. vLLM and the plugin's platforms take
@@ -121,7 +121,7 @@ def _validation(
     def validate_configuration(cls: type, *args: Any, **kwargs: Any) -> list[str]:
         asked = signature.bind(*args, **kwargs).arguments
         if larger is not None and asked["head_size"] > larger[0]:
-            return explain(larger[1], asked) or cls.refuse_above(**asked)  # type: ignore[attr-defined]
+            return explain(larger[1], asked) or cls.refuse_above(asked)  # type: ignore[attr-defined]
         reasons: list[str] = inherited.__func__(cls, *args, **kwargs)
         if not reasons:
             return reasons

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -247,28 +248,20 @@ class CudaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  #
         return CudaFlashAttentionMetadataBuilder
 
     @classmethod
-    def refuse_above(
-        cls,
-        *,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        device_capability: Any,
-        **_: Any,
-    ) -> list[str]:
+    def refuse_above(cls, asked: Mapping[str, Any]) -> list[str]:
         """Return reasons against a large head that no declaration has."""
-        if not cls.supports_compute_capability(device_capability):
-            return [f"compute capability is {device_capability}, expected 8.0 or later"]
-        kv_dtype = dtype if kv_cache_dtype in (None, "auto") else getattr(torch, str(kv_cache_dtype))
+        if not cls.supports_compute_capability(asked["device_capability"]):
+            return [f"compute capability is {asked['device_capability']}, expected 8.0 or later"]
+        dtype, cache_dtype, block_size = asked["dtype"], asked["kv_cache_dtype"], asked["block_size"]
+        kv_dtype = dtype if cache_dtype in (None, "auto") else getattr(torch, str(cache_dtype))
         if kv_dtype != dtype:
             return [
                 f"FLASH_ATTN with heads above 256 needs keys of the queries' type {dtype}, and the KV cache is "
-                f"{kv_cache_dtype}; use --kv-cache-dtype auto"
+                f"{cache_dtype}; use --kv-cache-dtype auto"
             ]
         from .paged import refuse
 
-        reason = refuse(head_size, dtype, kv_dtype, _ANY_BLOCK_SIZE if block_size is None else block_size)
+        reason = refuse(asked["head_size"], dtype, kv_dtype, _ANY_BLOCK_SIZE if block_size is None else block_size)
         return [] if reason is None else [reason]
 
 

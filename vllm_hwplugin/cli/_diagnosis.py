@@ -90,7 +90,7 @@ class Diagnosis:
     """
 
     plugin: Mapping[str, str]
-    host: _host.HostFacts
+    host: Mapping[str, str | int]
     platform: _host.Platform
     platform_class: Mapping[str, str | None]
     musa: tuple[musa_versions.Finding, ...]

@@ -203,8 +203,8 @@ def plain(section: Section) -> Iterable[str]:
 
 
 def _host_rows(diagnosis: Diagnosis) -> Iterable[tuple[str, str]]:
-    yield "system", f"{diagnosis.host.system}, {diagnosis.host.cpus} CPUs"
-    yield "Python", f"{diagnosis.host.python} ({diagnosis.host.executable})"
+    yield "system", f"{diagnosis.host['system']}, {diagnosis.host['cpus']} CPUs"
+    yield "Python", f"{diagnosis.host['python']} ({diagnosis.host['executable']})"
     if diagnosis.platform.kind == "cpu":
         yield "platform", f"cpu ({diagnosis.platform.evidence})"
     for device in diagnosis.platform.devices:

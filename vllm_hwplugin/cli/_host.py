@@ -50,23 +50,14 @@ class Tool:
     version: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class HostFacts:
-    system: str
-    machine: str
-    cpus: int
-    python: str
-    executable: str
-
-
-def this_host() -> HostFacts:
-    return HostFacts(
-        system=platform.platform(),
-        machine=platform.machine(),
-        cpus=os.cpu_count() or 1,
-        python=platform.python_version(),
-        executable=sys.executable,
-    )
+def this_host() -> dict[str, str | int]:
+    return {
+        "system": platform.platform(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count() or 1,
+        "python": platform.python_version(),
+        "executable": sys.executable,
+    }
 
 
 def run(argv: Sequence[str]) -> str | None:

@@ -35,7 +35,7 @@ def verdict(diagnosis: Diagnosis) -> str:
 def summary(diagnosis: Diagnosis) -> Iterator[str]:
     """Yield the lines between the warnings and the verdict."""
     vllm = "no vLLM" if diagnosis.vllm is None else f"{diagnosis.vllm['dist']} {diagnosis.vllm['version']}"
-    yield _line("installed", f"vllm-hwplugin {diagnosis.plugin['version']}, {vllm}, {diagnosis.host.executable}")
+    yield _line("installed", f"vllm-hwplugin {diagnosis.plugin['version']}, {vllm}, {diagnosis.host['executable']}")
     devices = Counter(device.name for device in diagnosis.platform.devices)
     here = ", ".join(f"{count} x {name}" for name, count in devices.items()) or diagnosis.platform.kind
     yield _line("device", here if diagnosis.planned is None else diagnosis.planned.device)

@@ -12,7 +12,7 @@ from vllm_hwplugin.nwor.rows import Batch, Rejected
 
 
 class ReferenceRows:
-    """:class:`vllm_hwplugin.nwor.rows.DraftRows` in PyTorch.
+    """:class:`vllm_hwplugin.nwor.rows.KernelRows` in PyTorch.
 
     An index that depends on data would wait for the device. So rows that must not change are rewritten with their own
     content, at slot 0: it is in vLLM's null block, which no request reads.

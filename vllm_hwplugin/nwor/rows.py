@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -66,28 +65,12 @@ class Rejected:
         return int(tensor.shape[0])
 
 
-class DraftRows(Protocol):
+class KernelRows:
     """Saves and restores draft rows: row ``request * drafts + j`` is the request's token ``drafts - j`` from the end.
 
-    A request's first token is never a draft. No method waits for the device, and a CUDA graph can capture them all.
+    A request's first token is never a draft. No method waits for the device, and a CUDA graph can capture them all. Two
+    kernels do it, one launch each for all layers on one GPU; they read the caches by address.
     """
-
-    def log(self, num_reqs: int) -> None:
-        """Save what drafts of `num_reqs` requests will overwrite."""
-
-    def restore(self, rejected: Rejected) -> None:
-        """Restore rejected drafts' bytes, or zero them; set their slots to -1.
-
-        The saved bytes are consumed. Without slots a drafter's first pass does not write these tokens again.
-        """
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory in bytes."""
-
-
-class KernelRows:
-    """:class:`DraftRows` by two kernels, one launch each for all layers on one GPU. They read the caches by address."""
 
     def __init__(self, caches: Sequence[CacheRows], batch: Batch, keep: bool):
         self._batch = batch
@@ -120,11 +103,16 @@ class KernelRows:
             self._slots = torch.full((len(lines), rows), -1, dtype=torch.int64, device=device)
 
     def log(self, num_reqs: int) -> None:
+        """Save what drafts of `num_reqs` requests will overwrite."""
         torch.ops.hwplugin.log_draft_rows(
             self._table, self._log, self._slots, self._batch.query_start_loc, num_reqs, self._batch.drafts, self._word
         )
 
     def restore(self, rejected: Rejected) -> None:
+        """Restore rejected drafts' bytes, or zero them; set their slots to -1.
+
+        The saved bytes are consumed. Without slots a drafter's first pass does not write these tokens again.
+        """
         torch.ops.hwplugin.restore_draft_rows(
             self._table,
             self._log,
@@ -140,6 +128,7 @@ class KernelRows:
 
     @property
     def num_bytes(self) -> int:
+        """Device memory in bytes."""
         held = (self._table, self._log, self._slots)
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 

@@ -23,7 +23,7 @@ from vllm_hwplugin.base.features import NWOR, gate_of
 from vllm_hwplugin.nwor import obstacles
 from vllm_hwplugin.nwor.layout import ModelCaches, UnknownLayout, rows_of
 from vllm_hwplugin.nwor.reference import ReferenceRows
-from vllm_hwplugin.nwor.rows import Batch, DraftRows, KernelRows, Rejected, as_int32, kernels_for
+from vllm_hwplugin.nwor.rows import Batch, KernelRows, Rejected, as_int32, kernels_for
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -97,11 +97,11 @@ class RejectedDrafts:
         self._checks = gates.read(DEBUG_SYNC).flag
         self._hook: Any = None
         self._caches: ModelCaches | None = None
-        self._rows: DraftRows | None = None
+        self._rows: KernelRows | ReferenceRows | None = None
         # A second copy of the rows, to check the first.
         self._witness: ReferenceRows | None = None
         # Which of the two keep overwritten bytes.
-        self._keepers: tuple[DraftRows, ...] = ()
+        self._keepers: tuple[KernelRows | ReferenceRows, ...] = ()
 
     def begin(self, is_profiling: bool) -> None:
         """Find the KV cache's rows; see :func:`attach`."""

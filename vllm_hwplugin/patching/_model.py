@@ -183,12 +183,6 @@ class Feature(NamedTuple):
     companion: str = ""
 
     @property
-    def condition(self) -> str:
-        """Where it may run, besides the versions of its distribution; empty: anywhere."""
-        platform = [f"on platform {' or '.join(self.platforms)}"] if self.platforms else []
-        return ", ".join([*platform, *([f"with {self.companion}"] if self.companion else [])])
-
-    @property
     def home(self) -> str:
         """The feature's folder, relative to the catalogue's."""
         name = self.id.rpartition("/")[2]

@@ -51,7 +51,6 @@ class _State:
 
     def __init__(self, entry: RunRecord) -> None:
         self.record = entry
-        self.overlay: Overlay | None = None
         self.gates: tuple[gates.Gate, ...] = ()
         self.wanted: _Wanted | None = None
         self.plan: Plan | None = None
@@ -172,7 +171,7 @@ def _install(settings: gates.Settings, catalogue: Catalogue | None) -> _State:
             ) from error
         _refuse_mixture(state, {}, text)
         # Placing the copies may have shown that the first folder is full.
-        base = state.overlay.writable_base() if state.overlay is not None else None
+        base = state.wanted.overlay.writable_base() if state.wanted is not None else None
         state = _State(_unpatched_record(state.record, text))
         if not compare_with_first(state.record, settings.environ, stop=False):
             logger.error(
@@ -228,7 +227,6 @@ def _activate(state: _State, settings: gates.Settings, catalogue: Catalogue | No
             f"{demanded[0]}=on, but no catalogue of patches has this switch{left_out and f' ({left_out})'}; name the "
             "catalogue's folder in VLLM_HWPLUGIN_PATCHES, or unset the variable"
         )
-    state.overlay = overlay
     targets = {VLLM: installed, **others}
     refused, choices = missing | catalogue.mistaken(settings), settings.choices
     wanted = state.wanted = _Wanted(targets, refused, catalogue, choices, try_unlisted, strict, overlay)

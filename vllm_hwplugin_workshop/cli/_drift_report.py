@@ -29,6 +29,7 @@ from ..authoring import where_it_stands
 from ..sources import SourceError
 from ..verdicts import evaluate_as, evaluate_together, last_listed, told_apart
 from ._lines import inert, note
+from .catalogues import condition_of
 
 EXPECTED = (Status.APPLIES, Status.UPSTREAM, Status.NOT_NEEDED)
 
@@ -386,7 +387,7 @@ def as_markdown(catalogue: Catalogue, reports: Iterable[TargetReport]) -> str:
     ]
     for feature in catalogue.features:
         frozen = " Ended before 0.29: fixes only." if feature.group == "frozen" else ""
-        condition = f" Only {_text(feature.condition)}." if feature.condition else ""
+        condition = f" Only {_text(limits)}." if (limits := condition_of(feature)) else ""
         lines += [
             "",
             f"## {_code(feature.id)}",

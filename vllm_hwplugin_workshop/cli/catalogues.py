@@ -101,6 +101,12 @@ def find_feature(catalogue: Catalogue, name: str) -> Feature:
     raise UnknownFeature(f"unknown feature {name}; expected one of {known}")
 
 
+def condition_of(feature: Feature) -> str:
+    """Return where a feature may run, besides the versions of its distribution; empty: anywhere."""
+    platform = [f"on platform {' or '.join(feature.platforms)}"] if feature.platforms else []
+    return ", ".join([*platform, *([f"with {feature.companion}"] if feature.companion else [])])
+
+
 def say_troubles(selection: Selection) -> None:
     """Print an error for each catalogue that cannot be used."""
     for trouble in selection.troubles:

@@ -19,7 +19,7 @@ from ..sources import Index, IndexSource, SourceError, distribution_of, open_ins
 from ._drift_report import TargetReport, as_json, as_markdown, check, exit_status, in_order, say_failures, verdict_lines
 from ._lines import line, note
 from ._waiting import read_all, say_notes
-from .catalogues import Selection, only, say_troubles, select
+from .catalogues import Selection, condition_of, only, say_troubles, select
 
 
 class _Job(NamedTuple):
@@ -64,8 +64,8 @@ def drift(arguments: Sequence[str]) -> int:
                     if frozen:
                         line(f"{distribution}: ended before 0.29, fixes only: {', '.join(frozen)}")
                     for feature in catalogue.features:
-                        if feature.condition:
-                            line(f"{distribution}: {feature.id}: only {feature.condition}; drift checks only the text")
+                        if condition := condition_of(feature):
+                            line(f"{distribution}: {feature.id}: only {condition}; drift checks only the text")
             say_failures(checked)
             pages.append(as_markdown(catalogue, checked))
     say_troubles(selection)

@@ -11,7 +11,7 @@ from vllm_hwplugin.cli.output import STANDARD_OUTPUT, add_optional_json, as_obje
 from vllm_hwplugin.cli.parser import FAILURE, Command, Parser
 from vllm_hwplugin.patching import load_catalogue
 
-from .catalogues import all_features, find_feature, say_troubles, select
+from .catalogues import all_features, condition_of, find_feature, say_troubles, select
 
 _HERE = "vllm_hwplugin_workshop.cli"
 COMMANDS = {
@@ -79,8 +79,8 @@ def show(arguments: Sequence[str]) -> int:
     print(f"origin:   {feature.origin}")
     print(f"requires: {', '.join(feature.requires) or 'nothing'}")
     print(f"removal:  {' '.join(feature.removal.split())}")
-    if feature.condition:
-        print(f"only:     {feature.condition}")
+    if condition := condition_of(feature):
+        print(f"only:     {condition}")
     for gap in feature.not_needed:
         print(f"not needed on {feature.target} {gap.versions}: {' '.join(gap.reason.split())}")
     print(f"\non {feature.target} {feature.versions}:")
