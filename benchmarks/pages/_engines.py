@@ -96,10 +96,10 @@ def page(files: Sequence[Found], soaks: Sequence[Found], started: Sequence[Found
     cases = gains(files)
     sides = _SIDES + (_TRAINED if any(case.shape == TINY for case in cases) else "")
     parts = [
-        [_HEAD, "## What do I gain?", "", paragraph(sides), "", *_gain_table(cases), "", _measured(cases), ""],
-        [*_by_batch(cases), "", "![milliseconds a step, by batch size and side](benchmarks.svg)", ""],
-        ["## What do clients see?", "", _linked(live(served)), ""],
+        [_HEAD, "## What do clients see?", "", _linked(live(served)), ""],
         ["## When the API server is the limit", "", paragraph(_API_SERVER), "", api_servers(served), ""],
+        ["## Batches of one size", "", paragraph(sides), "", *_gain_table(cases), "", _measured(cases), ""],
+        [*_by_batch(cases), "", "![milliseconds a step, by batch size and side](benchmarks.svg)", ""],
         ["## Why, and why not", "", *_reasons(cases), ""],
         ["## Does it change what is accepted?", "", *_acceptance(cases), "", *_soaks(soaks), ""],
         ["## What does a start cost?", "", starts(started), ""],

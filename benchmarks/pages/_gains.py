@@ -64,7 +64,7 @@ class Gain:
 def gains(files: Iterable[Found]) -> list[Gain]:
     """Return each comparable case in its newest file, if possible without failures.
 
-    By version and size.
+    By version, newest first, and size.
     """
     newest: dict[tuple[object, ...], Gain] = {}
     for file in sorted(files, key=lambda file: str(file.results["date"])):
@@ -75,7 +75,8 @@ def gains(files: Iterable[Found]) -> list[Gain]:
                 continue
             if any(gain.ratios(*pair) for pair in comparisons(sides_of(file.results))):
                 newest[key] = gain
-    return sorted(newest.values(), key=lambda gain: (Version(gain.vllm), _place(gain.shape), gain.drafter))
+    by_size = sorted(newest.values(), key=lambda gain: (_place(gain.shape), gain.drafter))
+    return sorted(by_size, key=lambda gain: Version(gain.vllm), reverse=True)
 
 
 def failures(files: Iterable[Found]) -> list[tuple[Found, str, str]]:

@@ -67,6 +67,7 @@ def live(files: Sequence[Found]) -> str:
     default; a load that was measured in one round says so.
     """
     files = [file for file in over_http(files) if not file.results["settings"]["patched_environment"]]
+    files.sort(key=lambda file: Version(file.vllm), reverse=True)
     rows = [row for file in files for case in file.results["cases"] for row in _live_rows(file, case)]
     if not rows:
         return "What clients of a server see was not measured."
