@@ -132,28 +132,8 @@ def test_a_row_is_the_same_alone_and_in_a_batch(on: Any, seed: int) -> None:
     case = Case(requests, "bfloat16", "bfloat16", 512, 8, 2, 16, seed=seed)
     inputs = make_inputs(case, "cuda")
     together = batches.attend(case, inputs, on, batch_invariant=True)
-    start = 0
-    for row, request in enumerate(requests):
-        end = start + request.query
-        alone = dataclasses.replace(
-            inputs,
-            query=inputs.query[start:end],
-            keys=inputs.keys[row : row + 1],
-            values=inputs.values[row : row + 1],
-            slots=inputs.slots[row : row + 1],
-            block_table=inputs.block_table[row : row + 1],
-        )
-        found = batches.attend(dataclasses.replace(case, requests=(request,)), alone, on, batch_invariant=True)
-        assert torch.equal(found, together[start:end]), f"request {row}"
-        start = end
-
-
-def test_the_same_launch_twice_gives_the_same_bits(on: Any, seed: int) -> None:
-    requests = (Request(4, 5000), Request(2, 31), Request(1, 700))
-    case = Case(requests, "bfloat16", "bfloat16", 512, 8, 1, 16, seed=seed)
-    inputs = make_inputs(case, "cuda")
-    first = batches.attend(case, inputs, on)
-    assert all(torch.equal(first, batches.attend(case, inputs, on)) for _ in range(20))
+    for rows, found in batches.alone(case, inputs, on):
+        assert torch.equal(found, together[rows]), rows
 
 
 def test_launches_that_follow_at_once_do_not_disturb_each_other(on: Any, seed: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -118,6 +118,23 @@ def attend(*arguments: Any, **more: Any) -> Any:
     launch, out = prepared(*arguments, **more)
     launch()
     return out
+
+
+def alone(case: Case, inputs: Inputs, on: On) -> Iterator[tuple[slice, Any]]:
+    """For each request its rows in the batch, and the answer where it is the only one, batch-invariant."""
+    start = 0
+    for row, request in enumerate(case.requests):
+        rows, one = slice(start, start + request.query), slice(row, row + 1)
+        only = dataclasses.replace(
+            inputs,
+            query=inputs.query[rows],
+            keys=inputs.keys[one],
+            values=inputs.values[one],
+            slots=inputs.slots[one],
+            block_table=inputs.block_table[one],
+        )
+        yield rows, attend(dataclasses.replace(case, requests=(request,)), only, on, batch_invariant=True)
+        start = rows.stop
 
 
 def measured(case: Case, on: On, layout: str = "apart", *, fill: str = "poison") -> Measure:
