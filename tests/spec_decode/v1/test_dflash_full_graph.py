@@ -273,9 +273,7 @@ def test_a_reassigned_context_buffer_is_seen(pair, name):
 
 def test_the_first_pass_of_a_dflash_drafter(make_dflash):
     proposer = make_dflash("graphs", 3)
-    assert first_pass_of(proposer) == FirstPass(
-        query_len=4, max_tokens=4 * MAX_REQS, always_uniform=True, causal=False, tokens_only=True
-    )
+    assert first_pass_of(proposer) == FirstPass(query_len=4, max_tokens=4 * MAX_REQS, masks=True, causal=False)
     proposer.dflash_causal = True
     assert first_pass_of(proposer).causal
     # 0.20.0 to 0.22.1 have no such attribute.

@@ -110,7 +110,7 @@ def test_every_query_length_has_the_targets_rungs(mixed: bool, steps: bool, k: i
         # What the drafter's buffers do not hold.
         (FirstPass(8, 16), None, {1: (1, 2, 4, 6), 8: (1, 2)}, (4, 8, 16)),
         # No batch is of another shape.
-        (FirstPass(4, 1000, always_uniform=True), None, {1: (1, 2, 4, 6), 4: (1, 2, 4, 6)}, ()),
+        (FirstPass(4, 1000, masks=True), None, {1: (1, 2, 4, 6), 4: (1, 2, 4, 6)}, ()),
     ],
 )
 def test_what_a_first_pass_cannot_have_is_left_out(

@@ -108,18 +108,17 @@ class FirstPass:
     """The first pass of one drafter.
 
     Attributes:
-        query_len: tokens of a request in a decode batch; with `always_uniform` in every batch.
+        query_len: tokens of a request in a decode batch; with `masks` in every batch.
         max_tokens: tokens that the drafter's buffers hold.
-        always_uniform: whether batches with prefill have that shape too.
+        masks: whether batches with prefill have that shape too, and the model is called only with token ids and
+            positions.
         causal: whether a query sees only earlier queries.
-        tokens_only: whether the model is called only with token ids and positions.
     """
 
     query_len: int
     max_tokens: int
-    always_uniform: bool = False
+    masks: bool = False
     causal: bool = True
-    tokens_only: bool = False
 
 
 def rows_held(table: torch.Tensor) -> int:
@@ -189,10 +188,9 @@ def first_pass_of(proposer: Any) -> FirstPass:
         return FirstPass(
             query_len=1 + num_speculative_tokens,
             max_tokens=proposer.max_query_tokens,
-            always_uniform=True,
+            masks=True,
             # Before 0.23.0 vLLM knows only non-causal drafts.
             causal=getattr(proposer, "dflash_causal", False),
-            tokens_only=True,
         )
     return FirstPass(
         query_len=1 + num_speculative_tokens + proposer.net_num_new_slots_per_request,
@@ -222,4 +220,4 @@ def plan_keys(
     if decode_threshold is None or first.query_len <= decode_threshold:
         uniform[first.query_len] = tuple(rung for rung in ladder if rung * first.query_len <= first.max_tokens)
     sizes = sorted(size for size in capture_sizes if size <= first.max_tokens)
-    return DraftKeys(uniform, tuple(sizes) if mixed and not first.always_uniform else (), max_num_seqs)
+    return DraftKeys(uniform, tuple(sizes) if mixed and not first.masks else (), max_num_seqs)

@@ -60,13 +60,13 @@ class PassGraphs:
     def inputs(self, count: int) -> dict[str, Any]:
         """Return the draft model's arguments for the buffers' first `count` tokens."""
         proposer = self._proposer
-        multimodal = proposer.supports_mm_inputs and not self._first.tokens_only
+        multimodal = proposer.supports_mm_inputs and not self._first.masks
         inputs = {
             "input_ids": None if multimodal else proposer.input_ids[:count],
             "positions": proposer._get_positions(count),
             "inputs_embeds": proposer.inputs_embeds[:count] if multimodal else None,
         }
-        if proposer.pass_hidden_states_to_model and not self._first.tokens_only:
+        if proposer.pass_hidden_states_to_model and not self._first.masks:
             inputs["hidden_states"] = proposer.hidden_states[:count]
         return inputs
 
