@@ -204,7 +204,8 @@ class Model(torch.nn.Module):
             counts = torch.full_like(counts, metadata.most_tokens)
             starts = counts.cumsum(0) - counts
         # A draft that was rejected has left its state in a later block.
-        first = torch.where(verifies, metadata.accepted - 1, 0)[:, None]
+        # Older releases capture with no accepted token.
+        first = torch.where(verifies, metadata.accepted - 1, 0).clamp(min=0)[:, None]
         state = self.states[blocks.gather(1, first).squeeze(1)]
         state = torch.where((metadata.lengths > counts)[:, None], state, 0.0)
         # The last row takes what is no token's.

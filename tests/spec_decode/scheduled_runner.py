@@ -119,6 +119,7 @@ class Side(Engine):
         runner.load_model()
         runner.initialize_kv_cache_tensors = lambda *_, **__: {}
         runner.initialize_kv_cache(self.kv_cache_config)
+        runner._kv_block_zeroer = self
         runner.capture_model()
 
     @contextlib.contextmanager
@@ -166,10 +167,14 @@ class Side(Engine):
     def state(self) -> dict[str, Any]:
         """What the runner holds of each request, and its keys of the tokens that were computed before this step."""
         runner, batch = self.runner, self.runner.input_batch
-        drafts, table = runner._draft_token_ids, batch.block_table[0].block_table.gpu
+        drafts, tables = runner._draft_token_ids, batch.block_table.block_tables
+        table, *recurrent = (one.block_table.gpu for one in tables)
         found: dict[str, Any] = {"drafts": drafts.tolist() if isinstance(drafts, torch.Tensor) else drafts}
         for row, name in enumerate(batch.req_ids):
             places = torch.arange(int(runner.num_computed_tokens[row]))
             slots = table[row, places // BLOCK] * BLOCK + places % BLOCK
             found[name] = len(places), [model.kv[slots].tolist() for model in self.models]
+            # Where a layer has states, that behind the last accepted token.
+            accepted = int(runner.num_accepted_tokens.gpu[row])
+            found[name] += tuple(self.models[0].states[blocks[row, accepted - 1]].tolist() for blocks in recurrent)
         return found

@@ -29,11 +29,9 @@ STEPPED = {
     for file in Path(__file__).parent.rglob("test_*.py")
     if (found := re.search(r'mark\.each_vllm\("(.+)"\)', file.read_text()))
 }
-#: Earlier releases step, but a walk of 0.21 with the synchronous scheduler differs, and it is not known why.
-OLDEST = "0.23.0"
 #: The newest first. With `--all-versions` also the last of each other minor version, in few walks each.
 LAST = list({version.rpartition(".")[0]: version for version in SUPPORTED}.values())
-OLDER = LAST[LAST.index(OLDEST) : -1][::-1] if CHECKSUMS else ()
+OLDER = LAST[-2::-1] if CHECKSUMS else ()
 RELEASES = [NEWEST, *(pytest.param(version, marks=pytest.mark.slow) for version in OLDER)]
 
 
