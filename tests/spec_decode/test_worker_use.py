@@ -109,7 +109,7 @@ def worker(v2: bool = False, drafter: Any = ..., **changes: Any) -> SimpleNamesp
         for one in owners:
             owner = getattr(owner, one)
         setattr(owner, name, value)
-    runner = SimpleNamespace(**{"speculator" if v2 else "drafter": drafter})
+    runner = SimpleNamespace(model=object(), **{"speculator" if v2 else "drafter": drafter})
     return SimpleNamespace(
         vllm_config=config, model_runner=runner, use_v2_model_runner=v2, rank=0, is_driver_worker=True
     )
@@ -119,6 +119,12 @@ def uses() -> dict[str, Use]:
     entry = run_records.current()
     assert entry is not None
     return entry.uses
+
+
+def test_features_of_images_are_cleared_where_the_model_keeps_some() -> None:
+    one = worker(True)
+    one.model_runner.model = SimpleNamespace(deepstack_input_embeds_num_tokens=0)
+    assert "backport-image-features" in used(one) - used(worker(True))
 
 
 def used(one: SimpleNamespace) -> set[str]:

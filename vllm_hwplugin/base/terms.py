@@ -24,6 +24,7 @@ TERMS: Final = {
     "drafts-here": "another stage of the pipeline drafts",
     "dtype:": "the model is not in {}",
     "hopper": "this is no GPU of compute capability 9.0, or VLLM_BATCH_INVARIANT is on",
+    "image-features": "the model keeps no features of images in buffers",
     "images": "the target has no images that are seen in both directions",
     "inner-state": "the model has no states but keys and values",
     "method:": "the speculative method is {}",

@@ -125,6 +125,7 @@ class EngineFacts:
             "windowed-draft": self._windowless,
             "dtype:": lambda name: model.dtype is not getattr(torch, name, None),
             "hopper": not layers.ON_HOPPER,
+            "image-features": lambda: not hasattr(worker.model_runner.model, "deepstack_input_embeds_num_tokens"),
             "images": not model.is_mm_prefix_lm,
             "inner-state": not model.has_inner_state,
             "mixed-graphs": self._mode.mixed_mode().name != "FULL",
