@@ -24,8 +24,8 @@ from .plan import FORMAT
 #: The folder of libraries built at first use, below a cache folder.
 FOLDER = "kernels"
 
-_CODE = re.compile(r"-gencode=arch=compute_\d+[af]?,code=(sm|compute)_(\d+)(\d)([af]?)")
-_MUSA_CODE = re.compile(r"--offload-arch=mp_(\d+)(\d)")
+# Kind of code, major and minor version, suffix; MUSA's has no suffix, and runs only on its own architecture.
+_CODE = re.compile(r"(?:-gencode=arch=compute_\d+[af]?,code=(sm|compute)|--offload-arch=mp)_(\d+)(\d)([af]?)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +49,10 @@ class Built:
         (``a``) runs only there; code for a family (``f``) counts only for its first member, MUSA code only for its own
         architecture.
         """
-        for flag in self.arch:
-            if musa := _MUSA_CODE.fullmatch(flag):
-                if (int(musa.group(1)), int(musa.group(2))) == capability:
-                    return True
-                continue
-            match = _CODE.fullmatch(flag)
-            if match is None:
-                continue
-            code = int(match.group(2)), int(match.group(3))
-            exact = match.group(4) != ""
-            if code == capability:
-                return True
-            if exact or code > capability:
-                continue
-            if match.group(1) == "compute" or code[0] == capability[0]:
+        for kind, major, minor, suffix in (match.groups() for match in map(_CODE.fullmatch, self.arch) if match):
+            code = int(major), int(minor)
+            later = kind is not None and not suffix and code < capability
+            if code == capability or (later and (kind == "compute" or code[0] == capability[0])):
                 return True
         return False
 
