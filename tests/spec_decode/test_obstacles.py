@@ -180,7 +180,7 @@ def test_nothing_stands_against_graphs_of_these(make: Callable[..., Any]) -> Non
     [
         (proposer, "speculative_config.num_speculative_tokens", 2),
         (speculator, "num_speculative_steps", 3),
-        (runner_v2, "max_num_reqs", 2),
+        (runner_v2, "max_num_reqs", 1),
         (runner_v2, "supports_mm_inputs", True),
         (runner_v2, "model_state.mm_pruner", object()),
         (runner_v2, "lora_config", SimpleNamespace(specialize_active_lora=False)),
@@ -305,7 +305,6 @@ CASES: Final = [
         MIXED,
     ),
     (runner_v2, "fast_prefill", object(), "skip layers", MIXED),
-    (runner_v2, "max_num_reqs", 1, "one request", MIXED),
 ]
 
 

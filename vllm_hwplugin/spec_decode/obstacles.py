@@ -473,7 +473,6 @@ OBSTACLES: Final = (
     ),
     Obstacle("prompts skip layers", _MIXED, _has("fast_prefill")),
     Obstacle("graphs are broken at attention", _MIXED, attrgetter("cudagraph_manager.use_breakable_cg")),
-    Obstacle("there is one request at a time", _MIXED, lambda r: r.max_num_reqs == 1),
     Obstacle("only some batches can have graphs: {}", _MIXED, _some_batches_only),
     Obstacle("the speculative method is {}", _PHASE, _other_method),
     Obstacle("{} drafts in its own way", _DRAFTS, _other_speculator),

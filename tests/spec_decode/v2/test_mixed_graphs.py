@@ -23,6 +23,7 @@ from vllm_hwplugin.spec_decode.v2 import mixed_graphs
 
 from ...backports.draft_schedule import DRAFT, Engine
 from ...conftest import versions
+from .. import engines
 from ..engines import BLOCK, DRAFTS
 from ..engines import MAX_LEN as MAX_LENGTH
 from ..engines import MAX_REQS as MAX_REQS_HERE
@@ -266,6 +267,17 @@ def test_each_step_of_a_live_load_is_a_replay_and_nothing_differs(vllm_here, mod
 
 
 @pytest.mark.each_vllm("v2-mixed-graphs")
+def test_one_request_at_a_time_has_them(vllm_here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "MAX_REQS", 1)
+    with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY) as sides:
+        for number, length in enumerate((5, 30)):
+            sides.add(prompt=[(3 * number + place) % WORDS for place in range(length)], max_tokens=9, **PLAIN[0])
+        sides.finish()
+    assert all(graphs for _, graphs in sides.replays)
+    assert not all(graphs for graphs, _ in sides.replays)
+
+
+@pytest.mark.each_vllm("v2-mixed-graphs")
 def test_nor_does_it_whatever_happens_to_requests(vllm_here) -> None:
     with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY) as sides:
         walk(sides, 3 * (PLAIN + BEST) + MORE, examples=15)
@@ -366,3 +378,6 @@ def test_flash_attention_splits_keys_into_few_parts_there(vllm_tree, version: st
     # A decode batch, a prompt, and both of them above vLLM's largest size.
     assert splits(8, 64, 8) == splits(1, 64, 64) == 32
     assert splits(8, 128, 16) == splits(1, 128, 128) == 0
+    # With one request at a time a decode batch, and any other.
+    engine._groups[0][0].get_metadata_builder(0).vllm_config.scheduler_config = types.SimpleNamespace(max_num_seqs=1)
+    assert (splits(1, 8, 8), splits(1, 64, 64)) == (32, 4)

@@ -50,10 +50,11 @@ _SPLIT_TOKENS: Final = 4096
 def most_splits(compilation_config: Any, num_tokens: int, most: int) -> int | None:
     """Return FlashAttention 3's limit of KV splits in a mixed batch's graph.
 
-    vLLM's patched metadata builder calls this. None: the engine has only vLLM's graphs, and vLLM decides. `most` is
+    vLLM's patched metadata builder calls this. None: the batch has only vLLM's graphs, and vLLM decides. `most` is
     vLLM's limit.
     """
-    if not has_mixed_graphs(compilation_config):
+    # A decode batch of one request also has all tokens in its longest request.
+    if not has_mixed_graphs(compilation_config) or num_tokens < SIZES[0]:
         return None
     # FlashAttention 3 keeps a float32 output for each token and split, and many tokens keep the GPU busy without
     # splits. A replay uses the capture's splits: V2 passes the builder a longest query of all tokens both times, and V1
