@@ -41,12 +41,17 @@ Parts of a step that run in graphs with the plugin, on Model Runner V2: **S** sa
 - Your engine's log line and `vllm-hwplugin doctor` say what your engine has.
 - On B200 FLASHINFER runs TRTLLM kernels, whose graphs `VLLM_HWPLUGIN_TRTLLM_GRAPHS=1` asks for.
 - X of a model that takes images is for batches of text. X over FlashAttention 2 and 4 was never run on a GPU.
-- On H100 {basic} of {all} launches have sampling and inputs in graphs, and {mixed} batches with prompts. The
-  others lack X because of their attention. Recurrent layers (Qwen3.5 and newer, Qwen3-Next, Nemotron 3) and
-  the indexer of sparse MLA (DeepSeek-V3.2, GLM-5) split a prompt into chunks on the host. FLASHMLA (Kimi)
-  decodes a fixed number of tokens. MiniMax-M3 has its own sparse attention, which is not known to suit a
-  graph.
+- On H100 {basic} of {all} launches have sampling and inputs in graphs, and {mixed} batches with prompts.
 - With an fp8 KV cache on Ada, `--attention-backend TRITON_ATTN` keeps the graphs that vLLM up to 0.32 drops.
+- Gemma 4 with images: vLLM 0.30 and newer choose attention for H100 and B200 that has no FULL graphs with a
+  drafter. `--attention-backend TRITON_ATTN` has them; compare the times, because the kernels differ.
+
+## Why batches with prompts have no graph on H100
+
+A graph repeats the shapes and the kernels of its capture. The attention below decides them on the host in each step, as
+read in vLLM 0.33.
+
+{reasons}
 
 This page is made from `tests/spec_decode/test_launches.py` by `make docs`.
 """
@@ -62,7 +67,8 @@ class Attention(NamedTuple):
     support: AttentionCGSupport = _UNIFORM
     flash: int | None = None
     kernel: str = ""
-    updates: bool = False
+    #: Why no graph takes a batch with prompts.
+    host: str = ""
 
 
 FLASH = {
@@ -72,13 +78,44 @@ FLASH = {
 TRITON = Attention(f"{_BACKENDS}.triton_attn.TritonAttentionMetadataBuilder", _ALWAYS)
 FLASHINFER = Attention(f"{_BACKENDS}.flashinfer.FlashInferMetadataBuilder")
 TRTLLM = FLASHINFER._replace(kernel="TRTLLM_GEN")
-GDN = Attention(f"{_BACKENDS}.gdn_attn.GDNAttentionMetadataBuilder")
-MAMBA = Attention(f"{_BACKENDS}.mamba2_attn.Mamba2AttentionMetadataBuilder")
-SPARSE_MLA = Attention(f"{_BACKENDS}.mla.flashmla_sparse.FlashMLASparseMetadataBuilder")
-INDEXER = Attention(f"{_BACKENDS}.mla.indexer.DeepseekV32IndexerMetadataBuilder")
-FLASHMLA = Attention(f"{_BACKENDS}.mla.flashmla.FlashMLAMetadataBuilder")
+GDN = Attention(
+    f"{_BACKENDS}.gdn_attn.GDNAttentionMetadataBuilder",
+    host="gated delta rule: decodes and prompts have different kernels, and prompts are cut into chunks",
+)
+MAMBA = Attention(
+    f"{_BACKENDS}.mamba2_attn.Mamba2AttentionMetadataBuilder",
+    host="Mamba 2: decodes and prompts have different kernels, and prompts are cut into chunks",
+)
+SPARSE_MLA = Attention(
+    f"{_BACKENDS}.mla.flashmla_sparse.FlashMLASparseMetadataBuilder",
+    host="sparse MLA: keys of prompts are gathered in chunks as large as a workspace",
+)
+INDEXER = Attention(
+    f"{_BACKENDS}.mla.indexer.DeepseekV32IndexerMetadataBuilder",
+    host="its indexer: prompts are cut into chunks as large as a workspace",
+)
+V4 = (
+    Attention(
+        "vllm.models.deepseek_v4.sparse_mla.DeepseekV4FlashMLAMetadataBuilder",
+        _ALWAYS,
+        host="sparse MLA: decodes and prompts have different kernels, though it declares `ALWAYS`",
+    ),
+    INDEXER,
+)
+FLASHMLA = Attention(
+    f"{_BACKENDS}.mla.flashmla.FlashMLAMetadataBuilder",
+    host="FLASHMLA: decodes and prompts have different kernels, and decodes all have the same number of tokens",
+)
 FLASHINFER_MLA = Attention(f"{_BACKENDS}.mla.flashinfer_mla.FlashInferMLAMetadataBuilder", _ALWAYS)
-OWN = Attention("vllm.models.minimax_m3.nvidia.sparse_attention.MiniMaxM3SparseMetadataBuilder")
+OWN = Attention(
+    "vllm.models.minimax_m3.common.sparse_attention.MiniMaxM3SparseMetadataBuilder",
+    host="sparse attention: decodes and prompts have different kernels, and decodes all have the same number of tokens",
+)
+COMPOSITE = Attention(
+    f"{_BACKENDS}.composite.CompositeAttentionMetadataBuilder",
+    AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+    host="TRITON_FLASH_ATTN: an image in a batch decides which kernel runs, so vLLM has no FULL graphs with a drafter",
+)
 
 #: What vLLM chooses for layers of plain attention.
 GPUS: Final = {"hopper": FLASH[3], "blackwell": TRTLLM, "older": FLASH[2]}
@@ -142,13 +179,27 @@ LAUNCHES: Final = (
     Launch("Qwen3-Next-80B, TP4, MTP", plain(GDN), plain(), hybrid=True),
     Launch("Qwen3-VL-8B, Eagle3", plain(), more=_IMAGES, **_EAGLE),
     Launch(
-        "Gemma 4 31B and E4B with `--language-model-only`, assistant",
+        "Gemma 4 31B and E4B, assistant",
+        {"hopper": (COMPOSITE,), "blackwell": (COMPOSITE,), "older": (TRITON,)},
+        drafter="Gemma4Speculator",
+        more={**_IMAGES, "model_config.is_mm_prefix_lm": True},
+        without_graphs=("hopper", "blackwell"),
+    ),
+    Launch(
+        "the same with `--attention-backend TRITON_ATTN`",
+        dict.fromkeys(GPUS, (TRITON,)),
+        drafter="Gemma4Speculator",
+        more={**_IMAGES, "model_config.is_mm_prefix_lm": True},
+    ),
+    Launch(
+        "the same with `--language-model-only`",
         {"hopper": (FLASH[4],), "blackwell": (TRITON,), "older": (TRITON,)},
         drafter="Gemma4Speculator",
         more={"model_config.is_mm_prefix_lm": True},
     ),
     Launch("DeepSeek-V3.2 and GLM-5.2, TP8, MTP", on_large(SPARSE_MLA, INDEXER)),
     Launch("DeepSeek-V3.2, DP8, MTP", on_large(SPARSE_MLA, INDEXER), more=_DP),
+    Launch("DeepSeek-V4-Flash, MTP", on_large(*V4)),
     Launch("GLM-4.7, TP8, MTP", {**plain(), "older": None}),
     Launch("GLM-4.7, DP8, MTP", {**plain(), "older": None}, more=_DP),
     Launch("Kimi-K2.6, TP8, Eagle3, fp8 KV cache", _DENSE_MLA, more=_IMAGES, **_EAGLE),
@@ -214,12 +265,25 @@ def parts_of(launch: Launch, gpu: str) -> str:
 def markdown() -> str:
     rows = (f"| {launch.name} | {' | '.join(parts_of(launch, gpu) for gpu in GPUS)} |" for launch in LAUNCHES)
     hopper = [parts_of(launch, "hopper") for launch in LAUNCHES]
+    lacking: dict[str, list[str]] = {}
+    for launch, parts in zip(LAUNCHES, hopper, strict=True):
+        if "X" not in parts:
+            reason = "; ".join(attention.host for attention in launch.target["hopper"] or () if attention.host)
+            lacking.setdefault(reason, []).append(launch.name)
+    reasons = (f"- {reason} ({'; '.join(names)})" for reason, names in lacking.items())
     basic, mixed = sum({"S", "I"} <= {*parts} for parts in hopper), sum("X" in parts for parts in hopper)
-    return TEXT.format(rows="\n".join(rows), basic=basic, mixed=mixed, all=len(hopper))
+    return TEXT.format(rows="\n".join(rows), reasons="\n".join(reasons), basic=basic, mixed=mixed, all=len(hopper))
 
 
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == markdown(), "run `make docs`"
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.name)
+def test_a_launch_lacks_graphs_of_prompts_only_where_attention_works_on_the_host(launch: Launch) -> None:
+    target = launch.target["hopper"]
+    assert target is not None
+    assert ("X" in parts_of(launch, "hopper")) != any(attention.host for attention in target)
 
 
 @pytest.mark.parametrize(
