@@ -87,11 +87,3 @@ def test_what_a_new_engine_says_of_itself(small_vllm, monkeypatch):
     }
     with pytest.raises(_inside.WrongRunner):
         _inside.ready_facts(engine(runner(V1)))
-
-
-@pytest.mark.parametrize("version", ["0.20.0", "0.24.0", "0.33.0"])
-def test_vllm_keeps_the_two_runners_in_the_packages_that_tell_them_apart(vllm_tree, version):
-    tree = vllm_tree(version)
-    assert "class GPUModelRunner" in tree.read("vllm/v1/worker/gpu_model_runner.py")
-    assert "class GPUModelRunner" in tree.read("vllm/v1/worker/gpu/model_runner.py")
-    assert "self.speculator.propose(" in tree.read("vllm/v1/worker/gpu/model_runner.py")

@@ -152,10 +152,3 @@ def test_a_rare_step_does_not_move_the_figures():
     assert rows["sample"] == Phase(("step", "sample"), 2.0, pytest.approx(1000), pytest.approx(1000))
     # What is in one step of nine takes a ninth of its time in each.
     assert (rows["prompt"].calls, rows["prompt"].us) == pytest.approx((1 / 9, 0.5e6 / 9))
-
-
-@pytest.mark.parametrize("version", ["0.20.0", "0.26.0", "0.33.0"])
-def test_a_step_of_vllm_goes_through_that_attribute(vllm_tree, version):
-    tree = vllm_tree(version)
-    assert "self.step_fn = (" in tree.read("vllm/v1/engine/core.py")
-    assert "self.engine_core.step_fn()" in tree.read("vllm/v1/engine/core_client.py")

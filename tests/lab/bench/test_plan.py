@@ -149,34 +149,6 @@ def test_a_later_run_finds_what_vllm_compiled_for_a_dummy_shape(settings, gpu_ho
     assert len(list(shapes_folder().iterdir())) == 4
 
 
-@pytest.mark.parametrize("shape", ["tiny", "0.6b", "8b"])
-@pytest.mark.parametrize("k", [3, 7])
-def test_dflash_configs_fit_each_other(settings, gpu_host, tmp_path, shape, k):
-    job = job_for(Case(shape, "dflash", k), "patched", settings, gpu_host, find_checkpoints(None), tmp_path)
-    folders = job.options["model"], job.options["speculative_config"]["model"]
-    target, drafter = (json.loads((Path(folder) / "config.json").read_text()) for folder in folders)
-    assert job.options["speculative_config"]["num_speculative_tokens"] == k
-    assert 1 + k <= drafter["block_size"]
-    assert drafter["num_target_layers"] == target["num_hidden_layers"]
-    # Versions disagree whether the inner list counts from 0 or 1; all take the outer one first, as it stands.
-    outer, inner = drafter["eagle_aux_hidden_state_layer_ids"], drafter["dflash_config"]["target_layer_ids"]
-    assert [i + 1 for i in inner] == outer
-    assert 0 < min(outer) <= max(outer) < target["num_hidden_layers"]
-    assert len(drafter["layer_types"]) == drafter["num_hidden_layers"]
-    assert (drafter["hidden_size"], drafter["vocab_size"]) == (target["hidden_size"], target["vocab_size"])
-    assert job.options["max_num_seqs"] == max(w.batch for w in job.workloads)
-
-
-@pytest.mark.parametrize("version", ["0.20.2", "0.23.0"])
-def test_model_runner_v2_without_dflash_is_refused_before_any_engine(gpu_host, version):
-    host = dataclasses.replace(gpu_host, vllm=version)
-    planned = [Case("8b", method, 7) for method in ("eagle3", "dflash")]
-    check(planned, host)
-    assert possible_sides(["eagle3", "dflash"], host) == SIDES
-    with pytest.raises(NotOnThisHost, match=rf"--side mrv2 cannot .* dflash from vLLM 0.24.0 on, found vLLM {version}"):
-        check(planned, host, ("stock", "patched", "mrv2"))
-
-
 def test_model_runner_v2_on_a_cpu_is_refused(cpu_host):
     with pytest.raises(NotOnThisHost, match="--side mrv2-patched cannot be measured: Model Runner V2 needs a GPU"):
         check([Case("tiny", "eagle3", 3)], cpu_host, ("stock", "mrv2-patched"))

@@ -60,13 +60,6 @@ def test_the_last_step_has_no_end_and_is_left_out():
     assert counts_per_step(list(step(0, graphs=1, kernels=1, draft_kernels=1))) == {"steps": 0}
 
 
-def test_without_a_drafter_there_are_no_draft_figures():
-    trace = [span(STEP, "user_annotation", t, 90) for t in (0, 100)]
-    counts = counts_per_step(trace)
-    assert counts["steps"] == 1
-    assert counts["draft_kernel_launches"] is None
-
-
 @pytest.mark.parametrize("name", ["drafter", "speculator"])
 def test_steps_are_marked_on_a_live_runner_and_unmarked_after(name):
     torch = pytest.importorskip("torch")

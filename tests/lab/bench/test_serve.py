@@ -5,11 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import sys
 import time
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -108,11 +106,6 @@ def test_steps_share_in_all_steps_and_in_all_of_their_time():
     assert paths == [["a drafting", "90% / 50%", "prompt 10% / 50%"]]
 
 
-def test_a_side_without_the_plugin_has_kinds_and_no_paths():
-    entry = load_entry([round_of([request()], 1.0, kinds=[kinds("same_requests", "FULL", None, 3, 0.3, 0.1)])])
-    assert [len(rows) for rows in rows_of(entry)] == [1, 1, 1, 1, 0]
-
-
 def test_a_load_is_held_to_its_baseline_and_says_how_long_its_shortest_round_took():
     entry = load_entry([round_of([request()], seconds, gpu_busy=[0.5, 0.75]) for seconds in (2.0, 4.0)])
     baseline = load_entry([round_of([request()], seconds) for seconds in (4.0, 8.0)])
@@ -157,11 +150,6 @@ def test_the_tail_of_the_first_tokens_is_of_the_burst_or_of_later():
     assert row == ["1 of 4", "1 of 36", "100", "100", "425"]
 
 
-def test_files_of_known_sets_are_read(tmp_path):
-    (file := tmp_path / "p.jsonl").write_text('{"turns": ["one", "two"]}\n\n{"prompt": "p"}\n{"question": "q"}\n')
-    assert read_prompts(file) == ["one", "p", "q"]
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -187,22 +175,6 @@ def test_engine_options_as_the_servers_command_line_has_them():
         *("--enforce-eager", "--no-enable-prefix-caching", "--seed", "0"),
         *("--speculative-config", '{"method": "mtp"}', "--cudagraph-capture-sizes", "1", "2"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("servers", "named", "command"),
-    [
-        (1, True, ["vllm.entrypoints.cli.main", "serve", "M"]),
-        (2, True, ["vllm.entrypoints.cli.main", "serve", "M"]),
-        (1, False, ["vllm.entrypoints.openai.api_server", "--model", "M"]),
-        # It says itself what it lacks; one server instead of two would be another measurement.
-        (2, False, ["vllm.entrypoints.cli.main", "serve", "M"]),
-    ],
-)
-def test_servers_start_as_users_start_them_where_the_build_can(monkeypatch, servers, named, command):
-    monkeypatch.setattr(_server.importlib.metadata, "distributions", lambda name: iter([name] * named))
-    found = _server.command_of({"model": "M", "api_server_count": servers})
-    assert found[1:] == ["-m", *command, "--api-server-count", str(servers)]
 
 
 def test_what_an_engine_has_counted_is_read_from_its_metrics(monkeypatch):
@@ -287,48 +259,6 @@ def test_prompts_of_a_file_take_the_place_of_the_clients(client, chat, text):
     assert client.get_samples is client.own
 
 
-class Engine:
-    """Answers each request in three parts, of which the first has no token."""
-
-    model_config = SimpleNamespace(get_diff_sampling_param=lambda: {"top_k": 20, "temperature": 0.6})
-
-    async def generate(self, prompt, sampling, number):
-        self.asked = prompt, sampling
-        for tokens in ([], [1], [2, 3]):
-            time.sleep(0.05)
-            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, text="a")], prompt_token_ids=[7, 8])
-
-
-def test_without_http_the_same_client_asks_the_engine_in_its_process(client, monkeypatch):
-    made: dict[str, Any] = {"generated_text": "", "itl": [], "output_tokens": 0, "error": ""}
-    modules = {
-        "vllm": {"SamplingParams": dict},
-        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA="parts")},
-        "vllm.benchmarks.lib": {},
-        "vllm.benchmarks.lib.endpoint_request_func": {"RequestFuncOutput": lambda: SimpleNamespace(**made)},
-    }
-    for name, holds in modules.items():
-        monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
-        vars(module).update(holds)
-    pytest.importorskip("uvloop")
-    frontend = _server.InProcess({})
-    frontend._engine = engine = Engine()
-    load = {"client": [], "prompts": None, "chat": True, "output_len": 5, "requests": 3}
-    _server.run_load(frontend, "M", load)
-    assert client.sent_by == {"openai": frontend.request}
-    assert client.ASYNC_REQUEST_FUNCS == {"openai": "over HTTP"}
-    asked = SimpleNamespace(prompt=[7, 8], output_len=5, logprobs=None, ignore_eos=True, extra_body={"temperature": 0})
-    found = frontend.run(frontend.request(request_func_input=asked, session=None))
-    prompt, sampling = engine.asked
-    assert prompt == {"prompt_token_ids": [7, 8]}
-    assert (sampling["temperature"], sampling["top_k"], sampling["max_tokens"]) == (0, 20, 5)
-    # A part without tokens is no first token, and each later one ends a gap.
-    assert found.success
-    (gap,) = found.itl
-    assert (found.ttft >= 0.1, gap >= 0.05) == (True, True)
-    assert (found.prompt_len, found.output_tokens, found.error) == (2, 3, "")
-
-
 def test_a_round_has_what_was_counted_meanwhile(monkeypatch):
     own = {"ended": 5, "until_first": 0.5, "cpu": {11: 1.0, 12: 4.0}}
     later = {**own, "drafts": 7, "accepted": {0: 5, 1: 2}, "cpu": {11: 3.0, 12: 5.0}}
@@ -364,30 +294,3 @@ def test_a_shapes_text_has_its_tokens_again(tmp_path):
     _shapes.write_tokenizer(tmp_path, 50)
     assert (tmp_path / "tokenizer.json").stat().st_mtime_ns == before
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
-
-
-@pytest.mark.parametrize("version", ["0.20.0", "0.26.0", "0.33.0"])
-def test_vllm_has_what_is_asked_of_its_client_and_server(vllm_tree, version):
-    tree = vllm_tree(version)
-    client = tree.read("vllm/benchmarks/serve.py")
-    assert "async def main_async(args: argparse.Namespace)" in client
-    assert "input_requests = get_samples(args, tokenizer)" in client
-    for name in ("duration", "input_lens", "output_lens", "start_times", "ttfts", "itls", "errors"):
-        assert f'"{name}"' in client
-    data = tree.read("vllm/benchmarks/datasets/datasets.py") or tree.read("vllm/benchmarks/datasets.py")
-    assert re.search(r"prompt: .*\n    prompt_len: int\n    expected_output_len: ", data)
-    settings = ["backend", "endpoint", "num-prompts", "request-rate", "max-concurrency", "temperature", "ignore-eos"]
-    settings += ["dataset-name", "random-input-len", "random-output-len", "random-range-ratio", "seed", "disable-tqdm"]
-    assert [one for one in [*settings, "save-detailed"] if f'"--{one}"' not in client + data] == []
-    # Without HTTP.
-    assert "request_func = ASYNC_REQUEST_FUNCS[endpoint_type]" in client
-    assert re.search(r"async def generate\(\s+self,\s+prompt: ", tree.read("vllm/v1/engine/async_llm.py"))
-    assert "def get_diff_sampling_param(self)" in tree.read("vllm/config/model.py")
-    # Several API servers, and their names as processes.
-    assert "run_multi_api_server(args)" in tree.read("vllm/entrypoints/cli/serve.py")
-    assert 'set_process_title("APIServer", str(server_index))' in tree.read("vllm/v1/utils.py")
-    engine = ["kv-cache-memory-bytes", "worker-extension-cls", "enable-prefix-caching", "gdn-prefill-backend"]
-    engine += ["speculative-config", "compilation-config", "load-format", "gpu-memory-utilization", "max-num-seqs"]
-    assert [one for one in engine if f'"--{one}"' not in tree.read("vllm/engine/arg_utils.py")] == []
-    routers = [tree.read(f"vllm/entrypoints/serve/{at}rpc/api_router.py") for at in ("", "dev/")]
-    assert any('@router.post("/collective_rpc")' in text for text in routers if text)

@@ -14,7 +14,7 @@ import pytest
 from packaging.version import Version
 
 from vllm_hwplugin_lab.bench import Host
-from vllm_hwplugin_lab.bench._shapes import NO_DRAFTS, SHAPES, cache_bytes, why_not, write_configs
+from vllm_hwplugin_lab.bench._shapes import SHAPES, cache_bytes, write_configs
 from vllm_hwplugin_lab.bench.plan import ALL_SIDES, Case, NotOnThisHost, Settings, check, job_for
 
 DRAFTERS = [(name, method) for name, shape in SHAPES.items() for method in shape.methods]
@@ -60,35 +60,6 @@ def test_vllm_knows_the_model_and_its_drafter(name: str, method: str, tmp_path: 
         assert getattr(of_draft, "n_predict", None) in (None, 1)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_layers_are_of_the_kinds_that_the_model_has(name: str, tmp_path: Path) -> None:
-    shape = SHAPES[name]
-    method = next(iter(shape.methods))
-    config = config_of(write_configs(shape, tmp_path, method, 4)[0])
-    assert config.num_hidden_layers == shape.layers
-    assert name == "gemma-4-e4b" or config.rope_parameters["rope_theta"] == shape.rope["rope_theta"]
-    kinds = getattr(config, "layer_types", None) or []
-    if shape.recurrent is not None:
-        assert kinds == (["linear_attention"] * 3 + ["full_attention"]) * (shape.layers // 4)
-    elif name == "gpt-oss-20b":
-        assert kinds == ["sliding_attention", "full_attention"] * (shape.layers // 2)
-        assert config.sliding_window == 128
-        assert getattr(config, "use_sliding_window", True)
-    elif name == "gemma-4-e4b":
-        assert kinds == (["sliding_attention"] * 5 + ["full_attention"]) * (shape.layers // 6)
-        assert set(config.rope_parameters) == set(kinds)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_shape_without_a_drafter_is_the_target_alone(name: str, tmp_path: Path) -> None:
-    _, drafter = write_configs(SHAPES[name], tmp_path, NO_DRAFTS, 1)
-    assert drafter is None
-    with_drafts = min(cache_bytes(SHAPES[name], method, 0, 8, 512) for method in SHAPES[name].methods)
-    # What its drafters need on top; an assistant has no keys of its own.
-    assert (with_drafts > cache_bytes(SHAPES[name], NO_DRAFTS, 0, 8, 512)) == (SHAPES[name].assistant is None)
-    assert why_not(name, NO_DRAFTS, min(SHAPES[name].methods.values()), on_v2=False) is None
-
-
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.recurrent is not None])
 def test_a_hybrids_cache_holds_its_states(name: str) -> None:
     utils = pytest.importorskip("vllm.model_executor.layers.mamba.mamba_utils")
@@ -103,12 +74,6 @@ def test_a_hybrids_cache_holds_its_states(name: str) -> None:
     # For each request, so many states in each layer, and at least a block for each layer with attention.
     least = (shape.layers * 3 // 4 * (1 + k) + shape.layers // 4 + 1) * states.state_bytes(k)
     assert cache_bytes(shape, next(iter(shape.methods)), k, 2, 512) >= 2 * least
-
-
-def test_a_latent_cache_is_small() -> None:
-    shape = SHAPES["deepseek-v3-4l"]
-    # MLA keeps a latent and a rotary key for each token, in five layers.
-    assert cache_bytes(shape, "mtp", 3, 2, 512) == 2 * 512 * 5 * (512 + 64) * 2
 
 
 @pytest.mark.parametrize(("name", "method"), DRAFTERS)
@@ -159,9 +124,3 @@ def test_the_first_vllm_of_a_shape_has_its_model(vllm_tree: Callable[[str], Any]
         assert ["Gemma4Speculator" in vllm_tree(v).read(speculators) for v in ("0.22.1", str(since))] == [False, True]
     elif since > Version("0.20.0"):
         assert not known("0.26.0")
-
-
-def test_hybrids_on_model_runner_v2(vllm_tree: Callable[[str], Any]) -> None:
-    refusal = 'unsupported.append("hybrid/mamba models")'
-    assert refusal in vllm_tree("0.22.1").read("vllm/config/vllm.py")
-    assert refusal not in vllm_tree("0.23.0").read("vllm/config/vllm.py")

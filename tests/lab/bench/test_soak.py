@@ -10,9 +10,9 @@ from types import SimpleNamespace as Bag
 import pytest
 
 from tests.cpu_seconds import patience
-from vllm_hwplugin_lab.bench import Job, find_checkpoints
+from vllm_hwplugin_lab.bench import Job
 from vllm_hwplugin_lab.bench._soak_engine import gaps, requests, wanted
-from vllm_hwplugin_lab.bench.soak import SoakSettings, Text, failures, judged, judging_job, load_job, run_soak
+from vllm_hwplugin_lab.bench.soak import SoakSettings, Text, failures, run_soak
 
 ENGINE = """
 import json, os, sys, time
@@ -108,22 +108,6 @@ def test_a_side_that_dies_has_its_log_and_the_other_is_judged(soaked):
     assert "judge reads" not in done[-1]
 
 
-def test_the_load_is_the_same_for_both_sides_and_is_read_by_stock_vllm_without_speculation(gpu_host):
-    checkpoints = find_checkpoints(None)
-    stock, patched = (load_job(side, SETTINGS, gpu_host, checkpoints, POOL) for side in ("stock", "patched"))
-    assert (stock.options, stock.workloads) == (patched.options, patched.workloads)
-    differing = {k for k in patched.environment if patched.environment[k] != stock.environment.get(k)}
-    assert differing == {"VLLM_HWPLUGIN", "ONE"}
-    # One process, which a memory checker can follow. Room for 32 x 8 drafts twice over, as vLLM keeps the draft's slots
-    # out of the budget, and little enough that a few prompts at once are prefilled in pieces.
-    assert patched.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert 2 * 32 * 8 < patched.options["max_num_batched_tokens"] < 4 * 192
-    judge = judging_job(SETTINGS, gpu_host, checkpoints)
-    assert "speculative_config" not in judge.options
-    assert judge.environment["VLLM_HWPLUGIN"] == "0"
-    assert judge.options["max_model_len"] == 1 + stock.options["max_model_len"]
-
-
 def entry(**changes):
     return {
         "error": None,
@@ -161,20 +145,6 @@ def test_each_fault_is_named(changes, message):
     found = failures({"stock": entry(draft_phases_in_graphs=0), "patched": entry(**changes)}, SETTINGS, "cuda")
     assert len(found) == (message is not None)
     assert not found or re.match(f"patched: {message}", found[0]), found
-
-
-def test_a_cpu_has_no_graphs_and_no_near_ties():
-    fine = entry(draft_phases_in_graphs=0, texts={"count": 5, "worst_gap": 0.0})
-    assert failures({"patched": fine}, SETTINGS, "cpu") == []
-    near = {**fine, "texts": {"count": 5, "worst_gap": 0.01}}
-    assert "0.0100 nats" in failures({"patched": near}, SETTINGS, "cpu")[0]
-
-
-def test_the_judgement_of_a_sides_texts():
-    one, two = Text((1,), (2, 3)), Text((4,), (5, 6))
-    found = judged([one, two, one], {one: [0.0, 0.0], two: [0.25, 0.0]})
-    assert found == {"count": 3, "worst_gap": 0.25, "not_first_choice": 1 / 6}
-    assert judged([one, two], {one: [0.0, 0.0]})["worst_gap"] is None
 
 
 def test_the_gap_of_a_token_is_to_the_likeliest_at_its_position():

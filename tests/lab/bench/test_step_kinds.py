@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace as Bag
 
 import pytest
@@ -150,30 +149,3 @@ def test_time_between_steps_is_counted_to_the_step_that_is_waited_for(run):
     _, kinds = run(steps, ahead=True)
     # The first step is followed by the second at once; behind that vLLM waits for the first.
     assert times_of(kinds) == {"prompt": (35, 5), "requests_changed": (45, 5), "same_requests": (5, 5)}
-
-
-@pytest.mark.parametrize("version", ["0.20.0", "0.26.0", "0.33.0"])
-def test_vllm_has_what_is_looked_at(vllm_tree, version):
-    tree = vllm_tree(version)
-    for runner in ("gpu_model_runner", "gpu/model_runner"):
-        text = tree.read(f"vllm/v1/worker/{runner}.py")
-        for method in ("execute_model", "sample_tokens"):
-            assert f"    def {method}(" in text
-        assert "self.vllm_config = vllm_config" in text
-    assert "return self.cudagraph_dispatcher.dispatch(" in tree.read("vllm/v1/worker/gpu_model_runner.py")
-    assert "cudagraph_manager.dispatch(" in tree.read("vllm/v1/worker/gpu/dp_utils.py")
-    assert re.search(
-        r"class BatchExecutionDescriptor:(.*\n)*?    cg_mode: ", tree.read("vllm/v1/worker/gpu/cudagraph_utils.py")
-    )
-    output = tree.read("vllm/v1/core/sched/output.py")
-    for name in (
-        "num_scheduled_tokens",
-        "total_num_scheduled_tokens",
-        "scheduled_new_reqs",
-        "scheduled_spec_decode_tokens",
-    ):
-        assert f"    {name}: " in output
-    worker = tree.read("vllm/v1/worker/gpu_worker.py")
-    assert re.search(r"self\.model_runner\.execute_model\(\s*scheduler_output,", worker)
-    # An engine that has no more requests says so to its runner, before it waits for others.
-    assert "or self.has_finished_requests()" in tree.read("vllm/v1/core/sched/interface.py")

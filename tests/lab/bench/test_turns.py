@@ -8,7 +8,6 @@ import re
 import signal
 import time
 from datetime import datetime, timezone
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -137,29 +136,6 @@ def test_side_by_side_all_start_before_one_is_ready(engines):
     assert sorted(done()[:3]) == ["a starts", "b starts", "c starts"]
 
 
-def test_engines_rest_between_turns_where_there_are_several(engines):
-    for sides, rests in (("ab", 4), ("a", 0)):
-        jobs, _ = engines(*sides)
-        times = []
-
-        def on_event(event, times=times):
-            if event["event"] in ("warm", "measured"):
-                times.append((event["event"], time.monotonic()))
-
-        measure_in_turn(
-            jobs,
-            of_workloads(jobs),
-            rounds=1,
-            at_once=True,
-            timeout=LONG,
-            rest=0.3 if rests else 100.0,
-            on_event=on_event,
-        )
-        gaps = [after - before for (_, before), (event, after) in pairwise(times) if event == "measured"]
-        assert sum(gap >= 0.3 for gap in gaps) >= rests
-        assert max(gaps) < 100
-
-
 def test_a_side_that_dies_is_left_out_and_the_others_go_on(engines):
     jobs, done = engines("a", "b", dies_of="round")
     outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=3, at_once=True, timeout=LONG)
@@ -257,21 +233,6 @@ def test_a_start_beyond_the_limit_measures_nothing_is_no_failure_and_says_how_fa
     for one in outcomes.values():
         assert one.error is None
         assert re.fullmatch(r"the time limit of 1 s, \d+ s into the start of the engines \(b not ready\)", one.stopped)
-
-
-def test_a_limit_that_is_over_while_engines_end_leaves_nothing_out(engines):
-    jobs, _ = engines("a", "b", ends=1.0)
-    profiled, limit = [], TimeLimit(LONG)
-
-    def on_event(event):
-        profiled.extend([event] * (event["event"] == "profiled"))
-        if len(profiled) == 2:
-            limit.__init__(0.2)
-
-    outcomes = measure_in_turn(
-        jobs, of_workloads(jobs), rounds=1, at_once=True, timeout=LONG, limit=limit, on_event=on_event
-    )
-    assert [(one.error, one.stopped, len(one.of("measured"))) for one in outcomes.values()] == [(None, None, 2)] * 2
 
 
 @pytest.mark.usefixtures("interruptible")

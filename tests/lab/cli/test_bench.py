@@ -98,32 +98,12 @@ def test_all_sides_that_the_host_can_run(run, method, host, sides):
     assert found["settings"]["sides"] == sides
 
 
-@pytest.mark.parametrize("shape", ["tiny", "0.6b"])
-def test_without_a_drafter_there_is_one_case_whatever_k_others_have(run, shape):
-    asked = ["--shape", shape, "--method", "none", "--method", "eagle3", "--k", "3", "--k", "5"]
-    sides = ["--side", "mrv2", "--side", "mrv2-patched", "--patched-env", "VLLM_HWPLUGIN_PLAIN_DECODE=on"]
-    _, found, ((jobs, *_), *_) = run([*asked, *sides])
-    assert [(case["method"], case["k"]) for case in found["cases"]] == [("none", 0), ("eagle3", 3), ("eagle3", 5)]
-    assert found["cases"][0]["synthetic_acceptance_length"] is None
-    assert all("speculative_config" not in job.options for job in jobs.values())
-    assert [job.environment.get("VLLM_HWPLUGIN_PLAIN_DECODE") for job in jobs.values()] == [None, "on"]
-
-
 def test_a_side_that_the_host_cannot_run_is_refused(run):
     host = dataclasses.replace(GPU, vllm="0.20.2")
     result, _, asked = run(["--shape", "8b", "--method", "dflash", "--side", "stock", "--side", "mrv2"], host=host)
     assert result.exit_code == 2
     assert "found vLLM 0.20.2" in result.output
     assert asked == []
-
-
-def test_environments_for_all_sides_and_for_the_patched_ones(run):
-    options = ["--vllm-env", "A=1=2", "--patched-env", "B=", "--cudagraph-mode", "FULL"]
-    _, found, ((jobs, *_),) = run(["--shape", "0.6b", *options])
-    environments = [(jobs[side].environment.get("A"), jobs[side].environment.get("B")) for side in ALL]
-    assert environments == [("1=2", None), ("1=2", "")] * 2
-    assert jobs["stock"].options["compilation_config"] == {"cudagraph_mode": "FULL"}
-    assert found["settings"]["vllm_environment"] == {"A": "1=2"}
 
 
 def test_vllms_engine_arguments_take_the_place_of_what_the_command_chooses(run):
@@ -235,15 +215,6 @@ def test_a_file_that_cannot_be_written_costs_no_figure(run, tmp_path):
     assert "1.50" in result.output
     assert result.exit_code == 2
     assert result.output.strip().endswith("r.json: cannot be written (No such file or directory); name another file")
-
-
-@pytest.mark.parametrize("more", [[], ["--profile", "traces"]])
-def test_a_run_that_is_stopped_before_it_has_measured_says_that_alone(run, more, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result, _, _ = run(["--shape", "0.6b", *more], lambda job, rounds: Outcome(job, (), 0.0, stopped="an interrupt"))
-    assert result.exit_code == 2
-    assert result.output.strip().splitlines()[-1] == "Nothing was measured: an interrupt."
-    assert "batch" not in result.output
 
 
 @pytest.mark.parametrize(

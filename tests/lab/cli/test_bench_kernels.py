@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -55,14 +54,6 @@ def test_attention_measures_the_whole_plan(run):
     assert (job["kind"], job["seed"], seconds) == ("attention", 7, 50)
     assert (found["kind"], len(found["cells"]), found["settings"]["seed"]) == ("attention", len(todo), 7)
     assert found["host"]["vllm"] == "0.26.0"
-
-
-def test_standard_output_can_be_the_results_alone(run, monkeypatch):
-    monkeypatch.setattr(_bench_kernels, "_KEEP", -1.0)
-    result, found, _ = run("attention", "--json", "-")
-    assert json.loads(result.stdout)["kind"] == "attention"
-    assert "decode and verification" in result.stderr
-    assert found is None
 
 
 def test_attention_can_be_narrowed(run):
@@ -156,21 +147,7 @@ def test_the_exit_code_is_about_our_own_kernels(run, command, kernel, change, co
     assert result.exit_code == code, result.output
 
 
-def test_a_process_that_died_shows_the_end_of_its_log(run):
-    result, found, _ = run("ops", processes=[{**READY, "error": "killed by SIGSEGV", "log_tail": "the [end] of it"}])
-    assert "a process ended: killed by SIGSEGV" in result.output
-    assert "the [end] of it" in result.output
-    assert found["processes"][0]["error"] == "killed by SIGSEGV"
-
-
 def test_an_interrupted_run_keeps_what_was_measured(run, monkeypatch):
     monkeypatch.setattr(_bench_kernels, "_KEEP", -1.0)
     run("ops")
     assert len(run.kept["cells"]) == 1
-
-
-def test_a_host_without_a_gpu_is_told_so(run):
-    cpu = Host("cpu", "Some CPU", None, "0.32.0", "2.13.0", "3.11.7", 2)
-    result, found, asked = run("attention", host=cpu)
-    assert (result.exit_code, found, asked) == (2, None, [])
-    assert "`bench attention` needs a GPU, found Some CPU (cpu)" in result.output

@@ -122,11 +122,6 @@ def test_the_file_and_the_servers_have_the_number_of_api_servers(run, options, s
     assert {job.options.get("api_server_count", 0) for job in jobs.values()} == {servers}
 
 
-def test_a_server_may_have_room_for_more_requests_than_there_are(run):
-    _, _, ((jobs, *_),) = run([*CASE, "--concurrency", "16", "--vllm-arg", "max_num_seqs=256"])
-    assert {job.options["max_num_seqs"] for job in jobs.values()} == {256}
-
-
 def test_a_round_has_as_many_requests_as_take_the_quickest_side_five_seconds(run):
     _, _, ((_, (closed, clocked), *_),) = run([*CASE, "--request-rate", "0", "--request-rate", "12"])
     half = closed.trial["requests"]
@@ -138,13 +133,6 @@ def test_a_round_has_as_many_requests_as_take_the_quickest_side_five_seconds(run
     assert closed.sized(60.0) == {"requests": 128}
     # These come within ten seconds.
     assert (clocked.trial, clocked.round["requests"]) == (None, 128)
-
-
-def test_a_run_that_is_stopped_leaves_what_it_has_and_begins_no_other_k(run):
-    result, found, asked = run([*CASE, "--k", "3", "--k", "5", "--time-limit", "60"], stopped="an interrupt")
-    assert (result.exit_code, len(asked)) == (2, 1)
-    assert [(case["k"], case["stopped"]) for case in found["cases"]] == [(3, "an interrupt")]
-    assert "Not everything was measured: an interrupt." in result.output
 
 
 def test_a_file_of_prompts_comes_by_the_clock_and_ends_where_the_model_ends_it(run, tmp_path):
@@ -160,34 +148,6 @@ def test_a_file_of_prompts_comes_by_the_clock_and_ends_where_the_model_ends_it(r
     assert {"max-concurrency", "ignore-eos"} & set(client) == set()
     # Nobody has counted these tokens, nor bounded the requests: the model and vLLM say how many.
     assert {"max_model_len", "max_num_seqs"} & set(jobs["stock"].options) == set()
-
-
-def test_what_stands_behind_two_dashes_is_the_clients(run):
-    _, found, ((_, (one,), *_),) = run([*CASE, "--", "--burstiness", "0.5"])
-    assert one.round["load"]["client"][-2:] == found["settings"]["client"] == ["--burstiness", "0.5"]
-
-
-@pytest.mark.parametrize(
-    ("method", "draft", "config"),
-    [
-        ("mtp", [], {"method": "mtp", "num_speculative_tokens": 3}),
-        (
-            "p-eagle",
-            ["--draft", "D"],
-            {"method": "eagle3", "parallel_drafting": True, "num_speculative_tokens": 3, "model": "D"},
-        ),
-    ],
-)
-def test_methods_as_vllm_names_them(run, method, draft, config):
-    _, _, ((jobs, *_),) = run(["--target", "T", "--method", method, *draft, "--side", "patched"])
-    assert jobs["patched"].options["speculative_config"] == config
-
-
-@pytest.mark.parametrize("what", [["--target", "T"], ["--shape", "0.6b"], ["--shape", "tiny"]])
-def test_servers_without_a_drafter(run, what):
-    _, found, ((jobs, *_),) = run([*what, "--method", "none", "--side", "mrv2", "--side", "mrv2-patched"])
-    assert [case["k"] for case in found["cases"]] == [0]
-    assert all("speculative_config" not in job.options for job in jobs.values())
 
 
 def test_the_page_has_the_verdicts_the_figures_and_what_was_measured(run, tmp_path):
@@ -217,14 +177,6 @@ def test_the_page_has_the_verdicts_the_figures_and_what_was_measured(run, tmp_pa
     assert "kv_cache_dtype=fp8" in page.text
 
 
-def test_with_a_size_of_the_cache_engines_start_side_by_side(run):
-    _, _, ((jobs, *_, at_once),) = run([*CASE, "--kv-cache-gib", "2.5", "--tensor-parallel-size", "2"])
-    assert at_once
-    options = jobs["mrv2"].options
-    assert options["kv_cache_memory_bytes"] == 2684354560
-    assert (options["tensor_parallel_size"], options["dtype"]) == (2, "auto")
-
-
 def test_a_shape_needs_neither_a_model_nor_its_memory_measured(run):
     arguments = ["--shape", "0.6b", "--method", "dflash", "--k", "15", "--concurrency", "1", "--concurrency", "64"]
     _, found, ((jobs, _, _, at_once),) = run([*arguments, "--num-prompts", "64"])
@@ -247,14 +199,6 @@ def test_engines_start_alone_where_their_caches_do_not_fit_together(run, memory,
     _, _, ((jobs, *_, at_once),) = run([*arguments, *sizes], host)
     assert at_once == fits
     assert ("kv_cache_memory_bytes" in jobs["mrv2"].options) == fits
-
-
-def test_engines_start_alone_where_nobody_has_counted_the_tokens_of_a_files_prompts(run, tmp_path):
-    prompts = tmp_path / "p.jsonl"
-    prompts.write_text(json.dumps({"question": "1 + 1?"}) + "\n")
-    _, _, ((jobs, *_, at_once),) = run(["--shape", "tiny", "--method", "eagle3", "--prompts", str(prompts)])
-    assert not at_once
-    assert "kv_cache_memory_bytes" not in jobs["stock"].options
 
 
 def test_the_tiny_shapes_checkpoints_may_lie_where_the_error_says_that_they_can_be_named(run, tmp_path):

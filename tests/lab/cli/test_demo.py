@@ -78,17 +78,6 @@ def run(monkeypatch, tmp_path):
     return call
 
 
-def test_five_fresh_engines_with_the_same_prompts(run):
-    result, found, jobs = run()
-    assert result.exit_code == 0, result.output
-    assert found["ok"] is True
-    assert [j.label for j in jobs] == [c.name for c in command.CONFIGURATIONS]
-    assert len({j.workloads for j in jobs}) == 1
-    assert [j.environment["VLLM_HWPLUGIN"] for j in jobs] == ["0", "0", "1", "0", "1"]
-    drafted = [j.options.get("speculative_config", {}).get("num_speculative_tokens") for j in jobs]
-    assert drafted == [None, 3, 3, 7, 7]
-
-
 def cells(result, name):
     line = next(line for line in result.output.splitlines() if line.startswith(f"│ {name}"))
     return [cell.strip() for cell in line.strip("│").split("│")]
@@ -106,21 +95,6 @@ def test_a_gpu_is_timed_after_a_whole_round_and_the_best_of_some_counts(run):
     assert cells(result, "Eagle3 patched")[3:] == ["4", "2.000", "0.75 0.25", "2/2"]
 
 
-def test_a_process_is_one_line_unless_more_is_asked_for(run):
-    """What is live, and what is out of the ordinary: a feature that vLLM does not need is neither."""
-    result, found, _ = run()
-    lines = [line for line in result.output.splitlines() if "process 77" in line]
-    assert [line.partition(":")[0] for line in lines] == ["Eagle3 patched", "DFlash patched"]
-    assert lines[0] == "Eagle3 patched: process 77 (parent): uses one; two refused: drifted"
-    assert "chose this" not in result.output
-    assert "a.Platform" not in result.output
-    assert found["configurations"][2]["platform"] == "a.Platform"
-    result, _, _ = run(arguments=["-v"])
-    assert "uses one; unused because other runner: four; two refused: drifted; three not-needed" in result.output
-    assert "one: chose this" in result.output
-    assert "DFlash stock: platform class: a.Platform; CUDA graphs: drafter FULL" in result.output
-
-
 @pytest.mark.parametrize(
     ("failed", "code"), [({"DFlash patched"}, 1), ({"DFlash stock"}, 2), ({"DFlash stock", "DFlash patched"}, 2)]
 )
@@ -130,21 +104,6 @@ def test_only_what_the_plugin_does_is_a_finding(run, failed, code):
 
     result, found, _ = run(launch)
     assert (result.exit_code, found["ok"]) == (code, False)
-
-
-def test_a_failed_engine_is_shown_with_the_end_of_its_log_and_the_rest_goes_on(run):
-    def launch(job):
-        if job.label == "DFlash stock":
-            return bench.Outcome(job, (), 1.0, "exit code 1", "Traceback\nRuntimeError: [boom]")
-        return answer(job)
-
-    result, found, jobs = run(launch)
-    assert result.exit_code == 2
-    assert len(jobs) == 5
-    assert "DFlash stock failed: exit code 1" in result.output
-    assert "RuntimeError: [boom]" in result.output
-    assert [r["error"] for r in found["configurations"]] == [None, None, None, "exit code 1", None]
-    assert found["configurations"][4]["texts_equal"] == 2
 
 
 def test_a_verdict_says_what_changed_and_what_was_used(run):

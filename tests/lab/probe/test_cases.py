@@ -82,25 +82,9 @@ def test_every_batch_of_a_graph_fits_its_rows_and_one_fills_them(value):
             assert max(len(batch) for batch in batches) == len(case.graph)
 
 
-def test_verification_reaches_32_tokens_and_contexts_of_decodes_have_a_bound_of_their_own():
-    cases = [case for seed in range(60) for case in draw(ALL[0], Plain("bfloat16", 64, 16, 300, 8000), seed, 5)]
-    uniform = [case.requests for case in cases if all(1 <= r.query <= 32 and r.context for r in case.requests)]
-    assert max(r.query for row in uniform for r in row) > 25
-    assert 6000 < max(r.context for row in uniform for r in row) < 8000
-
-
 def test_large_heads_are_tried_in_few_shapes():
     """A kernel that is compiled for each of them would otherwise take minutes."""
     for one in ALL:
         if one.settings.get("head_size", 0) > 256 and one.capability != "group":
             assert {case.num_heads // case.num_kv_heads for case in draw(one, PLAIN, 5, 20)} == {4}, one
             assert set(one.kinds) == {"mixed", "decode"}
-
-
-def test_five_cases_hold_decodes_prefills_a_mix_and_block_borders():
-    for seed in range(10):
-        rows = [case.requests for case in draw(ALL[0], PLAIN, seed, 5)]
-        assert any(all(r.query == 1 for r in row) for row in rows)
-        assert any(all(r.context == 0 for r in row) for row in rows)
-        assert any(len({r.query for r in row}) > 1 and any(r.context for r in row) for row in rows)
-        assert any(all(r.total % 16 in (15, 0, 1) for r in row) for row in rows)

@@ -118,11 +118,6 @@ def test_what_is_declared_and_what_is_done(one, trial, found):
     assert (made["declared"], made["behaviour"]) == found, made
 
 
-def test_graphs_are_tried_on_cuda_alone():
-    host = _host.LayerHost(CPUAttentionBackend)
-    assert {one.capability for one in trials() if not host.can_try(one)} == {"captured"}
-
-
 @pytest.mark.parametrize(("short", "mixed"), [(False, 16), (True, 1)])
 def test_a_batch_is_captured_with_the_bound_that_the_model_runner_announces(monkeypatch, short, mixed):
     monkeypatch.setattr(_step, "captures_short_queries", lambda config: config == "a configuration" and short)

@@ -69,16 +69,6 @@ def test_what_works_undeclared_fails_for_the_plugins_own_backends_and_with_stric
     assert len(failures(run(declared="no", strict=True)[0])) == len(TRIALS)
 
 
-def test_the_results_file_holds_the_settings_and_every_verdict():
-    data = run(behaviour="wrong", job=Job(backends=("B",), seed=7, cases=2))[0]
-    assert (data["format"], data["ok"], data["host"]["vllm"]) == (1, False, "0.32.0")
-    assert (data["settings"]["seed"], data["settings"]["cases"]) == (7, 2)
-    assert "done" not in data["settings"]
-    assert {(one["verdict"], one["fails"]) for one in data["results"]} == {("wrong", True)}
-    assert data["backends"][0]["path"] == "a.B"
-    assert run()[0]["ok"] is True
-
-
 @pytest.mark.parametrize(
     ("behaviour", "verdicts"),
     [

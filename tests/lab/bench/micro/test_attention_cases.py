@@ -26,12 +26,6 @@ def test_drawn_lengths_have_the_mean_and_the_spread(spread):
     assert statistics.stdev(map(math.log, lengths)) == pytest.approx(spread, rel=0.05)
 
 
-def test_drawn_lengths_have_room_for_the_query_and_an_end():
-    lengths = AttentionCase("decode", 512, 16, 4, 1, spread=1.5).lengths
-    assert (min(lengths), max(lengths)) == (4, 128)
-    assert min(lengths.count(4), lengths.count(128)) > 1
-
-
 @pytest.mark.parametrize("shape", [(1, 1), (5, 5), (9, 4), (7, 1)])
 def test_the_operations_are_those_of_the_pairs_that_the_mask_leaves(shape):
     context, query = shape

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
 from vllm_hwplugin.ops.operations import OPS as OVERRIDABLE
 from vllm_hwplugin_lab.bench.micro import _op_cases as cases
-from vllm_hwplugin_lab.bench.micro._op_cases import Operand
 
 
 def case(start, tokens):
@@ -18,32 +15,6 @@ def case(start, tokens):
 
 def test_every_operation_that_can_stand_under_vllms_name_is_measured():
     assert set(cases.OPS) == set(OVERRIDABLE)
-
-
-def _calls(text):
-    """Operation -> the names that vLLM's Python passes it."""
-    found = {}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("torch.ops._C.", "torch.ops._moe_C.")):
-            found.setdefault(node.func.attr, [ast.unparse(a) for a in node.args])
-    return found
-
-
-@pytest.mark.parametrize("version", ["0.20.2", "0.26.0", "0.33.0"])
-def test_vllm_passes_as_many_arguments_in_that_order(vllm_tree, version):
-    calls = _calls(vllm_tree(version).read("vllm/_custom_ops.py"))
-    aliases = {
-        "out": "output",
-        "result": "output",
-        "scale": "scales",
-        "topk_indices": "topk_ids",
-    }
-    for op in cases.OPS:
-        one = case(op, 8)
-        assert len(calls[op]) - len(one.arguments) in (0, 1), op  # what is left out has a default
-        names = [a.name if isinstance(a, Operand) else None for a in one.arguments]
-        for ours, theirs in zip(names, calls[op], strict=False):
-            assert ours is None or theirs in (ours, aliases.get(ours)), (op, ours, theirs)
 
 
 @pytest.mark.parametrize(

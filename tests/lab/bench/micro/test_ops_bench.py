@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
-from vllm_hwplugin.ops.compile import torch_build
 from vllm_hwplugin_lab.bench.micro import _op_cases as cases
 from vllm_hwplugin_lab.bench.micro import _ops_bench
 from vllm_hwplugin_lab.bench.micro._op_cases import Operand
@@ -42,14 +39,6 @@ def test_an_operation_is_timed_and_one_that_is_wrong_says_where(bench, monkeypat
     facts = bench.measure(cases.VLLM, CASE)
     assert facts["mismatch"].startswith("output: 1 of 8192")
     assert facts["seconds"] >= 0
-
-
-def test_ours_is_missing_where_its_kernel_is_and_says_why(monkeypatch):
-    # Without its kernel the reference would run: that is no figure of the kernel.
-    cpu = dataclasses.replace(torch_build.installed(), cuda=None, musa=None)
-    monkeypatch.setattr(torch_build, "installed", lambda: cpu)
-    with pytest.raises(Missing, match="is a CPU build"):
-        _ops_bench.implementation(cases.OURS, "topk_softmax")
 
 
 def test_vllms_operation_is_looked_for_where_its_libraries_define_it(monkeypatch):

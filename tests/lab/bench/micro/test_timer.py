@@ -45,13 +45,6 @@ def test_the_number_of_launches_and_of_replays_has_bounds(fake_timer, cost, laun
     assert (facts["launches"], facts["repeats"]) == (launches, repeats)
 
 
-def test_the_figure_is_the_median_of_one_launch(fake_timer, monkeypatch):
-    timer = fake_timer()
-    monkeypatch.setattr(timer, "_seconds", lambda replay, repeats: [4.0, 2.0, 9.0])
-    facts, _ = timer.measure([lambda: None] * 2)
-    assert (facts["seconds"], facts["fastest"], facts["slowest"]) == (2.0, 1.0, 4.5)
-
-
 def test_what_the_warm_up_wrote_is_spoiled_before_the_timed_launches(fake_timer):
     timer = fake_timer(cost=1e-3)
     counts = []
