@@ -52,11 +52,6 @@ def _refusing() -> NoReturn:
     raise OSError("libmtml.so: cannot open shared object file")
 
 
-def test_a_moore_threads_host_is_known_by_its_drivers_library(tmp_path: Path) -> None:
-    found = _host.find_platform(_answering(), tmp_path, lambda: ("MTT S5000",))
-    assert (found.kind, found.devices) == ("musa", (_host.Device("MTT S5000"),))
-
-
 def test_device_files_count_where_the_drivers_library_does_not_answer(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "mtgpu.0").touch()
@@ -70,19 +65,6 @@ def test_a_host_without_an_accelerator_is_a_cpu_host(tmp_path: Path) -> None:
     # Who has the package has perhaps a GPU, too.
     assert found.kind == "cpu"
     assert "libmtml.so" in found.evidence
-
-
-def test_tools_are_found_in_the_home_that_is_named(tmp_path: Path) -> None:
-    for name in ("nvcc", "ninja"):
-        tool = tmp_path / "bin" / name
-        tool.parent.mkdir(exist_ok=True)
-        tool.touch(mode=0o755)
-    ask = _answering(nvcc="nvcc: NVIDIA (R)\nCuda compilation tools, release 13.0, V13.0.88\n", ninja="1.13.2\n")
-    tools = {tool.name: tool for tool in _host.find_tools(ask, {"CUDA_HOME": str(tmp_path), "PATH": ""})}
-    assert tools["nvcc"] == _host.Tool("nvcc", str(tmp_path / "bin/nvcc"), "13.0.88")
-    assert (tools["ccache"].path, tools["ccache"].version) == (None, None)
-    tools = {tool.name: tool for tool in _host.find_tools(ask, {"PATH": str(tmp_path / "bin")})}
-    assert tools["ninja"].version == "1.13.2"
 
 
 def test_the_tools_are_those_that_a_build_would_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

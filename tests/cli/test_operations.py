@@ -71,12 +71,6 @@ def test_a_kernel_that_is_not_built_says_what_is_missing() -> None:
     assert found[1].endswith("nvcc not found (install it, or set CUDA_HOME), and without it vLLM's kernel runs")
 
 
-def test_bad_settings_decide_nothing() -> None:
-    settings = Settings({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_STRICT": "bad"})
-    assert {row.serves for row in operation_rows("cuda", settings, TOOLS, (), extension=True)} == {"vllm"}
-    assert operation_problems("cpu", settings) == ()
-
-
 def test_on_where_it_cannot_be_is_one_problem_that_names_the_way_out() -> None:
     assert operation_problems("cpu", Settings({})) == ()
     assert operation_problems("cpu", Settings({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN": "0"})) == ()

@@ -9,7 +9,6 @@ import pytest
 
 from tests.program import program
 from vllm_hwplugin.base import gates
-from vllm_hwplugin.cli.text import table
 from vllm_hwplugin.patching import load_catalogue
 
 WIDTHS = (40, 60, 80, 100, 160)
@@ -31,18 +30,3 @@ def test_no_name_is_cut_or_split(command: str, width: int, monkeypatch: pytest.M
     assert names <= {word for line in lines for word in re.split(r"[\s;:]+", line)}
     # A table of columns that are a few letters wide is hundreds of lines long.
     assert len(lines) < 400
-
-
-@pytest.mark.parametrize("width", [60, 61])
-def test_what_is_left_of_the_width_goes_to_prose(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    lines = table(("name", "what"), [("a-name-that-is-long", "words " * 12), ("b", "")]).splitlines()
-    assert max(map(len, lines)) <= width
-    assert len([line for line in lines if "words" in line]) == 2
-
-
-def test_what_is_wider_than_the_terminal_is_a_paragraph_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
-    assert table(("name", "what", "where"), [("a-name-that-is-long", "a thing", "here"), ("b", "", "")]).split() == [
-        "a-name-that-is-long", "what:", "a", "thing;", "where:", "here", "b"
-    ]  # fmt: skip

@@ -110,11 +110,3 @@ def test_a_killed_writer_loses_nothing_and_hides_nothing(feature: Path, number: 
     assert sorted(os.listdir(feature.parent)) == ["catalogue.toml", "it"]
     _extend(feature, "0.33.0")
     assert read_feature(feature).versions.covers("0.33.0")
-
-
-def test_what_was_put_aside_is_not_lost_to_a_new_feature_of_its_name(feature: Path) -> None:
-    before = read_feature(feature)
-    feature.rename(feature.with_name(".it.old"))
-    with pytest.raises(ChangeError, match="exists already"):
-        create(feature, ABOUT, written([carried("0.33.0")]))
-    assert read_feature(feature) == before

@@ -85,16 +85,6 @@ def test_every_form_gives_what_git_checks_out(repository: Repository, arguments:
 
 
 @needs_git
-def test_a_name_that_git_quotes(tmp_path: Path) -> None:
-    made = Repository(tmp_path / "repository")
-    path = "vllm/v1/größe.py"
-    made.commit("Begin", {path: b"a = 1\n", "vllm/v1/alpha.py": b"a = 1\n"})
-    made.commit("Go on", {path: b"a = 2\n", "vllm/v1/alpha.py": b"a = 2\n"})
-    change = read_change(made.git("-c", "core.quotepath=true", "diff", "HEAD~1"), "it.diff")
-    assert (change.paths, change.left_out) == (["vllm/v1/alpha.py", path], ())
-
-
-@needs_git
 def test_several_commits_are_a_series_of_mails_or_one_diff(repository: Repository) -> None:
     repository.commit("Say it once more", {PATH: b"a = 1\n"})
     with pytest.raises(ChangeError, match="newest first; write them with `git format-patch"):

@@ -117,41 +117,6 @@ def test_the_hook_checks_the_versions_of_the_catalogue(repository: Path, server:
     assert run(command, repository, server).returncode == 1
 
 
-@pytest.mark.slow
-@pytest.mark.network
-def test_pre_commit_runs_the_hook(repository: Path, server: PackageServer, tmp_path: Path) -> None:
-    """Installed from a clone of the last commit, with the catalogue of the hook's default arguments."""
-    pytest.importorskip("pre_commit")
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-c", "user.name=J", "-c", "user.email=j@example.org", *arguments]
-        return subprocess.run(command, cwd=repository, check=True, capture_output=True, text=True).stdout
-
-    def hook(command: str = "run") -> subprocess.CompletedProcess[str]:
-        return run(f"{sys.executable} -m pre_commit {command}", repository, server, **variables)
-
-    variables = {"PRE_COMMIT_HOME": str(tmp_path / "hooks"), "PYTHONPATH": ""}
-    (repository / "our patches").rename(repository / "patches")
-    commit = git("-C", str(ROOT), "rev-parse", "HEAD").strip()
-    where = {"repo": str(ROOT), "rev": commit, "hooks": [{"id": HOOK["id"]}]}
-    (repository / ".pre-commit-config.yaml").write_text(yaml.safe_dump({"repos": [where]}))
-    git("init", "--quiet")
-    git("add", ".")
-    # Only the hook itself reads the index of this test, which has nothing to install.
-    index = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-    variables |= {"PIP_INDEX_URL": "", "PIP_EXTRA_INDEX_URL": ""} | index
-    assert hook("install-hooks").returncode == 0
-    variables |= {"PIP_INDEX_URL": server.url, "PIP_EXTRA_INDEX_URL": ""}
-    done = hook()
-    assert (done.returncode, done.stdout.count("Passed")) == (0, 1), done.stdout
-    diff = repository / "patches" / "total" / "total.diff"
-    diff.write_text(diff.read_text().replace("-    total = 0", "-    total = 2"))
-    git("add", ".")
-    done = hook()
-    assert done.returncode == 1
-    assert "total: drifted (1 of 1 hunks)" in done.stdout
-
-
 def test_the_hook_installs_what_the_extra_names() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert HOOK["additional_dependencies"] == extras["workshop"]

@@ -66,11 +66,6 @@ def test_ahead_names_the_work_of_a_release_and_nothing_else(
         assert counted[path] == f"+{added} -{removed}" != "+0 -0"
 
 
-def test_a_listed_version_is_not_ahead(vllm_tree: Callable[[str], Source]) -> None:
-    report = check(load_catalogue(), NEWEST, vllm_tree(NEWEST), ahead=True)
-    assert (report.last, report.changed, exit_status([report])) == (None, (), 0)
-
-
 def test_carry_writes_what_people_have_written(cut: Path, newest: Path, tmp_path: Path) -> None:
     """Byte by byte, but for the features that need somebody."""
     catalogue = tmp_path / "carried"

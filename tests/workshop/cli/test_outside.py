@@ -95,21 +95,6 @@ def test_drift_of_one_catalogue(acme: Path, publish: Callable[..., Path]) -> Non
     assert len(lines(result)) == 1
 
 
-def test_drift_says_where_else_a_patch_is_off(acme: Path, publish: Callable[..., Path]) -> None:
-    """It checks the text, wherever it runs; the platform and the package beside vLLM it only names."""
-    publish("0.33.0")
-    file = acme / "total" / "patch.toml"
-    file.write_text(file.read_text() + 'platform = ["npu", "musa"]\nwith = "acme-npu>=0.33"\n')
-    result = run("drift", "--catalogue", str(acme), "0.33.0")
-    condition = "only on platform npu or musa, with acme-npu>=0.33"
-    assert lines(result) == [
-        "vllm 0.33.0: acme/total: exact",
-        f"vllm: acme/total: {condition}; drift checks only the text",
-    ]
-    assert result.exit_code == 0
-    assert json.loads(run("drift", "--catalogue", str(acme), "0.33.0", "--json", "-").stdout)["exit_status"] == 0
-
-
 def test_drift_of_all_that_the_environment_has(
     acme: Path, publish: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,28 +66,8 @@ def test_diff(small_tree: Callable[..., Path]) -> None:
     assert lines[2].startswith("@@ -6,")
 
 
-def test_diff_of_what_is_not_needed_is_empty(small_tree: Callable[..., Path]) -> None:
-    result = run("diff", "context", "--vllm", f"{small_tree()}@0.25.0")
-    assert (result.exit_code, result.stdout) == (0, "")
-    assert "context: not needed (the fault came with 0.26.0)" in result.stderr
-
-
-def test_diff_of_what_does_not_fit(small_tree: Callable[..., Path]) -> None:
-    tree = small_tree()
-    (tree / ADD).unlink()
-    result = run("diff", "graphs", "--vllm", f"{tree}@0.33.0")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "graphs: target missing" in result.stderr
-
-
 def test_unknown_feature() -> None:
     for command in ("show", "diff"):
         result = run(command, "grpahs")
         assert result.exit_code == 2
         assert result.stderr == "error: unknown feature grpahs; expected one of context, graphs\n"
-
-
-def test_target_that_cannot_be_read() -> None:
-    result = run("diff", "graphs", "--vllm", "absent.whl")
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: absent.whl: no such file or folder")

@@ -151,25 +151,6 @@ def test_an_upstream_fix_is_green_on_its_first_day(
     assert str(feature.not_needed[0].versions) == ">=0.32,<0.33"
 
 
-def test_a_version_that_takes_the_hunks_that_are_there_joins_their_range(trees: list[str], change: Path) -> None:
-    run("import", str(change), "--into", "mine", *trees[:2])
-    older = Path("0.29.0") / PATH
-    older.parent.mkdir(parents=True)
-    older.write_text(OLD)
-    assert run("edit", "mine/add-whole-numbers", "--vllm", tree("0.29.0")).exit_code == 0
-    assert run("save", "add-whole-numbers-0.29.0").exit_code == 0
-    (feature,) = outside.load_outside(Path("mine")).features
-    assert feature.versions.supported() == ["0.29.0", "0.30.0"]
-    assert [[hunk.versions for hunk in file.hunks] for file in feature.files] == [[None]]
-
-
-def test_without_a_catalogue_nothing_is_written(trees: list[str], change: Path, here: Path) -> None:
-    before = {path for path in here.rglob("*") if path.parts[len(here.parts)] != "cache"}
-    result = run("import", "-", *trees[:4], stdin=change.read_bytes())
-    assert result.exit_code == 0, result.output
-    assert {path for path in here.rglob("*") if path.parts[len(here.parts)] != "cache"} == before
-
-
 def test_a_change_that_fits_no_version_begins_in_a_work_tree(trees: list[str], change: Path) -> None:
     """Such as an upstream pull request's, whose main branch has moved on."""
     result = run("import", str(change), "--into", "mine", "--vllm", tree("0.32.0"))
@@ -505,17 +486,6 @@ def test_a_series_over_the_same_lines_is_one_feature(trees: list[str]) -> None:
     (feature,) = outside.load_outside(Path("mine")).features
     assert "Round them" in feature.what
     assert plan("0.31.0").files[PATH].text == "# newer\n" + OVER
-
-
-def test_the_report_is_short(trees: list[str], change: Path) -> None:
-    """The versions first; of the hunks those of the newest one that does not fit."""
-    Path("0.31.0", PATH).write_text(OTHER + "# another\n")
-    short, long = (run("import", str(change), *trees[:6], *more).stdout.splitlines() for more in ((), ("-v",)))
-    versions = [number for number, text in enumerate(short) if text.startswith("vllm 0.")]
-    assert versions == [*range(versions[0], versions[0] + 3)]
-    assert [text for text in short if text.startswith("hunks that do not")] == ["hunks that do not fit 0.32.0:"]
-    assert "-v shows the hunks that do not fit 0.31.0" in short
-    assert "hunks that do not fit 0.31.0:" in long
 
 
 def test_a_work_tree_begins_with_a_diff_from_inside_the_package_but_with_no_series(trees: list[str]) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Tree
 from tests.cpu_seconds import patience, wait_until
 from vllm_hwplugin_workshop.sources import Index, IndexSource, IndexUnreachable, PipConfig, SourceError, _remote
 from vllm_hwplugin_workshop.sources._index import choose, parse_release
@@ -57,13 +56,6 @@ def test_only_the_needed_bytes_are_read(server: Any, index: Index) -> None:
     assert all(wanted is not None for command, path, wanted in server.requests if path.startswith("/files/"))
     assert server.bytes_sent < 1_000_000 < len(server.wheels[NAME])
     assert not index.notes
-
-
-@pytest.mark.usefixtures("wheels")
-def test_which_files_differ_is_known_without_reading_them(server: Any, index: Index) -> None:
-    found = IndexSource("0.33.0", index).checksums()
-    assert found == {path: zlib.crc32(text.encode()) for path, text in FILES.items()}
-    assert server.bytes_sent < 1_000_000
 
 
 @pytest.mark.usefixtures("wheels")
@@ -136,17 +128,6 @@ def test_truncated_wheel_on_the_server(server: Any, index: Index, wheels: Path) 
         IndexSource("0.33.0", index).read("vllm/a.py")
 
 
-@pytest.mark.usefixtures("wheels")
-def test_connection_that_breaks_off(server: Any, index: Index) -> None:
-    source = IndexSource("0.33.0", index)
-    server.cut = 50_000
-    with pytest.raises(SourceError, match=r"; (check the network|try another index)"):
-        source.read("vllm/a.py")
-    server.wheels.clear()
-    with pytest.raises(IndexUnreachable, match=r"no usable answer \(HTTP 404 Not Found\); check the network"):
-        source.read("vllm/b.py")
-
-
 @pytest.mark.parametrize("hiccup", ["cut", "short", "zeros", "damaged", "closed"])
 def test_a_hiccup_at_any_request_costs_another_request(
     server: Any, tmp_path: Path, write_wheel: WriteWheel, monkeypatch: pytest.MonkeyPatch, hiccup: str
@@ -190,32 +171,12 @@ def test_a_directory_that_was_kept_damaged_is_read_again(server: Any, index: Ind
     assert IndexSource("0.33.0", index).read("vllm/b.py") == "y = 2\n"
 
 
-@pytest.mark.usefixtures("wheels")
-def test_a_test_that_gets_nothing_but_damage_cannot_run(server: Any, index: Index) -> None:
-    server.hiccups = dict.fromkeys(range(1, 20), "zeros")
-    with pytest.raises((pytest.skip.Exception, pytest.fail.Exception), match="not a readable wheel"):
-        Tree("0.33.0", index).read("vllm/a.py")
-
-
 def test_an_answer_without_an_end_is_not_read(server: Any, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_remote, "LARGEST", 1 << 20)
     server.page = b"<!DOCTYPE html>" + b" " * (2 << 20)
     with pytest.raises(SourceError, match="an answer of the package index has"):
         IndexSource("0.33.0", index)
     assert server.bytes_sent <= 3 << 20
-
-
-@pytest.mark.usefixtures("wheels")
-def test_unknown_version(index: Index) -> None:
-    with pytest.raises(SourceError, match=r"^vllm 9\.9: the package index has no wheel of this version; .* 0\.33\.0$"):
-        IndexSource("9.9", index)
-
-
-def test_no_network(tmp_path: Path) -> None:
-    with pytest.raises(
-        IndexUnreachable, match=r"^127\.0\.0\.1: no usable answer \(Connection refused\).*name a wheel file"
-    ):
-        IndexSource("0.33.0", offline(tmp_path))
 
 
 @pytest.mark.usefixtures("wheels")
@@ -230,12 +191,6 @@ def test_no_network_after_the_first_time(index: Index, tmp_path: Path) -> None:
         source.read("vllm/b.py")
     with pytest.raises(IndexUnreachable):
         IndexSource("0.32.0", later)
-
-
-def test_index_that_refuses(server: Any, index: Index) -> None:
-    server.status = 403
-    with pytest.raises(IndexUnreachable, match=r"no usable answer \(.*403"):
-        IndexSource("0.33.0", index)
 
 
 def test_page_that_is_no_index(server: Any, index: Index) -> None:
@@ -327,21 +282,6 @@ def test_no_address_gives_its_secret_away(server: Any, tmp_path: Path, address: 
             IndexSource("0.33.0", Index(config, tmp_path / "cache", retries=0))
         assert "s3cr3t" not in str(caught.value)
         assert "hunter2" not in str(caught.value)
-
-
-@pytest.mark.network
-@pytest.mark.parametrize(
-    ("version", "wheel"),
-    [
-        ("0.20.1", "vllm-0.20.1-1-cp38-abi3-manylinux_2_35_x86_64.whl"),
-        ("0.23.0", "vllm-0.23.0-2-cp38-abi3-manylinux_2_28_x86_64.whl"),
-    ],
-)
-def test_real_index(vllm_tree: Callable[[str], Any], version: str, wheel: str) -> None:
-    """Versions of which there are several builds: the newest is read."""
-    tree = vllm_tree(version)
-    assert (tree.version, tree.label) == (version, wheel)
-    assert f"'{version}'" in tree.read("vllm/_version.py")
 
 
 @pytest.mark.parametrize(

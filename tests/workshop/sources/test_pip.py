@@ -31,11 +31,6 @@ def test_environment_outweighs_files_and_install_outweighs_global() -> None:
     )
 
 
-def test_nothing_is_configured() -> None:
-    """Then pip's built-in default counts, which is not for this code to write down."""
-    assert parse_config("") == PipConfig()
-
-
 def test_pip_itself_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both a configuration file and PIP_* variables arrive."""
     (tmp_path / "pip.conf").write_text("[global]\nindex-url = http://file.test/simple\nproxy = http://proxy.test:1\n")

