@@ -83,7 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
 CHECKSUMS: dict[str, dict[str, int]] = {}
 
 
-def versions(*paths: str, among: Sequence[str] = SUPPORTED) -> list[Any]:
+def versions(*paths: str, among: Sequence[str] = SUPPORTED, each_text: bool = True) -> list[Any]:
     """Values for a parameter ``version`` of a test that reads these files of vLLM, as their text is.
 
     Those are the first version and the last, and as few more as have each hunk of the project's in these files; 0.26.0
@@ -93,6 +93,7 @@ def versions(*paths: str, among: Sequence[str] = SUPPORTED) -> list[Any]:
     Args:
         paths: files, and folders, which end with a slash; from ``vllm/`` on.
         among: versions, oldest first.
+        each_text: whether `--all-versions` adds any.
     """
     made: list[Any] = []
     quick = {among[0], among[-1], *(_versions_of_hunks(paths, tuple(among)) or ["0.26.0"])}
@@ -102,7 +103,7 @@ def versions(*paths: str, among: Sequence[str] = SUPPORTED) -> list[Any]:
         texts = checksums and {path: of for path, of in checksums.items() if path.startswith(paths)}
         if version in quick:
             made.append(version)
-        elif CHECKSUMS and (texts is None or texts != before):
+        elif each_text and CHECKSUMS and (texts is None or texts != before):
             made.append(pytest.param(version, marks=pytest.mark.slow))
         before = texts
     return made

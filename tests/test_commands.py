@@ -23,8 +23,6 @@ from tests.program import program
 from vllm_hwplugin.cli._app import COMMANDS
 from vllm_hwplugin.cli.parser import Parser
 
-from .conftest import cannot_run
-
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -58,8 +56,6 @@ OWN = sorted(
     {words[1:] for words in ALL if words[0] == "vllm-hwplugin"}
     | {words[3:] for words in ALL if words[:3] == ("python", "-m", "vllm_hwplugin.cli")}
 )
-# Those that end by themselves, without a network, a GPU or an engine.
-QUICK = [words for words in OWN if words in {("doctor",), ("drift",), ("gates",), ("patches",)}]
 
 
 class _Misused(Exception):
@@ -99,28 +95,12 @@ def _understood(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> bool:
 def test_the_pages_name_commands_of_every_kind() -> None:
     assert {"vllm-hwplugin", "make", "python", "pip", "vllm"} <= {words[0] for words in ALL}
     assert {words[0] for words in OWN} == set(COMMANDS)
-    assert len(QUICK) == 4
 
 
 @pytest.mark.parametrize("words", OWN, ids=" ".join)
 def test_the_program_has_the_command_and_its_options(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     assert _understood(words, monkeypatch)
     assert not _understood([*words, "--no-such-option"], monkeypatch)
-
-
-@pytest.mark.parametrize("words", QUICK, ids=" ".join)
-def test_what_is_quick_runs_and_finds_nothing_wrong(words: tuple[str, ...], tmp_path: Path) -> None:
-    if words == ("drift",) and importlib.util.find_spec("vllm") is None:
-        cannot_run("no vLLM is installed")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_hwplugin.cli", *words],
-        env={**environ, "VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -105,13 +104,6 @@ def test_values_are_read(name: str, raw: str, value: gates.Value) -> None:
     assert (found.value, found.source, found.raw) == (value, "environment", raw)
 
 
-@pytest.mark.parametrize(("raw", "choice"), [("off", "off"), ("restore", "auto"), ("scrub", "auto"), ("stage", "auto")])
-def test_a_mode_of_a_feature_lets_it_be_live(raw: str, choice: str) -> None:
-    found = gates.read("VLLM_HWPLUGIN_NWOR_MODE", {"VLLM_NWOR_MODE": raw})
-    assert (found.gate.switches, found.choice) == (True, choice)
-    assert not gates.BY_NAME["VLLM_HWPLUGIN_PLATFORM"].switches
-
-
 @pytest.mark.parametrize(
     ("name", "raw", "good"),
     [
@@ -133,14 +125,6 @@ def test_a_bad_value_names_the_variable_and_lists_the_good_ones(name: str, raw: 
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(("gate", "alias"), ALIASES, ids=[alias.name for _, alias in ALIASES])
-def test_every_spelling_of_an_alias_is_a_value_of_its_gate(gate: gates.Gate, alias: gates.Alias) -> None:
-    for raw in alias.mapping:
-        gates.read(gate, {alias.name: raw})
-    with pytest.raises(gates.GateError, match=rf"{alias.name} \(alias of {gate.name}\)='neither'"):
-        gates.read(gate, {alias.name: "neither"})
-
-
 @pytest.mark.parametrize(
     ("own", "alias", "conflict"),
     [("on", "0", True), ("on", "1", False), ("off", "0", False), ("off", "perhaps\n", True)],
@@ -152,11 +136,6 @@ def test_own_name_wins_over_its_alias_and_says_so_where_that_says_something_else
     assert (found.value, found.source) == (own, "environment")
     assert ("VLLM_MUSA_DRAFT_FULL_WRAP" in (found.conflict or "")) == conflict
     assert (found.conflict or " ").isprintable(), "one line, whatever it holds"
-
-
-def test_strict_mode_in_a_wrong_word_lets_nothing_pass() -> None:
-    assert gates.Settings({gates.STRICT: "perhaps"}).demanded
-    assert not gates.Settings({gates.STRICT: "0"}).demanded
 
 
 def test_a_misspelt_gate_is_found_with_the_name_that_was_meant() -> None:
@@ -193,11 +172,6 @@ def _key_with(monkeypatch: pytest.MonkeyPatch, **environ: str) -> dict[str, obje
     envs = SimpleNamespace(environment_variables={})
     gates.register_with_vllm(envs, OF_FEATURES)
     return {name: getter() for name, getter in envs.environment_variables.items()}
-
-
-def test_vllm_knows_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = _key_with(monkeypatch)
-    assert set(table) == BY_NAME.keys() | {alias.name for _, alias in ALIASES}
 
 
 @pytest.mark.parametrize("name", [name for gate in BY_NAME.values() for name in gate.variables])
@@ -315,14 +289,3 @@ def test_importing_gates_is_quick_and_needs_the_standard_library_only(tmp_path: 
 
 def test_the_documentation_page_is_what_the_table_says() -> None:
     assert gates_page.PAGE.read_text(encoding="utf-8") == gates_page.markdown(), "run `make docs`"
-
-
-def test_since_is_the_release_that_the_changelog_lists_a_feature_under() -> None:
-    text = (Path(__file__).parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
-    # The newest release first, so that the oldest that names a feature is kept.
-    _, *releases = re.split(r"^## \[(?=\d)", text, flags=re.MULTILINE)
-    named = {name: one.partition("]")[0] for one in releases for name in re.findall(r"`([a-z][a-z0-9-]+)`", one)}
-    told = {gate.name: re.match(r"Feature ([a-z0-9-]+):", gate.help) for gate in BY_NAME.values()}
-    since = {match[1]: BY_NAME[name].since for name, match in told.items() if match and match[1] in named}
-    assert since.keys() >= {"draft-full-graph", "engine-report", "nwor"}
-    assert since == {name: named[name] for name in since}

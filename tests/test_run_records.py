@@ -41,13 +41,6 @@ def test_a_run_record_is_written_and_read_back(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_a_decision_is_kept_whenever_it_is_noted(tmp_path: Path) -> None:
-    run_records.note("early", "before the run record")
-    run_records.begin(run_records.new("1"), tmp_path)
-    run_records.note("late", "after it")
-    assert written(tmp_path)["decisions"] == {"early": "before the run record", "late": "after it"}
-
-
 def test_saying_the_same_again_writes_nothing(tmp_path: Path) -> None:
     run_records.begin(run_records.new("1"), tmp_path)
     run_records.note("key", "text")
@@ -174,13 +167,6 @@ def test_so_is_one_with_a_field_of_another_kind(tmp_path: Path, field: str, valu
     left_out: list[str] = []
     assert run_records.read_all(tmp_path, left_out) == []
     assert str(path) in left_out[0]
-
-
-def test_a_field_of_a_later_release_is_no_hindrance(tmp_path: Path) -> None:
-    run_records.begin(run_records.new("1"), tmp_path)
-    (path,) = (tmp_path / "records").glob("*.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"later": 1}))
-    assert len(run_records.read_all(tmp_path)) == 1
 
 
 def test_all_places_are_read_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,12 +47,6 @@ def test_builds_before_a_release_are_in_ranges(version: str, monkeypatch: pytest
     assert Versions(f"=={version}").covers(version)
 
 
-@pytest.mark.parametrize("text", ["0.20.0", ">=0.20.0,latest", ">=", "=>0.20.0"])
-def test_what_is_no_range_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match=r"(?i)invalid specifier"):
-        Versions(text)
-
-
 def test_spelling_and_order_do_not_matter() -> None:
     assert Versions(" <0.22.0, >= 0.20.0") == Versions(">=0.20.0,<0.22.0")
     assert str(Versions("<0.22.0,>=0.20.0")) == ">=0.20.0,<0.22.0"

@@ -190,7 +190,7 @@ def test_counts_follow_their_requests_with_prefix_caching(
     assert counts() == right
 
 
-@pytest.mark.parametrize("version", versions(*FILES))
+@pytest.mark.parametrize("version", versions(*FILES, each_text=False))
 def test_without_prefix_caching_the_device_has_the_counts(version: str, released: Callable[..., Modules]) -> None:
     """A request whose last step had no drafts begins from its first state; the device corrects the others."""
 
@@ -204,7 +204,7 @@ def test_without_prefix_caching_the_device_has_the_counts(version: str, released
     assert counts() == dict.fromkeys("BCD", 1)
 
 
-@pytest.mark.parametrize("version", versions(*FILES))
+@pytest.mark.parametrize("version", versions(*FILES, each_text=False))
 def test_without_asynchronous_scheduling_nothing_changes(version: str, released: Callable[..., Modules]) -> None:
     for mode in ("align", "none"):
         for choices in (OFF, {}):

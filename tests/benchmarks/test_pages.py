@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from benchmarks.pages import ROOT, ResultsError, drawings, outdated, pages
+from benchmarks.pages import ROOT, ResultsError, outdated, pages
 from vllm_hwplugin_lab.bench import read_results
 from vllm_hwplugin_lab.bench.micro import attention_cases, op_cases
 from vllm_hwplugin_lab.bench.table import rows
@@ -52,29 +52,6 @@ def test_what_was_measured_of_kernels_is_measured_again_in_that_order(file, plan
     assert [cell for cell in plan if cell in measured] == measured
 
 
-def test_each_drawing_names_what_it_shows():
-    pytest.importorskip("matplotlib")
-    drawn = drawings()
-    for name in ("benchmarks", "gain", "served", "step"):
-        text = " ".join(re.findall(r">([^<>]+)<", drawn[f"docs/{name}.svg"]))
-        for shown in (r"NVIDIA H\d", r"vLLM 0\.\d+\.\d", r"0\.6[bB]", r"\bV2\b", r"20\d\d-\d\d-\d\d"):
-            assert re.search(shown, text), (name, shown)
-    assert "no device" in drawn["docs/compatibility.svg"]
-
-
-def test_the_drawing_of_a_runners_page_is_of_that_runner():
-    pytest.importorskip("matplotlib")
-    drawn = drawings()["docs/served.svg"]
-    assert ("served.svg" in (ROOT / "docs/model-runner-v2.md").read_text(), "v2-tail-graph" in drawn) == (True, True)
-    assert "v1-" not in drawn
-
-
-def test_old_results_are_on_the_benchmarks_page_with_their_day(tree):
-    page = pages(tree)["docs/benchmarks.md"].splitlines()
-    (line,) = [line for line in page if line.startswith("| 0.20.2 | V1 | Qwen3-0.6B, eagle3")]
-    assert line.endswith("| 2026-11-26 |")
-
-
 def readme_rows(tree):
     """README's targets -> their cells."""
     page = pages(tree)["README.md"]
@@ -115,55 +92,6 @@ def test_readme_has_at_most_six_targets_and_leads_with_a_figure_that_holds(tree)
     assert len(readme_rows(tree)) == 6
     # The largest speedups are of one round, or where requests queued in the API server.
     assert re.search(r"^\*\*2\.12×\*\* .* 16 concurrent", pages(tree)["README.md"], re.MULTILINE)
-
-
-def test_readme_is_one_screen():
-    page = (ROOT / "README.md").read_text()
-    assert len(page.splitlines()) <= 80
-    first = page.split("\n\n")[1]
-    assert "CUDA graphs" in first.partition(". ")[0]
-    assert (page.count("!["), page.count("\n- ")) == (1, 5)
-    assert page.index("×") < page.index("pip install") < page.index("\n- ") < page.index("| ---") < page.index("![")
-    for heading in ("**Who does not gain**", "## What does it cost?", "## The way back"):
-        assert heading in page
-
-
-def test_loads_of_several_numbers_of_api_servers_stand_together(tree):
-    """Two more files of the newest load: by four API servers, and without HTTP, which only has the largest load."""
-    heading = "## When the API server is the limit"
-    for count in (4, 0):
-        copy = tree / SERVED.replace("-256", f"-256-{count}")
-        copy.write_text((tree / SERVED).read_text())
-
-        def asked(results, count=count):
-            results["settings"]["api_server_count"] = count
-            for side in results["cases"][0]["sides"].values():
-                loads = side["loads"]
-                side["loads"] = {name: load for name, load in loads.items() if count or load["concurrency"] == 256}
-                for load in side["loads"].values():
-                    load["ttft_ms"]["p99"] = 10.0 + count
-                    if not count:
-                        del load["cpu"]["server"]
-
-        change(copy, asked)
-    page = pages(tree)["docs/benchmarks.md"]
-    part = page.partition(heading)[2].partition("## ")[0]
-    lines = [line.split(" | ") for line in part.splitlines() if line.startswith("| 0.33")]
-    for side in ("V2 unpatched", "V2 patched"):
-        largest = [line for line in lines if line[2:4] == ["256", side]]
-        assert [line[4] for line in largest] == ["one API server", "3 API servers", "4 API servers", "no HTTP"]
-        assert [line[7] for line in largest[2:]] == ["14.0", "10.0"]
-        assert [line[10] == "-" for line in largest] == [False, False, False, True]
-    assert len([line for line in lines if line[2] == "64"]) == 6
-    # What clients of a server see has the servers in its rows, and nothing that no server answered.
-    clients = page.partition("## What do clients see?")[2].partition("## ")[0]
-    rows = [line.split(" | ")[2:4] for line in clients.splitlines() if line.startswith("| 0.33.0")]
-    assert [target for target, loads in rows if "256" in loads] == [
-        "Qwen3-0.6B, eagle3 k=3, 4 API servers",
-        "Qwen3-0.6B, eagle3 k=3",
-        "Qwen3-0.6B, eagle3 k=3, 3 API servers",
-    ]
-    assert not [target for target, _ in rows if "HTTP" in target]
 
 
 def test_a_loss_is_called_a_loss(tree):

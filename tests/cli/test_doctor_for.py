@@ -21,17 +21,22 @@ SMALL = Path(__file__).parent.parent / "assets" / "small"
 SPECULATION = {"method": "eagle3", "model": str(SMALL / "eagle3"), "num_speculative_tokens": 6}
 
 
-def doctor(tmp_path: Path, *more: str, **speculation: Any) -> tuple[int, dict[str, Any]]:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where vLLM has not inspected these models before the first test."""
+    return tmp_path_factory.mktemp("planned")
+
+
+def doctor(folder: Path, *more: str, **speculation: Any) -> tuple[int, dict[str, Any]]:
     """Exit status and results for a server of at most six requests, on a GPU that is not here."""
     draft = json.dumps(SPECULATION | speculation)
     words = ["vllm", "serve", str(SMALL / "target"), "--speculative-config", draft, "--max-num-seqs", "6", *more]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM")}
-    cache = tmp_path / "cache"
+    cache = folder / "cache"
     done = subprocess.run(
         [sys.executable, "-m", "vllm_hwplugin", "doctor", "--json", "--gpu", "9.0", "--for", shlex.join(words)],
         env=kept
-        # vLLM has not inspected these models before.
-        | {"VLLM_HWPLUGIN_CACHE_DIR": str(cache), "VLLM_CACHE_ROOT": str(tmp_path / "vllm"), "TMPDIR": str(tmp_path)}
+        | {"VLLM_HWPLUGIN_CACHE_DIR": str(cache), "VLLM_CACHE_ROOT": str(folder / "vllm"), "TMPDIR": str(folder)}
         | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -43,8 +48,8 @@ def doctor(tmp_path: Path, *more: str, **speculation: Any) -> tuple[int, dict[st
 
 
 @pytest.mark.engine
-def test_the_answer_is_that_of_vllms_own_configuration(tmp_path: Path) -> None:
-    status, found = doctor(tmp_path, "--max-cudagraph-capture-size", "41", suffix_decoding_max_tree_depth=8)
+def test_the_answer_is_that_of_vllms_own_configuration(folder: Path) -> None:
+    status, found = doctor(folder, "--max-cudagraph-capture-size", "41", suffix_decoding_max_tree_depth=8)
     assert (status, found["refused"]) == (0, "")
     assert found["described"] == "Model Runner V2, eagle3 k=6, cudagraph_mode FULL_AND_PIECEWISE"
     assert found["uses"]["v2-tail-graph"]["used"]
@@ -57,8 +62,8 @@ def test_the_answer_is_that_of_vllms_own_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-def test_what_vllm_refuses_is_a_problem(tmp_path: Path) -> None:
-    status, found = doctor(tmp_path, "--max-model-len", "10000000")
+def test_what_vllm_refuses_is_a_problem(folder: Path) -> None:
+    status, found = doctor(folder, "--max-model-len", "10000000")
     assert status == 1
     assert "max_model_len" in found["refused"]
 

@@ -80,7 +80,7 @@ def test_what_is_imported_early_and_what_dflash_forces_needs_new_bodies_alone(
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-@every_version
+@pytest.mark.parametrize("version", versions("vllm/", each_text=False))
 def test_git_makes_the_same_text(
     vllm_tree: Callable[[str], Source], catalogue: Catalogue, version: str, tmp_path: Path
 ) -> None:
@@ -100,10 +100,3 @@ def test_git_makes_the_same_text(
         subprocess.run(command, cwd=folder, input=render_diff(feature, source).encode(), check=True)
         for path, file in files.items():
             assert (folder / path).read_bytes().decode() == file.text, path
-
-
-def test_a_feature_has_one_diff_for_each_file(catalogue: Catalogue) -> None:
-    """Two would be two places to look for what is done to one file."""
-    for feature in catalogue.features:
-        paths = [file.path for file in feature.files]
-        assert len(paths) == len(set(paths)), feature.id

@@ -105,18 +105,6 @@ def test_requirements_come_first(write: Write) -> None:
     assert catalogue.feature("three") is None
 
 
-def test_other_things_in_the_folder(write: Write) -> None:
-    folder = write()
-    (folder / "README.md").write_text("how")
-    (folder / "__pycache__").mkdir()
-    (folder / ".git").mkdir()
-    assert len(load_catalogue(folder).features) == 1
-
-
-def test_empty_folder(tmp_path: Path) -> None:
-    assert load_catalogue(tmp_path).features == ()
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -153,13 +141,6 @@ def test_refused(write: Write, old: str, new: str, message: str) -> None:
         load_catalogue(folder)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_long_circle(write: Write) -> None:
-    write(("requires = []", 'requires = ["two"]'), name="one")
-    folder = write(("requires = []", 'requires = ["one"]'), name="two")
-    with pytest.raises(CatalogueError, match="in a circle: one -> two -> one"):
-        load_catalogue(folder)
 
 
 def test_unreadable(tmp_path: Path, write: Write) -> None:

@@ -7,7 +7,7 @@ import pytest
 from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.patching import Catalogue, Feature
 from vllm_hwplugin.patching._evaluate import Texts, fit
-from vllm_hwplugin.patching.texts import Conflict, FileDiff, NotNeeded, Status
+from vllm_hwplugin.patching.texts import Conflict, FileDiff, Status
 from vllm_hwplugin_workshop.verdicts import evaluate, evaluate_together
 
 from .texts import ALPHA, GATE_2, OTHER, PATH, Memory, feature, file_diff
@@ -40,12 +40,6 @@ def test_own_hunks_in_conflict() -> None:
     )
     verdict = evaluate(twice, Memory())
     assert (verdict.status, PATH in verdict.reason) == (Status.CONFLICT, True)
-
-
-def test_not_needed_reads_nothing() -> None:
-    two = feature(*ONE.files, versions=">=0.30.0", not_needed=[NotNeeded(Versions("<0.30.0"), "no such fault")])
-    verdict = evaluate(two, Memory({}, version="0.29.0"))
-    assert (verdict.status, verdict.reason) == (Status.NOT_NEEDED, "no such fault")
 
 
 @pytest.mark.parametrize(
@@ -120,20 +114,3 @@ def test_conflict_names_both_the_file_and_the_lines() -> None:
     (conflict,) = conflicts_of(catalogue, Memory())
     assert conflict == Conflict(PATH, ("a", "b"), (9, 10))
     assert str(conflict) == f"a and b both change {PATH} at lines 9 to 10"
-
-
-def test_insertions_at_one_point_are_in_conflict() -> None:
-    catalogue = Catalogue((changes("line 10\n", "line 10\nx\n", "a"), changes("line 11\n", "y\nline 11\n", "b")))
-    assert [conflict.lines for conflict in conflicts_of(catalogue, Memory())] == [(11, 11)]
-
-
-def test_only_what_applies_can_be_in_conflict() -> None:
-    half = feature(
-        file_diff(ALPHA, ALPHA.replace("line 10\n", "X\n")),
-        file_diff(BETA, BETA + "end\n", OTHER),
-        name="b",
-        gate=GATE_2,
-    )
-    catalogue = Catalogue((changes("line 10\n", "ten\n", "a"), half))
-    assert len(conflicts_of(catalogue, Memory({PATH: ALPHA, OTHER: BETA}))) == 1
-    assert conflicts_of(catalogue, Memory()) == []

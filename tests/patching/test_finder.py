@@ -177,16 +177,6 @@ def test_a_hook_that_wraps_finders_sees_the_copy(finder: CopyFinder, first: bool
     assert module.__spec__.loader_state is hook
 
 
-def test_of_several_hooks_each_is_asked(finder: CopyFinder) -> None:
-    hooks = [Wrapping(), Wrapping()]
-    sys.meta_path[1:1] = hooks
-    module = importlib.import_module(ALPHA)
-    assert module.answer() == "patched"
-    assert all(ALPHA in hook.seen for hook in hooks)
-    # The first has the last word.
-    assert module.__spec__.loader_state is hooks[0]
-
-
 def test_what_a_hook_finds_of_another_file_does_not_count(finder: CopyFinder, site: Path) -> None:
     class Stock:
         def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
@@ -252,9 +242,3 @@ def test_another_tree_under_the_same_name_ends_the_import(finder: CopyFinder, tm
     package.__path__ = [str(other.parent)]
     with pytest.raises(ImportError, match="start again with one finder_sample on the path"):
         importlib.import_module(f"{PACKAGE}.v1")
-
-
-def test_a_path_written_another_way_is_the_same_tree(finder: CopyFinder, site: Path, tmp_path: Path) -> None:
-    (tmp_path / "linked").symlink_to(site)
-    importlib.import_module(PACKAGE).__path__ = [str(tmp_path / "linked" / PACKAGE)]
-    assert importlib.import_module(f"{PACKAGE}.v1").WHO == "patched"

@@ -107,11 +107,6 @@ def test_a_vendors_wheel_that_holds_a_vllm_is_not_taken_for_its_version(site: Pa
     assert (find_installed().dist, find_installed().version) == ("vllm-musa", "0.28.0")
 
 
-def test_a_tree_on_the_path_is_asked_by_its_version_file(site: Path) -> None:
-    version_file(site, "0.33.0")
-    assert find_installed().version == "0.33.0"
-
-
 def test_an_editable_install_without_a_version_file_is_asked_by_its_origin(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

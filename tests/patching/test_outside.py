@@ -156,15 +156,6 @@ def test_a_condition_that_cannot_be_read_leaves_the_catalogue_out(acme: Project,
         load_outside(acme.folder / "acme")
 
 
-def test_another_text_of_the_catalogue_is_another_fingerprint(acme: Project) -> None:
-    """A gate has the same value then; a graph that was compiled from the other text must not be found."""
-    show = "print(install().fingerprint)"
-    first = acme.run(show, **folders(acme, "acme"))
-    file = acme.folder / "acme" / "fix" / "edit.diff"
-    file.write_text(file.read_text().replace('+    return "patched"', '+    return "again"'))
-    assert acme.run(show, **folders(acme, "acme")) != first
-
-
 def test_a_module_that_is_loaded_while_patches_are_put_in_force_hides_no_gate(acme: Project) -> None:
     """The new text of a module that is imported already brings in another patched one, before all is settled."""
     edits = {
@@ -426,8 +417,3 @@ def test_a_default_of_on_demands_the_feature_of_everybody(acme: Project) -> None
     newer(acme)
     assert acme.start("install()", **folders(acme, "acme")).returncode != 0
     acme.run("assert not install().live", **folders(acme, "acme"), **{FIX: "auto"})
-
-
-def test_a_folder_that_is_not_there_is_said_with_what_is_expected(project: Project) -> None:
-    (trouble,) = found(project, "missing").troubles
-    assert "missing is not there; expected a folder with a catalogue.toml" in trouble.reason

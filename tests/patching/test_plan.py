@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from tests.cpu_seconds import slowness
 from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.patching import Catalogue, Feature, PatchingError, find_unneeded, make_plan
 from vllm_hwplugin.patching.texts import NotNeeded, Plan, Source, UnreadableFile
@@ -51,20 +48,6 @@ def test_a_drifted_line_turns_exactly_that_feature_off() -> None:
     assert plan.files[PATH].text == ALPHA.replace("line 15\n", "line 15\nand more\n")
     assert list(plan.files) == [PATH]
     assert OTHER in plan.features["one"].reason
-
-
-def test_off_reads_nothing() -> None:
-    class Closed(Memory):
-        def read(self, path: str) -> str | None:
-            raise AssertionError(path)
-
-    plan = plan_of(ONE, TWO, source=Closed(), **{GATE: "off", GATE_2: "off"})
-    assert states(plan) == {"one": "off", "two": "off"}
-    assert plan.features["one"].reason == f"{GATE}=off"
-    assert (plan.files, plan.fingerprint) == ({}, "none")
-    # Nor is it missed where its library is not installed.
-    plan = make_plan(Catalogue((ONE,)), Closed(), {GATE: "off"}, strict=True, refused={"one": "no such library"})
-    assert (states(plan), plan.errors) == ({"one": "off"}, ())
 
 
 def test_on_that_cannot_be_is_an_error() -> None:
@@ -138,13 +121,6 @@ def test_a_file_that_cannot_be_read_loses_its_own_features_alone() -> None:
         assert f"{OTHER} is torn" in plan.features["one"].reason
 
 
-def test_requirement_that_vllm_meets_itself() -> None:
-    """What the one feature would bring is there, so the other has what it needs."""
-    needs = TWO._replace(requires=("one",))
-    mended = ONE._replace(versions=Versions("<0.32.0"), not_needed=(NotNeeded(Versions(">=0.32.0"), "mended"),))
-    assert states(plan_of(mended, needs)) == {"one": "not-needed", "two": "live"}
-
-
 def test_conflict_refuses_the_later_feature() -> None:
     rival = feature(file_diff(ALPHA, ALPHA.replace("line 3\n", "III\n")), name="rival", gate=GATE_2)
     plan = plan_of(ONE, rival)
@@ -191,25 +167,6 @@ def test_render_diff_of_a_missing_final_newline() -> None:
 def test_render_diff_of_what_does_not_apply() -> None:
     with pytest.raises(PatchingError, match="target-missing"):
         render_diff(ONE, Memory({PATH: ALPHA}))
-
-
-def test_large_files_are_quick() -> None:
-    """Part of every process's start: ten files of six thousand lines, three hunks in each, all of them moved."""
-    text = "".join(f"    value_{number} = compute(self.thing_{number % 50}, {number})\n" for number in range(6000))
-    files = {f"vllm/v1/large_{index}.py": text for index in range(10)}
-    changed = text
-    for number in (100, 3000, 5900):
-        changed = changed.replace(f"value_{number} =", "value =")
-    big = feature(*(file_diff(text, changed, path) for path in files))
-    source = Memory(dict.fromkeys(files, "new\n" + text))
-
-    def seconds() -> float:
-        start = time.process_time()
-        assert states(plan_of(big, source=source)) == {"one": "live"}
-        return time.process_time() - start
-
-    # The quickest of a few, as a busy machine is not what is measured; 150 ms is all that a cold start may cost.
-    assert min(seconds() for _ in range(7)) < 0.15 * max(1, slowness())
 
 
 def test_an_own_feature_for_other_hosts_is_not_needed_also_where_it_is_demanded() -> None:

@@ -205,18 +205,6 @@ def test_collections_may_parse_meanwhile(live: Live, collections_that_parse: Non
     assert gc.isenabled()
 
 
-def test_methods_of_every_kind_are_swapped(live: Live) -> None:
-    runner = live.module.Runner()
-    live.apply(
-        ('"stock " + super()', '"patched " + super()'),
-        ('def plainly(self):\n        return "stock"', 'def plainly(self):\n        return "patched"'),
-        ('def static():\n        return "stock"', 'def static():\n        return "patched"'),
-        ('"stock " + cls', '"patched " + cls'),
-    )
-    assert (runner.greet(), runner.plainly(), runner.static()) == ("patched parent", "patched", "patched")
-    assert runner.made() == "patched Runner"
-
-
 def test_a_wrapped_function_is_swapped_inside_its_wrapper(live: Live, decorators: None) -> None:
     text = 'from decorators import instrument\n\n@instrument\ndef f():\n    return "stock"\n'
     live.says(text)

@@ -355,11 +355,3 @@ def test_what_flash_attention_4_needs_is_looked_for(monkeypatch: pytest.MonkeyPa
         assert attention.missing_for_fa4() == ""
     finally:
         attention.missing_for_fa4.cache_clear()
-
-
-@every_version
-def test_these_are_what_flash_attention_4_imports(version: str, vllm_tree: Callable[[str], Any]) -> None:
-    text = vllm_tree(version).read("vllm/vllm_flash_attn/cute/interface.py")
-    assert text is not None
-    assert "\nimport cutlass\n" in text
-    assert "\nfrom quack." in text

@@ -12,7 +12,7 @@ import pytest
 
 from vllm_hwplugin import musa
 from vllm_hwplugin.musa.host import MUSA_MODULES, Musa
-from vllm_hwplugin.platforms._offer import CLASSES, Decision, ask_vllm, decide, probe_musa, settle
+from vllm_hwplugin.platforms._offer import CLASSES, ask_vllm, decide, probe_musa
 
 from . import standins
 from .realvllm import own
@@ -74,12 +74,6 @@ def test_moore_threads_is_looked_for_only_where_it_matters() -> None:
 
     for choice, builtins in (("auto", ("cuda",)), ("auto", ("cpu",)), ("cuda", ()), ("off", ())):
         decide(choice, builtins, fail)
-
-
-def test_without_rivals_or_without_a_class_nothing_changes() -> None:
-    offered, nothing = Decision("cuda", "it fits"), Decision(None, "it does not")
-    assert settle("auto", offered, ()) is offered
-    assert settle("auto", nothing, ("vendor",)) is nothing
 
 
 def test_vllms_own_probes_decide_and_one_that_fails_is_not_there() -> None:

@@ -39,15 +39,6 @@ def entry(monkeypatch: pytest.MonkeyPatch) -> run_records.RunRecord:
     return made
 
 
-def test_configurations_without_dflash_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(patching, "install", lambda: calls.append("install"))
-    vllm_config = made_by_vllm(uses_dflash=False)
-    vllm_config.speculative_config = None
-    dflash.check_and_update_config(vllm_config)
-    assert not calls
-
-
 def test_the_patches_are_forced_for_dflash_only(entry: run_records.RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     forced: list[str] = []
     monkeypatch.setattr(patching, "force", lambda: forced.append("forced"))

@@ -38,14 +38,6 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     return set_up
 
 
-def test_an_nvidia_host_is_offered_the_cuda_class_and_says_so_once(host: Any, caplog: pytest.LogCaptureFixture) -> None:
-    host("cuda")
-    caplog.set_level(logging.INFO, "vllm.hwplugin")
-    assert [plugin.platform(), plugin.platform()] == [CLASSES["cuda"]] * 2
-    (line,) = caplog.messages
-    assert line == f"platform: {CLASSES['cuda']}: vLLM's detection chooses CUDA"
-
-
 def test_a_child_does_not_repeat_it(
     host: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,13 +45,6 @@ def test_a_child_does_not_repeat_it(
     monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore")
     caplog.set_level(logging.INFO, "vllm.hwplugin")
     assert plugin.platform() == CLASSES["cuda"]
-    assert caplog.messages == []
-
-
-def test_a_cpu_build_is_offered_nothing_and_the_log_stays_quiet(host: Any, caplog: pytest.LogCaptureFixture) -> None:
-    host("cpu")
-    caplog.set_level(logging.INFO, "vllm.hwplugin")
-    assert plugin.platform() is None
     assert caplog.messages == []
 
 
@@ -174,12 +159,3 @@ def test_the_record_says_when_vllm_did_not_ask(host: Any) -> None:
     entry = run_records.current()
     assert entry is not None
     assert entry.decisions["platform"].startswith("no platform class: vLLM did not ask for one; vLLM runs on ")
-
-
-def test_without_a_record_nothing_is_noted(host: Any) -> None:
-    host("cuda")._current_platform = object()
-    _offer.note_used()
-    run_records.begin(run_records.new("0.1.0"), None)
-    entry = run_records.current()
-    assert entry is not None
-    assert entry.decisions == {}

@@ -136,18 +136,6 @@ def test_side_by_side_all_start_before_one_is_ready(engines):
     assert sorted(done()[:3]) == ["a starts", "b starts", "c starts"]
 
 
-def test_a_side_that_dies_is_left_out_and_the_others_go_on(engines):
-    jobs, done = engines("a", "b", dies_of="round")
-    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=3, at_once=True, timeout=LONG)
-    assert outcomes["a"].error == "exit code 7"
-    assert outcomes["a"].log_tail == "the reason"
-    # What it measured before is kept.
-    assert len(outcomes["a"].of("measured")) == 2
-    assert outcomes["b"].error is None
-    assert len(outcomes["b"].of("measured")) == 6
-    assert done().count("a round batch 1 1") == 1
-
-
 def test_a_side_that_hangs_is_ended_before_another_is_measured(engines, monkeypatch):
     jobs, done = engines("a", "b", hangs_at="round")
     pids, alive, passed = {}, [], [0.0]

@@ -10,7 +10,7 @@ from tests.program import program
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.bench import Host, read_results
 from vllm_hwplugin_lab.bench.micro import _supervise as cells
-from vllm_hwplugin_lab.bench.micro import attention_cases, op_cases
+from vllm_hwplugin_lab.bench.micro import op_cases
 from vllm_hwplugin_lab.cli import _bench_kernels
 
 GPU = Host("cuda", "NVIDIA H200", "580.1", "0.26.0", "2.11.0", "3.12.3", 16)
@@ -45,15 +45,6 @@ def run(monkeypatch, tmp_path):
         return result, read_results(file.read_text()) if file.exists() else None, asked
 
     return call
-
-
-def test_attention_measures_the_whole_plan(run):
-    result, found, ((job, todo, seconds),) = run("attention", "--seconds", "50", "--seed", "7")
-    assert result.exit_code == 0, result.output
-    assert todo == list(attention_cases.plan())
-    assert (job["kind"], job["seed"], seconds) == ("attention", 7, 50)
-    assert (found["kind"], len(found["cells"]), found["settings"]["seed"]) == ("attention", len(todo), 7)
-    assert found["host"]["vllm"] == "0.26.0"
 
 
 def test_attention_can_be_narrowed(run):

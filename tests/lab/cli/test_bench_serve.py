@@ -177,19 +177,6 @@ def test_the_page_has_the_verdicts_the_figures_and_what_was_measured(run, tmp_pa
     assert "kv_cache_dtype=fp8" in page.text
 
 
-def test_a_shape_needs_neither_a_model_nor_its_memory_measured(run):
-    arguments = ["--shape", "0.6b", "--method", "dflash", "--k", "15", "--concurrency", "1", "--concurrency", "64"]
-    _, found, ((jobs, _, _, at_once),) = run([*arguments, "--num-prompts", "64"])
-    assert at_once
-    options = jobs["mrv2"].options
-    assert options["load_format"] == "dummy"
-    assert options["speculative_config"]["synthetic_acceptance_length"] == 8.5
-    # 33 layers of 8 heads of 128 keys and values in bfloat16, for 64 of the longest requests.
-    assert options["kv_cache_memory_bytes"] >= 33 * 8 * 128 * 2 * 2 * 64 * options["max_model_len"]
-    assert "skip_tokenizer_init" not in options  # its tokenizer is one that was made for it
-    assert (found["settings"]["shape"], found["settings"]["target"]) == ("0.6b", None)
-
-
 @pytest.mark.parametrize(("memory", "fits"), [(80, False), (141, True)])
 def test_engines_start_alone_where_their_caches_do_not_fit_together(run, memory, fits):
     """An H100 holds no two caches of 256 requests, an H200 does."""

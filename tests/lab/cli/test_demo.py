@@ -83,18 +83,6 @@ def cells(result, name):
     return [cell.strip() for cell in line.strip("│").split("│")]
 
 
-def test_a_gpu_is_timed_after_a_whole_round_and_the_best_of_some_counts(run):
-    result, found, jobs = run(host=GPU)
-    (workload,) = {j.workloads[0] for j in jobs}
-    assert (workload.rounds, workload.warmup_tokens) == (3, workload.max_tokens)
-    row = found["configurations"][2]
-    # Two rounds of four drafts: one round's are shown, of the speeds the best.
-    assert (row["drafts"], row["tokens_per_second"], row["acceptance_length"]) == (4, 4.0, 2.0)
-    assert row["texts_equal"] == row["texts"] == 2
-    assert cells(result, "Eagle3 patched")[1:3] == ["4", "drafter FULL"]
-    assert cells(result, "Eagle3 patched")[3:] == ["4", "2.000", "0.75 0.25", "2/2"]
-
-
 @pytest.mark.parametrize(
     ("failed", "code"), [({"DFlash patched"}, 1), ({"DFlash stock"}, 2), ({"DFlash stock", "DFlash patched"}, 2)]
 )
