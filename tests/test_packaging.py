@@ -126,12 +126,12 @@ def test_a_second_build_holds_what_the_tree_holds_now(built: tuple[Path, Path, P
     shutil.copytree(built[0].parents[1] / "tree", tree)
     assert (tree / "build" / "lib" / "vllm_hwplugin").is_dir()
     (tree / "patches" / "frozen" / "window-blocks").rename(tree / "patches" / "kept-blocks")
-    (tree / "vllm_hwplugin" / "patching" / "_nearest.py").unlink()
+    (tree / "vllm_hwplugin" / "patching" / "_swap.py").unlink()
     _run([sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, tree], tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     moved = "vllm_hwplugin/patches/frozen/window-blocks/", "vllm_hwplugin/patches/kept-blocks/"
     expected = {
-        name.replace(*moved): text for name, text in _content(built[2]).items() if not name.endswith("/_nearest.py")
+        name.replace(*moved): text for name, text in _content(built[2]).items() if not name.endswith("/_swap.py")
     }
     assert _content(wheel) == expected
 

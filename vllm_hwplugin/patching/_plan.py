@@ -91,7 +91,10 @@ def make_plan(
 def _refused_by(
     check: Callable[[PatchedFile], object], plan: Plan, sources: Mapping[str, Source], absent: set[str]
 ) -> dict[str, str]:
-    """Return why features of checked files are refused; `absent` gets those that are off unless demanded."""
+    """Return why features of checked files are refused.
+
+    `absent` gets the features that are off unless demanded.
+    """
     wrong: dict[str, str] = {}
     for file in plan.files.values():
         try:

@@ -85,7 +85,7 @@ def _warn(text: str) -> None:
 
 
 def _block_problem(draft: str, config: Any, num_speculative_tokens: int) -> _Problem | None:
-    """Return why the trained block, if stated, cannot hold the tokens, or None."""
+    """Return why a stated block cannot hold the tokens, or None."""
     # Its tokens are the last accepted one and the masks after it.
     block_size = _positive(_stated(config, "block_size", None))
     if block_size is None or num_speculative_tokens < block_size:
@@ -128,7 +128,7 @@ def _layer_problem(draft: str, config: Any, target: Any) -> _Problem | None:
 
 
 def _width_problem(draft: str, config: Any, target: Any, uses_aux: bool) -> _Problem | None:
-    """Return why the width of the target's states does not fit the draft, or None."""
+    """Return why the target's width does not fit the draft, or None."""
     width = getattr(config, "hidden_size", None)
     expected = _positive((uses_aux and getattr(config, "target_hidden_size", None)) or width)
     actual = getattr(target.hf_text_config, "hidden_size", None)
@@ -180,7 +180,7 @@ def _supports_non_causal(backend: Any) -> bool | None:
 
 
 def _aux_layers(config: Any) -> Iterator[tuple[str, Sequence[int], int]]:
-    """Yield every list of target layers that some version reads, in vLLM's order of precedence.
+    """Yield the lists that some version reads, in vLLM's order.
 
     With the list come its key in config.json and the highest id that a target of n layers has, minus n: -1 if ids
     count layers from 0, 0 if id i is the residual stream after i layers.
@@ -219,7 +219,7 @@ def _mapping(config: Any, name: str) -> Mapping[str, Any]:
 
 
 def _stated(config: Any, name: str, default: Any) -> Any:
-    """Return a value of the config; `dflash_config` takes precedence over the top level, as in vLLM."""
+    """Return a config's value; `dflash_config` comes first, as in vLLM."""
     return _mapping(config, "dflash_config").get(name, getattr(config, name, default))
 
 

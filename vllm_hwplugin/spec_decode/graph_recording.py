@@ -388,7 +388,9 @@ def exchanged_later() -> Iterator[None]:
 
 
 def agreed(function: Callable[..., Any], data_parallel: bool) -> Callable[..., Any]:
-    """Wrap `function` to raise if a rank, as of `all_ranks`, failed since the last call.
+    """Wrap `function` to raise if a rank failed since the last call.
+
+    `data_parallel` is as for `all_ranks`.
 
     Raises:
         RecordingFailed: it failed on another rank, as every rank knows.

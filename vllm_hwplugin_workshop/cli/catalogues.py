@@ -102,7 +102,7 @@ def find_feature(catalogue: Catalogue, name: str) -> Feature:
 
 
 def condition_of(feature: Feature) -> str:
-    """Return where a feature may run, besides the versions of its distribution; empty: anywhere."""
+    """Return where a feature may run, besides versions; empty: anywhere."""
     platform = [f"on platform {' or '.join(feature.platforms)}"] if feature.platforms else []
     return ", ".join([*platform, *([f"with {feature.companion}"] if feature.companion else [])])
 

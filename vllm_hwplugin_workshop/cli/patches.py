@@ -69,7 +69,7 @@ def show(arguments: Sequence[str]) -> int:
     parser = Parser(
         "patches show",
         "Show what a feature changes and why, its origin, and when it is removed.",
-        ["patches show draft-full-graph", "patches show v2-tail-graph"],
+        ["patches show draft-full-graph", "patches show v2-step-inputs"],
     )
     parser.add_argument("feature", metavar="FEATURE", help="The feature's id, as `patches` lists it.")
     feature = find_feature(all_features(), parser.read(arguments).feature)

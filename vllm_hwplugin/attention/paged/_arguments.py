@@ -99,7 +99,7 @@ def refuse_heads(num_heads: int, num_kv_heads: int) -> str | None:
 
 
 def check_heads(query: torch.Tensor, keys: torch.Tensor) -> Checks:
-    """Check the shapes that the plan of a launch divides; return a call's further checks."""
+    """Check the shapes that a plan divides; return further checks."""
     checks = Checks("paged_attention", "query", query, ValueError)
     checks.that(query.dim() == 3, f"query has shape {tuple(query.shape)}, expected [tokens, heads, head size]")
     checks.that(

@@ -137,12 +137,12 @@ def drafter_obstacle(proposer: Any, target_mode: CUDAGraphMode, *, together: boo
 
 
 def plan_before_capture(proposer: Any, target_mode: CUDAGraphMode) -> DraftKeys | str:
-    """Return the most that a `SpecDecodeBaseProposer` could capture in `target_mode`, or why nothing."""
+    """Return the most that a proposer could capture, or why nothing."""
     return drafter_obstacle(proposer, target_mode) or _planned(proposer, target_mode, None)
 
 
 def plan_at_capture(proposer: Any, target_mode: CUDAGraphMode, template: Any) -> DraftKeys | str:
-    """Return the shapes to capture, when the drafter has its attention groups, or why none."""
+    """Return the shapes to capture with attention groups, or why none."""
     reason = drafter_obstacle(proposer, target_mode) or _attention_obstacle(proposer)
     if reason is not None:
         return reason
