@@ -76,14 +76,14 @@ ASKED = [
 ]
 
 
-def test_graphs_change_nothing(musa_host: None, tmp_path: Path) -> None:
+def test_graphs_change_nothing(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
     """With prefix caching, so that states move between blocks.
 
     No request comes that would find the state kept at the end of a block.
     """
     # With vLLM's own dummy weights a state that is not moved would not show.
     load = Load(options(tmp_path / "model"), ASKED, delta_rule=True, autotuned=False, initialised=True)
-    expected, found = loads.compare_runs(load, V2, V2 | GRAPHS, tmp_path)
+    expected, found = loads.compare_runs(load, V2, V2 | GRAPHS, tmp_path, newest)
     assert (expected.runner, found.runner) == ("V2", "V2")
     assert {"v2-tail-graph", "v2-step-inputs"} <= set(found.used)
     assert 0 < expected.accepted()[-1] < expected.accepted()[0]
@@ -120,7 +120,7 @@ def coming_and_going() -> list[Request]:
     ]
 
 
-def test_nor_do_they_without_a_drafter(musa_host: None, tmp_path: Path) -> None:
+def test_nor_do_they_without_a_drafter(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
     target, _ = write_configs(SMALL, tmp_path / "model", NO_DRAFTS, 1)
     made = {**loads.Engine(None).on_musa(), "model": str(target), "load_format": "dummy", "skip_tokenizer_init": True}
     load = Load(
@@ -130,7 +130,7 @@ def test_nor_do_they_without_a_drafter(musa_host: None, tmp_path: Path) -> None:
         autotuned=False,
         initialised=True,
     )
-    _, found = loads.compare_runs(load, V2, V2 | GRAPHS | {PLAIN_DECODE: "1"}, tmp_path)
+    _, found = loads.compare_runs(load, V2, V2 | GRAPHS | {PLAIN_DECODE: "1"}, tmp_path, newest)
     assert {"v2-tail-graph", "v2-step-inputs"} <= set(found.used)
     assert found.counted["v2-tail-graph sampling"]["served"] > 5
     assert found.counted["v2-step-inputs inputs"]["served"] > 10

@@ -200,7 +200,7 @@ def test_graphs_draft_with_metadata_that_vllm_updates(not_known: dict[str, Run])
     assert_inputs_are_made(found, "MusaFlashAttentionMetadataBuilder may make metadata on the host")
 
 
-def test_graphs_draft_where_vllm_has_no_graph(musa_host: None, tmp_path: Path) -> None:
+def test_graphs_draft_where_vllm_has_no_graph(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
     """The draft model has three of the target's four layers, so it is often wrong."""
     weights = {name: one for name, one in checkpoints.dense().items() if ".layers.3." not in name}
     config = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
@@ -215,7 +215,7 @@ def test_graphs_draft_where_vllm_has_no_graph(musa_host: None, tmp_path: Path) -
     }
     own = {name: Load(engine.on_musa(), MIXED) for name, engine in made.items()}
     both = {
-        side: Process(own, loads.musa(tmp_path / f"host, {side}", **variables))
+        side: Process(own, loads.musa(tmp_path / f"host, {side}", newest, **variables))
         for side, variables in {"stock": loads.UNPATCHED, "graphs": WITH_GRAPHS}.items()
     }
     runs = loads.side_by_side(both, tmp_path)
@@ -228,8 +228,10 @@ def test_graphs_draft_where_vllm_has_no_graph(musa_host: None, tmp_path: Path) -
         decodes = found.counts["graph_replays"]["target"]
         assert decodes > found.counts["steps"] // 2
         for path in ("v2-tail-graph drafting", "v2-step-inputs inputs"):
-            assert found.counted[path]["served"] == decodes
-            assert found.counted[path].keys() <= {"served", "prompt", "fewer_drafts"}
+            counted = found.counted[path]
+            # The target has a graph also where a request has fewer drafts.
+            assert counted["served"] + counted.get("fewer_drafts", 0) == decodes
+            assert counted.keys() <= {"served", "prompt", "fewer_drafts"}
 
 
 def test_graphs_draft_by_new_weights_of_the_draft(sides: dict[str, dict[str, Run]]) -> None:
