@@ -3,14 +3,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 pytest.importorskip("vllm.v1.worker.gpu_model_runner", exc_type=ImportError)
 
 from vllm_hwplugin.base.features import gate_of
+from vllm_hwplugin.spec_decode.step_counts import Reason
+from vllm_hwplugin.spec_decode.v1 import draft_phase_graphs
 
+from .engines import DRAFTS
 from .scheduled_runner import Side, modules_of, read_by_the_plugin
 from .walks import BEST, MORE, PLAIN, UNPATCHED, Sides, host_of_graphs, walk
 
@@ -21,16 +28,63 @@ VACATED = {gate_of("backport-vacated-row"): "auto"}
 KINDS = [{name: value for name, value in kind.items() if name != "seed"} for kind in 4 * PLAIN + BEST + MORE]
 
 
+@contextmanager
+def both(tree: Any, **how: bool) -> Iterator[Sides]:
+    with host_of_graphs() as monkeypatch:
+        stock, patched = (modules_of(tree, monkeypatch, **choices) for choices in (UNPATCHED | VACATED, {}))
+        read_by_the_plugin(patched, monkeypatch)
+        # The largest graphs verify their requests in two parts.
+        monkeypatch.setattr(draft_phase_graphs, "TOKENS_AT_ONCE", 2 * (1 + DRAFTS))
+        yield Sides(Side(stock, **how), Side(patched, **how))
+
+
 @pytest.mark.parametrize(
     "how",
     [{}, {"asynchronous": False}, {"drawn": True}, {"recurrent": True}],
     ids=["asynchronous", "synchronous", "drawn drafts", "layers with a state"],
 )
 def test_nothing_differs_whatever_happens_to_requests(vllm_here: Any, how: dict[str, bool]) -> None:
-    with host_of_graphs() as monkeypatch:
-        stock, patched = (modules_of(vllm_here, monkeypatch, **choices) for choices in (UNPATCHED | VACATED, {}))
-        read_by_the_plugin(patched, monkeypatch)
-        sides = Sides(Side(stock, **how), Side(patched, **how))
+    with both(vllm_here, **how) as sides:
+        runner, restored = sides.both[1].runner, list[Any]()
+        runner.nwor = SimpleNamespace(restore=restored.append)
         walks = walk(sides, KINDS, examples=25)
     # The walks lead there: inputs, sampling and drafting are graphs beside the target's.
     assert sum(graphs - stock == 3 for stock, graphs in sides.replays) > 2 * walks
+    phase, inputs = runner.draft_phase, runner.step_inputs._step_counts.outcomes()
+    sampling, drafting = phase._sampling.outcomes(), phase._drafting.outcomes()
+    assert sampling.keys() >= {"served", "prompt", "sampling_parameters"}
+    assert not (drafting.keys() | inputs.keys()) & {"sampling_parameters", "structured_output"}
+    assert inputs.keys() >= {"served", "prompt"}
+    # A graph that samples leaves the KV cache to nwor, as vLLM's sampler does.
+    assert len(restored) == sampling["served"]
+
+
+def test_a_step_is_left_to_vllm_where_one_thing_is_not_as_before(vllm_here: Any) -> None:
+    """Each by itself, between steps that graphs prepare."""
+    answers: list[Any] = []
+    with both(vllm_here) as sides:
+        runner = sides.both[1].runner
+        step_for = runner.step_inputs._step_for
+
+        def asked(scheduled: Any) -> Any:
+            found = step_for(scheduled)
+            request = type(next(iter(runner.requests.values())))
+            for owner, name, value in (
+                (scheduled, "scheduled_new_reqs", ["new"]),
+                (scheduled.scheduled_cached_reqs, "resumed_req_ids", {"one"}),
+                # vLLM throws away what is sampled for it.
+                (request, "num_tokens", 1000),
+                (runner, "valid_sampled_token_count_gpu", None),
+                (runner, "_draft_token_ids", [[1, 2]]),
+            ):
+                with mock.patch.object(owner, name, value):
+                    answers.append(step_for(scheduled) if isinstance(found, tuple) else ())
+            return found
+
+        runner.step_inputs._step_for = asked
+        sides.add(prompt=[1, 2], max_tokens=9, temperature=0.0)
+        sides.finish()
+    expected = [Reason.REQUESTS_CHANGED, Reason.REQUESTS_CHANGED, Reason.PROMPT, *2 * [Reason.STEP_BEFORE]]
+    served = [answer for answer in answers if answer != ()]
+    assert served
+    assert served == expected * (len(served) // len(expected))

@@ -14,7 +14,6 @@ pytest.importorskip("vllm")
 
 from vllm.sampling_params import SamplingParams
 
-from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.frozen import capture_metadata
 from vllm_hwplugin.nwor import counters
 from vllm_hwplugin.nwor import runner as nwor
@@ -148,8 +147,7 @@ def is_ours(value: Any) -> bool:
     return type(value).__module__.startswith("vllm_hwplugin") or repr(value).startswith("nwor.")
 
 
-# With diffs of its own for nearly each.
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", versions(V2)[::-1])
 def test_model_runner_v2(version: str, vllm_tree: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     check(V2, vllm_tree(version), monkeypatch)
 

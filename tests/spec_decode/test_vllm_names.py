@@ -59,32 +59,6 @@ def test_every_tensor_field_of_the_metadata_is_dealt_with(vllm_tree: Trees) -> N
     assert not unhandled, unhandled
 
 
-def test_capture_sizes_are_aligned_in_every_full_mode(vllm_tree: Trees) -> None:
-    """vLLM once aligned them only where decode has graphs of its own, which mode FULL has not (PR 34880's k = 2 fault).
-
-    `request_ladder` reads sizes that are multiples of 1 + num_speculative_tokens.
-    """
-    wrong = []
-    for version in SUPPORTED:
-        conditions = []
-        for path in ("vllm/config/compilation.py", "vllm/v1/worker/gpu_model_runner.py"):
-            for node in ast.walk(tree_of(vllm_tree, version, path)):
-                if isinstance(node, ast.If) and any(
-                    isinstance(one, ast.Call)
-                    and isinstance(one.func, ast.Attribute)
-                    and one.func.attr == "adjust_cudagraph_sizes_for_spec_decode"
-                    for statement in node.body
-                    for one in ast.walk(statement)
-                ):
-                    conditions.append(ast.unparse(node.test))
-        innermost = [test for test in conditions if "uniform_decode_query_len > 1" in test]
-        if not innermost:
-            wrong.append(f"vLLM {version}: no condition found around the call; have {conditions}")
-        wrong += [f"vLLM {version}: {test}" for test in conditions if "separate_routine" in test]
-        wrong += [f"vLLM {version}: {test}" for test in innermost if "decode_mode() == CUDAGraphMode.FULL" not in test]
-    assert not wrong, wrong
-
-
 @pytest.mark.parametrize("version", versions(RUNNER))
 def test_a_length_of_sequences_tells_the_memory_profile_from_a_capture(vllm_tree: Trees, version: str) -> None:
     """By it `v1-draft-phase` knows that vLLM measures its largest graph, which is captured with it like any other."""

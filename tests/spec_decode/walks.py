@@ -198,6 +198,18 @@ def walk(sides: Sides, kinds: list[dict[str, Any]], examples: int = 40) -> int:
     return examples
 
 
+def live_load(sides: Sides, kinds: list[dict[str, Any]] = PLAIN + BEST) -> None:
+    """Requests come while others decode, with a prompt in chunks; one is aborted, and all are preempted once."""
+    for number, length in enumerate((5, 1, 30, 8, 2, 11)):
+        prompt = [(3 * number + place) % VOCAB for place in range(length)]
+        sides.add(prompt=prompt, max_tokens=9, **kinds[number % len(kinds)])
+        for _ in range(2):
+            sides.step()
+    sides.abort(1)
+    sides.preempt(0)
+    sides.finish()
+
+
 @contextmanager
 def host_of_graphs() -> Iterator[pytest.MonkeyPatch]:
     """While it lasts, torch has graphs that are written down, and streams."""

@@ -17,7 +17,6 @@ from vllm.forward_context import BatchDescriptor  # noqa: E402
 
 from vllm_hwplugin import patching  # noqa: E402
 from vllm_hwplugin.base import run_records  # noqa: E402
-from vllm_hwplugin.base.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode import dflash_config  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.dflash_full_graph import ContextGraphs, lengthen_query_buffers  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_decision import FirstPass, first_pass_of  # noqa: E402
@@ -104,13 +103,6 @@ def test_no_mixed_graphs_and_no_steps(make_dflash, notes):
     assert "there is no chain" in notes["draft-loop-graph"]
 
 
-def test_capture_writes_nothing_to_the_cache(make_dflash):
-    proposer = make_dflash("graphs", 3)
-    proposer.model.cache.fill_(5)
-    boot(proposer, FULL, Runner(0))
-    assert (proposer.model.cache[:-1] == 5).all()
-
-
 def test_the_context_shares_the_drafters_pool_and_is_captured_once(make_dflash):
     proposer = make_dflash("graphs", 2)
     boot(proposer, FULL, Runner(0))
@@ -167,25 +159,6 @@ def test_fused_weights_of_another_shape_leave_the_context_stock(fused, notes):
     assert "_fused_kv_weight has another shape" in notes["dflash-full-graph"]
 
 
-def test_a_drafter_whose_own_module_is_stock_stays_as_it_is(make_dflash, notes):
-    """Half a patch is none: the class lacks the mark, so its queries are not captured and its context is its own."""
-    stock, half, runner = make_dflash("stock", 3), make_dflash("half", 3), Runner(1)
-    boot(stock, NONE, runner)
-    boot(half, FULL, runner)
-    assert "DFlashProposer has its own drafting code" in notes["draft-full-graph"]
-    RecordedGraphs.sealed = True
-    for _ in range(4):
-        compare(stock, half, runner.batch(3))
-    assert RecordedGraphs.instances == []
-
-
-def test_a_subclass_does_not_inherit_the_mark(make_dflash, notes):
-    proposer = make_dflash("graphs", 3)
-    proposer.__class__ = type("OtherProposer", (type(proposer),), {})
-    proposer.draft_graphs.initialize_keys(FULL)
-    assert "OtherProposer has its own drafting code" in notes["draft-full-graph"]
-
-
 @pytest.mark.parametrize(("causal", "left"), [(False, True), (True, False)])
 def test_a_builder_that_plans_on_the_host_is_left_alone_for_blocks(make_dflash, notes, monkeypatch, causal, left):
     proposer = make_dflash("graphs", 3)
@@ -214,13 +187,6 @@ def test_a_context_that_cannot_be_recorded_is_stored_as_in_stock(make_dflash, fa
     assert sum(bool(graphs.replayed) for graphs in RecordedGraphs.instances) == 1
 
 
-def test_a_required_context_that_cannot_be_recorded_ends_the_start(make_dflash, fail, uses, monkeypatch):
-    monkeypatch.setenv("VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "on")
-    fail(DFlashModel, "precompute_and_store_context_kv")
-    with pytest.raises(FeatureRequired, match="OutOfMemoryError"):
-        boot(make_dflash("graphs", 3), FULL, Runner(1))
-
-
 def test_an_obstacle_leaves_the_context_stock_too(make_dflash, notes):
     stock, proposer, runner = make_dflash("stock", 3), make_dflash("graphs", 3), Runner(1)
     boot(stock, NONE, runner)
@@ -230,12 +196,6 @@ def test_an_obstacle_leaves_the_context_stock_too(make_dflash, notes):
     RecordedGraphs.sealed = True
     compare(stock, proposer, runner.batch(3))
     assert RecordedGraphs.instances == []
-
-
-def test_a_required_feature_with_an_obstacle_ends_the_start(make_dflash, monkeypatch):
-    monkeypatch.setenv("VLLM_HWPLUGIN_DFLASH_FULL_GRAPH", "on")
-    with pytest.raises(FeatureRequired, match="VLLM_HWPLUGIN_DFLASH_FULL_GRAPH=on"):
-        make_dflash("graphs", 3).draft_graphs.initialize_keys(PIECEWISE)
 
 
 def test_graphs_that_are_turned_off_take_the_context_with_them(pair, notes):
@@ -249,23 +209,6 @@ def test_graphs_that_are_turned_off_take_the_context_with_them(pair, notes):
     compare(stock, graphed, runner.batch(3, size=2))
     assert "block table moved" in notes["draft-full-graph"]
     assert len(context.replayed) <= before + 1
-
-
-def test_nothing_is_replayed_before_capture(make_dflash):
-    stock, proposer, runner = make_dflash("stock", 3), make_dflash("graphs", 3), Runner(1)
-    boot(stock, NONE, runner)
-    proposer.host.initialize_kv_cache(proposer.host.kv_cache_config_of(1))
-    RecordedGraphs.sealed = True
-    compare(stock, proposer, runner.batch(3))
-
-
-@pytest.mark.parametrize("name", ["hidden_states", "_context_positions_buffer", "_context_slot_mapping_buffer"])
-def test_a_reassigned_context_buffer_is_seen(pair, name):
-    """The comparison can fail: what breaks a captured graph breaks it here."""
-    stock, graphed, runner = pair(3)
-    setattr(graphed, name, getattr(graphed, name).clone())
-    with pytest.raises(AssertionError):
-        compare_all(stock, graphed, [runner.batch(3) for _ in range(4)])
 
 
 # -- the shape of the pass, and the buffers ---------------------------------------------------------------------------
@@ -293,19 +236,6 @@ def test_query_buffers_hold_the_longest_padded_batch(largest_capture, held):
     lengthen_query_buffers(proposer)
     assert proposer.input_ids.dtype == torch.int32
     assert [len(proposer.input_ids), len(proposer.positions), len(proposer._slot_mapping_buffer)] == [held] * 3
-
-
-def test_buffers_that_are_long_enough_stay():
-    rows = torch.zeros(40, dtype=torch.int64)
-    proposer = types.SimpleNamespace(
-        max_query_tokens=30,
-        compilation_config=types.SimpleNamespace(max_cudagraph_capture_size=None),
-        input_ids=rows,
-        positions=rows,
-        _slot_mapping_buffer=rows,
-    )
-    lengthen_query_buffers(proposer)
-    assert proposer.positions is rows
 
 
 def test_many_short_requests_fit_the_query_buffers(make_dflash):

@@ -66,22 +66,6 @@ def test_a_batch_is_padded_to_a_shape_that_is_captured(
     assert uniform == (GraphShape(*shape) if shape is not None and shape[2] is not None else None)
 
 
-def test_all_names_every_shape_once_largest_first() -> None:
-    shapes = K3.all()
-    assert [(shape.num_tokens, shape.num_reqs, shape.query_len) for shape in shapes] == [
-        (32, 6, None),
-        (16, 6, None),
-        (16, 4, 4),
-        (8, 6, None),
-        (8, 2, 4),
-        (4, 4, 1),
-        (4, 4, None),
-        (4, 1, 4),
-        (2, 2, 1),
-        (1, 1, 1),
-    ]
-
-
 def test_the_largest_are_one_of_each_kind_and_one_of_few_requests() -> None:
     keys = DraftKeys(uniform={1: (1, 2, 48, 128), 2: (), 4: (1, 4)}, mixed=(8, 64), max_num_seqs=128)
     assert keys.largest(64) == DraftKeys(uniform={1: (48, 128), 4: (4,)}, mixed=(64,), max_num_seqs=128)

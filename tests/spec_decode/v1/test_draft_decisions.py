@@ -243,19 +243,6 @@ def with_ranges(batch, *ranged: int):
     return batch
 
 
-def test_text_prompts_of_a_prefix_lm_keep_their_graphs(make, notes):
-    stock, graphed, runner = make("stock", EAGLE, 2), make("loop", EAGLE, 2), Runner(1)
-    boot(stock, NONE, runner)
-    boot(graphed, DECODE_ONLY, runner)
-    passes, loop = RecordedGraphs.instances
-    for kind, replays in (("prefill", 0), ("decode", 1), ("mixed", 0), ("decode", 1)):
-        passes.replayed.clear()
-        compare(stock, graphed, with_ranges(runner.batch(2, kind, size=3)))
-        assert len(passes.replayed) == replays, kind
-    assert len(loop.replayed) == 4
-    assert "mm_req_doc_ranges" not in notes["draft-full-graph"]
-
-
 def test_a_batch_with_an_image_is_left_alone_and_the_next_is_not(make, notes):
     stock, graphed, runner = make("stock", EAGLE, 2), make("loop", EAGLE, 2), Runner(1)
     boot(stock, NONE, runner)

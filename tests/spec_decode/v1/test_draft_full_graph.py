@@ -10,12 +10,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode  # noqa: E402
-from vllm.forward_context import BatchDescriptor, get_forward_context  # noqa: E402
+from vllm.forward_context import BatchDescriptor  # noqa: E402
 
 from vllm_hwplugin.base.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode import capture_sizes  # noqa: E402
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape  # noqa: E402
-from vllm_hwplugin.spec_decode.v1 import draft_full_graph, draft_loop_graph  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_decision import plan_before_capture  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_full_graph import capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, descriptor_of  # noqa: E402
@@ -24,15 +23,11 @@ from .. import drafters  # noqa: E402
 from ..drafters import (  # noqa: E402
     DRAFT_MODEL,
     EAGLE,
-    FIELDS,
     MAX_REQS,
     P_EAGLE,
-    DraftModel,
     Runner,
     boot,
-    clone_metadata,
     compare,
-    compare_over_many,
     propose,
 )
 from ..recorded_graph import RecordedGraphs  # noqa: E402
@@ -72,44 +67,6 @@ def test_a_required_feature_with_an_obstacle_ends_the_start(make, monkeypatch):
         proposer.draft_graphs.initialize_keys(PIECEWISE)
 
 
-OUT_OF_MEMORY = "capturing graphs failed: OutOfMemoryError: tried to allocate 1.00 GiB"
-
-
-@pytest.mark.parametrize("profile", [False, True], ids=["one start", "profiled"])
-def test_a_pass_that_cannot_be_recorded_leaves_the_drafter_to_vllm(make, fail, uses, profile):
-    runner = Runner(1)
-    stock, graphed = make("stock", EAGLE, 3), make("loop", EAGLE, 3)
-    boot(stock, NONE, runner)
-    tried = fail(DraftModel, "__call__")
-    boot(graphed, FULL, runner, profile=profile)
-    RecordedGraphs.sealed = True
-    # It is not tried again where vLLM captures twice.
-    assert len(tried) in (3, 4)
-    assert uses["draft-full-graph"] == (False, OUT_OF_MEMORY)
-    assert uses["draft-loop-graph"] == (False, "it needs draft-full-graph's graphs, and capturing these failed")
-    compare_over_many(runner, 3, functools.partial(compare, stock, graphed))
-    assert not any(graphs.replayed for graphs in RecordedGraphs.instances)
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "lost"), [(draft_full_graph, "DraftBuffers", "draft"), (draft_loop_graph, "full_graphs", "loop")]
-)
-def test_what_graphs_read_costs_them_where_there_is_no_memory_for_it(make, uses, monkeypatch, module, name, lost):
-    def fails(*_):
-        raise torch.OutOfMemoryError("tried to allocate 1.00 GiB")
-
-    runner = Runner(1)
-    stock, graphed = make("stock", EAGLE, 3), make("loop", EAGLE, 3)
-    boot(stock, NONE, runner)
-    monkeypatch.setattr(module, name, fails)
-    boot(graphed, FULL, runner)
-    RecordedGraphs.sealed = True
-    assert uses[{"draft": "draft-full-graph", "loop": "draft-loop-graph"}[lost]] == (False, OUT_OF_MEMORY)
-    assert uses["draft-loop-graph"][0] is False
-    assert graphed.draft_graphs.ready == (lost == "loop")
-    compare_over_many(runner, 3, functools.partial(compare, stock, graphed))
-
-
 def test_larger_decode_batches_of_the_target_bring_no_passes(make):
     """Each shape of them would have memory of its own, for batches whose GPU has work enough."""
     proposer = make("passes", EAGLE, 2)
@@ -137,14 +94,6 @@ def test_the_memory_profile_captures_the_largest_passes_alone(make, monkeypatch)
     assert started == list(proposer.draft_graphs._keys.all())
     assert len(profiled) < len(started)
     assert {shape.query_len for shape in profiled} == {shape.query_len for shape in started}
-
-
-def test_a_required_pass_that_cannot_be_recorded_ends_the_start(make, fail, uses, monkeypatch):
-    monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "on")
-    proposer = make("loop", EAGLE, 3)
-    fail(DraftModel, "__call__")
-    with pytest.raises(FeatureRequired, match="OutOfMemoryError"):
-        boot(proposer, FULL, Runner(1))
 
 
 def test_a_breakable_wrapper_of_one_mode_is_no_obstacle(make):
@@ -284,26 +233,6 @@ def test_steps_above_the_ladder_use_a_mixed_graphs_own_buffers(pair):
         compare(stock, graphed, runner.batch(2, "mixed", size=3))
 
 
-def test_the_callers_metadata_is_changed_only_as_stock_changes_it(pair):
-    stock, graphed, runner = pair("passes", EAGLE, 3, DECODE_ONLY)
-    batch = runner.batch(3, size=3)
-    left = {}
-    for name, proposer in (("stock", stock), ("graphed", graphed)):
-        metadata = clone_metadata(batch["common_attn_metadata"])
-        lengths = metadata.seq_lens
-        proposer.propose(**batch | {"common_attn_metadata": metadata})
-        left[name] = {field: getattr(metadata, field) for field in FIELDS} | {"seq_lens after": metadata.seq_lens}
-        left[name]["seq_lens"] = lengths
-    for field, value in left["stock"].items():
-        if field == "seq_lens":
-            # The tensor that the runner gave: lengths are counted in the graph's buffers.
-            assert torch.equal(left["graphed"][field], batch["common_attn_metadata"].seq_lens)
-        elif isinstance(value, torch.Tensor):
-            assert torch.equal(left["graphed"][field], value), field
-        else:
-            assert left["graphed"][field] == value, field
-
-
 def test_a_moved_block_table_turns_the_graphs_off(pair, notes):
     stock, graphed, runner = pair("loop", EAGLE, 2, DECODE_ONLY)
     compare(stock, graphed, runner.batch(2))
@@ -318,14 +247,6 @@ def test_a_moved_block_table_turns_the_graphs_off(pair, notes):
     assert not graphed.draft_graphs.ready
     assert not graphs.replayed
     assert not loop.replayed
-
-
-def test_a_block_table_of_another_stride_turns_the_graphs_off(pair, notes):
-    _, graphed, runner = pair("passes", EAGLE, 2, DECODE_ONLY)
-    metadata = runner.batch(2)["common_attn_metadata"]
-    metadata.block_table_tensor = runner.table.view(-1).as_strided((1, 8), (8, 1))
-    assert not graphed.draft_graphs.may_replay(metadata)
-    assert "block table moved" in notes["draft-full-graph"]
 
 
 def test_a_batch_with_a_field_without_a_fixed_address_is_left_alone(pair, notes):
@@ -343,46 +264,6 @@ def test_a_batch_with_a_field_without_a_fixed_address_is_left_alone(pair, notes)
     assert said.count("'encoder_seq_lens'") == 1
     compare(stock, graphed, runner.batch(2))
     assert (len(graphs.replayed), len(loop.replayed)) == (len(before[0]) + 1, len(before[1]) + 1)
-
-
-def test_nothing_is_replayed_before_capture(make, notes):
-    proposer, runner = make("loop", EAGLE, 2), Runner(0)
-    stock = make("stock", EAGLE, 2)
-    boot(stock, NONE, runner)
-    proposer.host.initialize_kv_cache(proposer.host.kv_cache_config_of(1))
-    RecordedGraphs.sealed = True
-    compare(stock, proposer, runner.batch(2))
-    assert not proposer.draft_graphs.may_replay(runner.batch(2)["common_attn_metadata"])
-
-
-def dispatched(proposer, monkeypatch):
-    """The graph mode, key and padded tokens of every pass from now on."""
-    seen, call = [], type(proposer.model).__call__
-
-    def listening(model, input_ids, *inputs, **more):
-        context = get_forward_context()
-        seen.append((context.cudagraph_runtime_mode, context.batch_descriptor, len(input_ids)))
-        return call(model, input_ids, *inputs, **more)
-
-    monkeypatch.setattr(proposer.model, "__class__", type("Listening", (DraftModel,), {"__call__": listening}))
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("kind", "size", "without"),
-    # Decode batches of all requests lie above the ladder, and so do their steps.
-    [("mixed", 3, 1), ("prefill", 2, 1), ("decode", MAX_REQS, 2)],
-)
-def test_a_pass_without_a_graph_is_dispatched_as_in_stock(make, monkeypatch, kind, size, without):
-    runner, seen = Runner(1), {}
-    batch = runner.batch(2, kind, size=size)
-    for which in ("stock", "passes"):
-        proposer = make(which, EAGLE, 2)
-        boot(proposer, BOTH, runner)
-        seen[which] = dispatched(proposer, monkeypatch)
-        propose(proposer, batch)
-    assert seen["passes"][:without] == seen["stock"][:without]
-    assert PIECEWISE in {mode for mode, *_ in seen["stock"]}
 
 
 @pytest.mark.parametrize(
@@ -408,13 +289,6 @@ def test_builders_are_given_the_batch_that_the_graph_runs(pair, kind, size, firs
     assert given == [first or (size, tokens), step or (size, size)]
 
 
-def test_a_pass_with_a_graph_is_not_dispatched_by_vllm(pair, monkeypatch):
-    stock, graphed, runner = pair("passes", EAGLE, 2, FULL)
-    monkeypatch.setattr(graphed, "cudagraph_dispatcher", None)
-    for kind in ("decode", "mixed"):
-        compare(stock, graphed, runner.batch(2, kind, size=2))
-
-
 def test_the_drafters_own_dummy_run_never_gets_a_full_graph(pair):
     stock, graphed, runner = pair("passes", EAGLE, 2, FULL)
     compare(stock, graphed, runner.batch(2))
@@ -422,20 +296,3 @@ def test_the_drafters_own_dummy_run_never_gets_a_full_graph(pair):
         for use_cudagraphs in (True, False):
             mode, *_ = graphed._determine_batch_execution_and_padding(count, use_cudagraphs=use_cudagraphs)
             assert mode in ({NONE, PIECEWISE} if use_cudagraphs else {NONE})
-
-
-@pytest.mark.parametrize("input_name", ["positions", "hidden_states", "input_ids"])
-def test_a_reassigned_input_buffer_is_seen(pair, input_name):
-    """The comparison can fail: what breaks a captured graph breaks it here."""
-    _, graphed, runner = pair("passes", EAGLE, 2, DECODE_ONLY)
-    setattr(graphed, input_name, getattr(graphed, input_name).clone())
-    with pytest.raises(AssertionError, match=f"input '{input_name}'"):
-        propose(graphed, runner.batch(2))
-
-
-def test_a_reassigned_metadata_buffer_is_seen(pair):
-    stock, graphed, runner = pair("passes", EAGLE, 2, DECODE_ONLY)
-    for buffers in graphed.draft_graphs.captured.buffers._passes.values():
-        buffers.seq_lens = buffers.seq_lens.clone()
-    with pytest.raises(AssertionError):
-        compare(stock, graphed, runner.batch(2))

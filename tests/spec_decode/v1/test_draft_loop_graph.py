@@ -13,11 +13,10 @@ from vllm.config import CUDAGraphMode  # noqa: E402
 
 from vllm_hwplugin.base.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape  # noqa: E402
-from vllm_hwplugin.spec_decode.v1 import draft_loop_graph  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_full_graph import capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.pass_graphs import descriptor_of  # noqa: E402
 
-from ..drafters import EAGLE, MAX_REQS, P_EAGLE, Runner, boot, clone_metadata, propose  # noqa: E402
+from ..drafters import EAGLE, MAX_REQS, P_EAGLE, Runner, boot, propose  # noqa: E402
 from ..recorded_graph import RecordedGraphs  # noqa: E402
 
 DECODE_ONLY = CUDAGraphMode.FULL_DECODE_ONLY
@@ -117,52 +116,6 @@ def test_rows_come_and_go(pair):
         assert graphed._slot_mapping_buffer[size:rung].tolist() == [-1] * (rung - size)
 
 
-def run_arguments(proposer, runner, size):
-    batch = runner.batch(3, size=size)
-    metadata = batch["common_attn_metadata"]
-    rows = torch.zeros(size, proposer.hidden_size, dtype=proposer.dtype)
-    return {
-        "sample_hidden_states": rows,
-        "positions": torch.arange(size),
-        "hidden_states": rows,
-        "metadata": metadata,
-        "num_rejected_tokens": batch["num_rejected_tokens_gpu"],
-        "sampling_metadata": batch["sampling_metadata"],
-    }
-
-
-def test_run_changes_nothing_of_the_caller(pair):
-    _, graphed, runner = pair(3)
-    arguments = run_arguments(graphed, runner, 3)
-    before = clone_metadata(arguments["metadata"])
-    fields = {name: value for name, value in vars(arguments["metadata"]).items() if isinstance(value, torch.Tensor)}
-    drafts = graphed.draft_loop.run(**arguments)
-    assert drafts.shape == (3, 3)
-    assert drafts.dtype == torch.int64
-    for name, value in fields.items():
-        assert getattr(arguments["metadata"], name) is value
-        assert torch.equal(value, getattr(before, name)), name
-
-
-def test_a_batch_above_the_ladder_is_left_to_the_passes(pair):
-    stock, graphed, runner = pair(3)
-    assert graphed.draft_loop.run(**run_arguments(graphed, runner, MAX_REQS)) is None
-    batch = runner.batch(3, size=MAX_REQS)
-    assert propose(graphed, batch).tolist() == propose(stock, batch).tolist()
-    assert RecordedGraphs.instances[1].replayed == []
-
-
-def test_sampled_drafts_are_left_to_the_passes(pair):
-    _, graphed, runner = pair(3)
-    arguments = run_arguments(graphed, runner, 2)
-    graphed._enable_probabilistic_draft_probs = True
-    assert graphed.draft_loop.run(**arguments) is not None
-    arguments["sampling_metadata"] = types.SimpleNamespace(all_greedy=False)
-    assert graphed.draft_loop.run(**arguments) is None
-    graphed._enable_probabilistic_draft_probs = False
-    assert graphed.draft_loop.run(**arguments) is not None
-
-
 def test_another_number_of_draft_tokens_is_left_to_the_passes(pair):
     stock, graphed, runner = pair(3)
     passes, loop = RecordedGraphs.instances
@@ -193,49 +146,6 @@ def test_each_draft_phase_is_counted_and_what_was_in_its_way(pair, make):
     propose(without, runner.batch(3, size=2))
     for part in (without.draft_graphs, without.draft_loop):
         assert part._step_counts.outcomes() == {"not_captured": 1}
-
-
-def test_nothing_runs_before_capture(make):
-    proposer, runner = make("loop", EAGLE, 3), Runner(0)
-    proposer.host.initialize_kv_cache(proposer.host.kv_cache_config_of(1))
-    assert proposer.draft_loop.run(**run_arguments(proposer, runner, 2)) is None
-
-
-@pytest.mark.parametrize("name", ["_sample_hidden", "_drafts", "_inert"])
-def test_a_reassigned_buffer_of_the_chain_is_seen(pair, name):
-    stock, graphed, runner = pair(3)
-    setattr(graphed.draft_loop.captured, name, getattr(graphed.draft_loop.captured, name).clone())
-    wrong = 0
-    for size in (1, 3, 8, 5):
-        batch = runner.batch(3, size=size)
-        same = propose(graphed, batch).tolist() == propose(stock, batch).tolist()
-        wrong += not (same and torch.equal(graphed.model.cache[:-1], stock.model.cache[:-1]))
-    assert wrong
-
-
-@pytest.mark.parametrize("profile", [False, True], ids=["one start", "profiled"])
-def test_a_chain_that_cannot_be_recorded_is_left_to_the_passes(make, fail, uses, profile):
-    runner = Runner(1)
-    stock, graphed = make("stock", EAGLE, 3), make("loop", EAGLE, 3)
-    boot(stock, CUDAGraphMode.NONE, runner)
-    tried = fail(draft_loop_graph, "eagle_step_update_slot_mapping_and_metadata", calls=2)
-    boot(graphed, DECODE_ONLY, runner, profile=profile)
-    RecordedGraphs.sealed = True
-    assert len(tried) in (5, 7)
-    used, reason = uses["draft-loop-graph"]
-    assert (used, "OutOfMemoryError" in reason) == (False, True)
-    for size in (1, 3, 8, MAX_REQS):
-        batch = runner.batch(3, size=size)
-        assert propose(graphed, batch).tolist() == propose(stock, batch).tolist()
-    # Of three sizes the first pass and both steps.
-    assert sorted(len(graphs.replayed) for graphs in RecordedGraphs.instances)[-2:] == [0, 9]
-
-
-def test_a_required_chain_that_cannot_be_recorded_ends_the_start(make, fail, uses, monkeypatch):
-    monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH", "on")
-    fail(draft_loop_graph, "eagle_step_update_slot_mapping_and_metadata", calls=2)
-    with pytest.raises(FeatureRequired, match="OutOfMemoryError"):
-        boot(make("loop", EAGLE, 3), DECODE_ONLY, Runner(0))
 
 
 def test_a_required_chain_that_cannot_be_ends_the_start(make, monkeypatch):

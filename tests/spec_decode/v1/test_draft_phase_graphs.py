@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -18,14 +16,11 @@ pytest.importorskip("vllm.v1.worker.gpu_model_runner", exc_type=ImportError)
 
 from vllm import SamplingParams  # noqa: E402
 from vllm.config import CUDAGraphMode  # noqa: E402
-from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 from vllm.v1.outputs import SamplerOutput  # noqa: E402
 from vllm.v1.sample.metadata import SamplingMetadata  # noqa: E402
 
-from vllm_hwplugin.base.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape  # noqa: E402
 from vllm_hwplugin.spec_decode.v1 import draft_phase, draft_phase_graphs  # noqa: E402
-from vllm_hwplugin.spec_decode.v1.draft_full_graph import capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_phase import DraftPhase  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_phase_graphs import PhaseGraphs, PhaseRecorder  # noqa: E402
 
@@ -280,49 +275,6 @@ def test_a_head_in_the_place_of_another_leaves_every_later_step_to_vllm(
     assert {feature for feature, said in uses.items() if said == (False, reason)} == given_up
 
 
-def test_a_phase_that_cannot_be_recorded_is_left_to_vllm(
-    make_dflash: Any, monkeypatch: pytest.MonkeyPatch, fail: Any, uses: Any, left_to_vllm: Any
-) -> None:
-    """Of the second shape; the first has its graphs by then."""
-    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
-    tried = fail(sys.modules[__name__], "plain_next_token")
-    stock, target = start(make_dflash, monkeypatch)
-    assert len(tried) in (3, 4)
-    used, reason = uses["v1-draft-phase"]
-    assert (used, "OutOfMemoryError" in reason) == (False, True)
-    # Where vLLM captures anew, it is not tried again.
-    RecordedGraphs.sealed = False
-    target.host.drafter.draft_graphs.initialize_keys(CUDAGraphMode.FULL_DECODE_ONLY)
-    capture_draft_graphs(target.host.drafter, target.runner.template())
-    target.capture(8)
-    RecordedGraphs.sealed = True
-    assert len(tried) in (3, 4)
-    left_to_vllm(stock, target)
-
-
-def test_a_phase_without_memory_for_its_buffers_is_left_to_vllm(
-    make_dflash: Any, monkeypatch: pytest.MonkeyPatch, uses: Any, left_to_vllm: Any
-) -> None:
-    def fails(*_: Any) -> None:
-        raise torch.OutOfMemoryError("tried to allocate 1.00 GiB")
-
-    monkeypatch.setattr(draft_phase, "PhaseBuffers", fails)
-    stock, target = start(make_dflash, monkeypatch)
-    used, reason = uses["v1-draft-phase"]
-    assert (used, "OutOfMemoryError" in reason) == (False, True)
-    left_to_vllm(stock, target)
-
-
-def test_a_required_phase_that_cannot_be_recorded_ends_the_start(
-    make_dflash: Any, monkeypatch: pytest.MonkeyPatch, fail: Any, uses: Any
-) -> None:
-    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
-    monkeypatch.setenv("VLLM_HWPLUGIN_V1_DRAFT_PHASE", "on")
-    fail(sys.modules[__name__], "plain_next_token")
-    with pytest.raises(FeatureRequired, match="OutOfMemoryError"):
-        start(make_dflash, monkeypatch)
-
-
 def test_without_the_graphs_of_the_context_there_is_no_phase(
     make_dflash: Any, monkeypatch: pytest.MonkeyPatch, fail: Any, uses: Any, left_to_vllm: Any
 ) -> None:
@@ -396,42 +348,6 @@ def test_the_memory_profile_finds_the_allocator_as_it_was(make_dflash: Any, monk
     assert held == [130 << 20]
 
 
-@pytest.mark.parametrize("at_once", [1, 3, 8])
-def test_requests_that_are_verified_one_part_after_another_get_their_own_tokens(
-    make_dflash: Any, monkeypatch: pytest.MonkeyPatch, at_once: int
-) -> None:
-    monkeypatch.setattr(draft_phase_graphs, "TOKENS_AT_ONCE", at_once * WIDTH)
-    _, target = start(make_dflash, monkeypatch)
-    host, count = target.host, 7
-    host.input_batch.num_reqs, host.input_batch.req_ids = count, list("abcdefg")
-    host.requests = dict.fromkeys("abcdefg", types.SimpleNamespace(sampling_params=SamplingParams(temperature=0)))
-    target.hidden.random_(1000)
-    best = target.hidden[: count * WIDTH].argmax(-1).view(count, WIDTH)
-    given = host.input_ids.gpu[: count * WIDTH].view(count, WIDTH)
-    # As many of a request's drafts are right as its row says.
-    given[:, 1:] = torch.where(torch.arange(DRAFTS) < torch.arange(count)[:, None] % WIDTH, best[:, :-1], HIDDEN)
-    drafts = given[:, 1:].reshape(-1)
-    scheduled = types.SimpleNamespace(
-        total_num_scheduled_tokens=count * WIDTH,
-        scheduled_spec_decode_tokens=dict.fromkeys("abcdefg", [0] * DRAFTS),
-        has_structured_output_requests=False,
-    )
-    ends = torch.arange(1, count + 1, dtype=torch.int32) * DRAFTS
-    verified = types.SimpleNamespace(num_draft_tokens=[DRAFTS] * count, cu_num_draft_tokens=ends)
-    # Rejected rows of the KV cache are restored whoever samples.
-    restored: list[Any] = []
-    host.nwor = types.SimpleNamespace(restore=restored.append)
-    hidden, indices = target.hidden[: 8 * WIDTH], torch.arange(count * WIDTH)
-    _, logits = host.draft_phase.logits(scheduled, verified, hidden_states=hidden, indices=indices)
-    expected = plain_rejection(types.SimpleNamespace(draft_token_ids=drafts), None, hidden[: count * WIDTH], None)
-    found = host.draft_phase.sample(logits, verified).sampled_token_ids
-    assert found.tolist() == expected.sampled_token_ids.tolist()
-    assert host.draft_phase._sampling.outcomes() == {"served": 1}
-    (rejected,) = restored
-    assert rejected.sampled_token_ids.tolist() == expected.sampled_token_ids.tolist()
-    assert rejected.cu_num_draft_tokens is ends
-
-
 class Filtering:
     """vLLM's rejection sampler, which samples what each request is filtered by.
 
@@ -487,88 +403,3 @@ def test_requests_are_filtered_by_a_graph_as_the_models_defaults_are(
             assert found is None
     outcomes = {"served": 3, "sampling_parameters": 2} if native else {"served": 1, "sampling_parameters": 4}
     assert host.draft_phase._sampling.outcomes() == outcomes
-
-
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
-def test_placeholders_for_drafts_are_left_to_vllms_sampler(
-    make_dflash: Any, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
-) -> None:
-    """A request that was not in the step before has no drafts, but may have placeholders of the scheduler's, which vLLM
-    rejects: a new one whose prompt is in the prefix cache, or one that a full batch has left out. What the target is
-    given in their place are token ids, and may be right.
-    """
-    _, target = start(make_dflash, monkeypatch)
-    host = target.host
-    host.use_async_scheduling = asynchronous
-    host.input_batch.num_reqs, host.input_batch.req_ids = 2, ["a", "b"]
-    host.requests = dict.fromkeys("ab", types.SimpleNamespace(sampling_params=SamplingParams(temperature=0)))
-    verified = types.SimpleNamespace(num_draft_tokens=[DRAFTS] * 2)
-    # The best token is the first one everywhere, and so is what placeholders become.
-    target.hidden[:, 0] = 1
-    drafts, none = [0] * DRAFTS, [-1] * DRAFTS
-    for before, second, tokens in (("ab", drafts, [0] * WIDTH), ("a", none, [0, *none])):
-        # Where the scheduler runs ahead, it knows no draft; else nothing of the step before stays on the device.
-        host.input_batch.prev_req_id_to_index = {one: row for row, one in enumerate(before)} if asynchronous else None
-        scheduled = types.SimpleNamespace(
-            total_num_scheduled_tokens=2 * WIDTH,
-            scheduled_spec_decode_tokens=dict.fromkeys("ab", none) if asynchronous else {"a": drafts, "b": second},
-        )
-        hidden = target.hidden[: 2 * WIDTH]
-        _, logits = host.draft_phase.logits(scheduled, verified, hidden_states=hidden, indices=torch.arange(2 * WIDTH))
-        given = types.SimpleNamespace(draft_token_ids=torch.tensor([*drafts, *second]))
-        monkeypatch.setattr(host, "_sample", lambda logits, _, given=given: plain_rejection(given, None, logits, None))
-        assert host.draft_phase.sample(logits, verified).sampled_token_ids[1].tolist() == tokens
-    assert host.draft_phase._sampling.outcomes() == {"served": 1, "requests_changed": 1}
-
-
-def test_a_request_whose_sample_is_thrown_away_leaves_the_batch_to_vllm(
-    sides: tuple[Any, Target], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM computes some of its tokens again, and drafts from what the request has, not from what was sampled."""
-    _, target = sides
-    monkeypatch.setattr(target.host, "propose_draft_token_ids", lambda *_: None, raising=False)
-    found = []
-    for discarded in (False, True):
-        target.host.discard_request_mask.np[1] = discarded
-        batch = target.host.input_batch
-        batch.num_computed_tokens_cpu, batch.num_prompt_tokens = np.full(16, 9), np.full(16, 9)
-        found.append(target.step(target.runner.batch(DRAFTS, size=2), 2))
-    assert [drafts is None for drafts in found] == [False, True]
-
-
-def test_each_step_is_counted_and_what_was_in_its_way(make_dflash: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, target = start(make_dflash, monkeypatch)
-    host = target.host
-    host.model = types.SimpleNamespace(compute_logits=lambda hidden: hidden)
-    batch = host.input_batch
-    batch.num_computed_tokens_cpu, batch.num_prompt_tokens = np.full(16, 9), np.full(16, 9)
-
-    def step(count: int, padded: int, drafts: Any = (), prompt: int = 9, **asked: Any) -> None:
-        params = SamplingParams(**{"temperature": 0, **asked})
-        batch.num_reqs, batch.req_ids = count, [str(row) for row in range(count)]
-        batch.num_prompt_tokens[count - 1] = prompt
-        batch.sampling_metadata = greedy_metadata()
-        host.requests = dict.fromkeys(batch.req_ids, types.SimpleNamespace(sampling_params=params))
-        drafts = drafts or [DRAFTS] * count
-        scheduled = types.SimpleNamespace(
-            total_num_scheduled_tokens=count + sum(drafts),
-            scheduled_spec_decode_tokens={one: [0] * DRAFTS for one in batch.req_ids},
-            has_structured_output_requests="structured_outputs" in asked,
-        )
-        indices = torch.zeros(1, dtype=torch.int64)
-        verified = types.SimpleNamespace(num_draft_tokens=drafts)
-        hidden = target.hidden if padded > 8 else target.hidden[: padded * WIDTH]
-        host.draft_phase.logits(scheduled, verified, hidden_states=hidden, indices=indices)
-
-    step(2, 2)
-    step(3, 4)
-    step(2, 2, drafts=[DRAFTS, 1])
-    step(2, 2, drafts=[DRAFTS, 1], prompt=10)
-    step(9, 9)
-    step(3, 3)
-    step(2, 2, repetition_penalty=1.1)
-    step(2, 2, structured_outputs=StructuredOutputsParams(regex="a+"))
-    host.discard_request_mask.np[1] = True
-    step(2, 2)
-    once = ("fewer_drafts", "larger_batch", "no_full_graph", "sampling_parameters", "structured_output")
-    assert host.draft_phase._sampling.outcomes() == {"served": 2, "prompt": 2, **dict.fromkeys(once, 1)}

@@ -27,8 +27,9 @@ from ..engines import DRAFTS, Model
 from ..graph_manager import Manager
 from ..sized_configs import V2, config_of, fill_of, made, stock
 from ..test_mixed_sizes import DRAFTERS
+from ..walks import live_load
 from .released_modules import Graph
-from .test_mixed_graphs import graphs_of, live_load, with_them
+from .test_mixed_graphs import graphs_of, with_them
 
 VERSION, MODE = "0.32.0", CUDAGraphMode.FULL_DECODE_ONLY
 

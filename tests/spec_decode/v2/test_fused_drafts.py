@@ -177,20 +177,6 @@ def test_drafts_are_stocks_after_sleep(boot, notes, version: str) -> None:
         compare(stock, fused, batch, (3, 1))
 
 
-@pytest.mark.parametrize("version", [*TEXTS, "0.28.0"])
-def test_block_tables_keep_their_addresses(modules, version: str) -> None:
-    released = modules(version)
-    tables = Runner.block_tables_of(released)
-    before = {name: value for name, value in vars(tables).items() if isinstance(value, torch.Tensor)}
-    addresses = {name: value.data_ptr() for name, value in before.items()}
-    contents = {name: value.clone() for name, value in before.items() if "ptrs" in name or "size" in name}
-    sleep_and_wake(tables)
-    after = {name: value for name, value in vars(tables).items() if isinstance(value, torch.Tensor)}
-    assert {name: value.data_ptr() for name, value in after.items()} == addresses
-    assert contents
-    assert all(torch.equal(after[name], value) for name, value in contents.items())
-
-
 @pytest.mark.parametrize("version", ["0.21.0", "0.27.1"])
 def test_steps_that_cannot_be_captured_are_launched_one_by_one(
     boot: Any, version: str, monkeypatch: pytest.MonkeyPatch

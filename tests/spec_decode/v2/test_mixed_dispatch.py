@@ -15,7 +15,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm_hwplugin.spec_decode.v2 import mixed_dispatch, mixed_graphs
 from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch, computes_media
 
-from .test_mixed_graphs import live_load, with_them
+from ..walks import live_load
+from .test_mixed_graphs import with_them
 
 #: An image of four tokens from the sixth on, and one of two.
 FEATURES = [SimpleNamespace(mm_position=SimpleNamespace(offset=at, length=n)) for at, n in ((5, 4), (20, 2))]

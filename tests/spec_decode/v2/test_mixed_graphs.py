@@ -27,8 +27,7 @@ from .. import engines
 from ..engines import BLOCK, DRAFTS
 from ..engines import MAX_LEN as MAX_LENGTH
 from ..engines import MAX_REQS as MAX_REQS_HERE
-from ..engines import VOCAB as WORDS
-from ..walks import BEST, MORE, PLAIN, UNPATCHED, Sides, host_of_graphs, walk
+from ..walks import BEST, MORE, PLAIN, UNPATCHED, Sides, host_of_graphs, live_load, walk
 from . import plain_triton
 from .released_modules import ReleasedModules, jit
 from .scheduled_runner import STAND_INS, Side, read_by_the_plugin
@@ -41,8 +40,6 @@ ALONE = UNPATCHED | dict.fromkeys(OFF, "on")
 KERNELS: dict[str, Any] = {"language": plain_triton.LANGUAGE, "jit": partial(jit, make=plain_triton.Kernel)}
 #: The first pass is captured with what was made for the target, or what `v2-capture-metadata` makes in its place.
 BORROWED = SUPPORTED[: SUPPORTED.index("0.26.0")]
-#: Releases of the feature whose builders run here.
-SPLIT = SUPPORTED[SUPPORTED.index("0.26.0") : SUPPORTED.index("0.30.0")]
 #: Graphs of these many tokens: with a token for each request, and with two for some.
 SIZES = (*RUNGS, 12)
 
@@ -218,18 +215,6 @@ def graphs_of(side: Side) -> dict[str, set[int]]:
         name: {desc.num_tokens for desc in manager.graphs if desc.uniform_token_count is None}
         for name, manager in managers.items()
     }
-
-
-def live_load(sides: Sides) -> None:
-    """Requests come while others decode, with a prompt in chunks; one is aborted, and all are preempted once."""
-    for number, length in enumerate((5, 1, 30, 8, 2, 11)):
-        prompt = [(3 * number + place) % WORDS for place in range(length)]
-        sides.add(prompt=prompt, max_tokens=9, **(PLAIN + BEST)[number % 5])
-        for _ in range(2):
-            sides.step()
-    sides.abort(1)
-    sides.preempt(0)
-    sides.finish()
 
 
 SIZES_HERE = (2, 5, 9, 16, 24)

@@ -26,6 +26,7 @@ from vllm_hwplugin.spec_decode.v2 import tail_graph
 from vllm_hwplugin.spec_decode.v2.step_inputs import _Step
 from vllm_hwplugin.spec_decode.v2.tail_capture import Served
 
+from ...conftest import versions
 from ..called_text import Seen, Text
 from ..released import text_of
 from ..test_patched_runners import FACTS, OFF, V2
@@ -113,7 +114,7 @@ def names_of(calls: list[str]) -> list[str]:
     return [re.split(r"[(\[]", item.replace("()", ""))[0] for item in calls]
 
 
-@pytest.fixture(params=VERSIONS[::-1])
+@pytest.fixture(params=versions(V2, among=VERSIONS)[::-1])
 def tree(request: pytest.FixtureRequest, vllm_tree: Callable[[str], Any]) -> Any:
     return vllm_tree(request.param)
 
@@ -310,19 +311,3 @@ def test_a_method_is_put_before_anothers_once() -> None:
     assert said == [3]
     # It tells what a version's method takes.
     assert inspect.signature(owner.step) == taken
-
-
-@pytest.mark.parametrize("name", FEATURES)
-def test_the_hunk_names_what_the_feature_overrides(name: str) -> None:
-    """Who reads the patched text sees it above the class, or in it."""
-    feature = load_catalogue().feature(name)
-    assert feature is not None
-    (hunk,) = (
-        hunk
-        for file in feature.files
-        for hunk in file.hunks
-        if any("class GPUModelRunner(" in line for _, line in hunk.lines)
-    )
-    comment = " ".join(line.strip(" #\n") for sign, line in hunk.lines if sign == "+" and line.strip().startswith("#"))
-    (override,) = feature.overrides
-    assert comment.removeprefix("Overrides ").removesuffix(".").split(", ") == [*override.names]

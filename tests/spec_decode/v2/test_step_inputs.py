@@ -152,41 +152,6 @@ def test_the_same_requests_are_served_with_their_lengths(served: tuple[StepInput
 
 
 @pytest.mark.parametrize(
-    ("names", "computed"), [("ba", [50, 20]), ("ac", [20, 30]), ("b", [50]), ("abc", [20, 50, 30])]
-)
-def test_other_requests_are_served_when_the_tail_holds_them(
-    served: tuple[StepInputs, Tail, Graph], names: str, computed: list[int]
-) -> None:
-    """One ended, or one that was prefilled in another step came in, or the order is another."""
-    inputs, tail, graph = served
-    batch = step(inputs, scheduled(**decoding(names)))
-    assert tail.held.req_ids == list(names)
-    assert batch.num_computed_tokens_np.tolist() == computed
-    assert graph.replays == 1
-    # Also when vLLM has served another step in between.
-    tail.held = None
-    assert step(inputs, scheduled(**decoding(names))).num_computed_tokens_np.tolist() == computed
-    assert inputs._step_counts.outcomes() == {"served": 2}
-
-
-def test_what_the_tail_cannot_hold_is_left_to_vllm(served: tuple[StepInputs, Tail, Graph]) -> None:
-    inputs, tail, graph = served
-    tail.refuses = Reason.NO_FREE_ROW
-    assert step(inputs, scheduled(**decoding("c"))) is None
-    assert graph.replays == 0
-    assert inputs._step_counts.outcomes() == {"no_free_row": 1}
-
-
-def test_the_first_step_of_a_request_is_left_to_vllm(served: tuple[StepInputs, Tail, Graph]) -> None:
-    """A scheduler may give it as many tokens as a decode has, and the others are then the same as before."""
-    inputs, _, graph = served
-    inputs._owner.req_states.num_computed_prefill_tokens[5] = 8
-    assert step(inputs, scheduled(scheduled_new_reqs=["b"])) is None
-    assert graph.replays == 0
-    assert inputs._step_counts.outcomes() == {"prompt": 1}
-
-
-@pytest.mark.parametrize(
     ("changed", "reason"),
     [
         ({"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS}}, "fewer_drafts"),
@@ -221,35 +186,6 @@ def test_requests_of_an_engine_without_drafts_have_none(served: tuple[StepInputs
     inputs._owner.req_states.num_computed_prefill_tokens[5] = 8
     assert step(inputs, scheduled(**asked), plain) is None
     assert inputs._step_counts.outcomes() == {"served": 1, "prompt": 1}
-
-
-def test_vllm_is_told_of_a_grammar(served: tuple[StepInputs, Tail, Graph]) -> None:
-    """It copies the drafts of such a batch to the host."""
-    inputs, _, graph = served
-    asked = [step(inputs, scheduled(has_structured_output_requests=one)) for one in (True, False)]
-    assert graph.replays == 2
-    assert [batch.has_structured_output_reqs for batch in asked] == [True, False]
-
-
-def test_a_prompt_is_told_from_fewer_drafts(served: tuple[StepInputs, Tail, Graph]) -> None:
-    inputs, _, _ = served
-    inputs._owner.req_states.num_computed_prefill_tokens[5] = 8
-    assert step(inputs, scheduled(scheduled_spec_decode_tokens={"a": [-1] * DRAFTS})) is None
-    assert inputs._step_counts.outcomes() == {"prompt": 1}
-
-
-def test_a_target_without_its_graph_is_left_to_vllm(served: tuple[StepInputs, Tail, Graph]) -> None:
-    inputs, _, _ = served
-    for desc in (
-        BatchExecutionDescriptor(CUDAGraphMode.NONE, num_tokens=8, num_reqs=2),
-        BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, num_tokens=8, num_reqs=None),
-        BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=8, num_reqs=4, uniform_token_count=None),
-    ):
-        assert step(inputs, scheduled(), desc) is None
-    # Its prompt is in the prefix cache, but for the last token.
-    inputs._owner.req_states.num_computed_prefill_tokens[5] = 8
-    assert step(inputs, scheduled(), desc) is None
-    assert inputs._step_counts.outcomes() == {"no_full_graph": 3, "prompt": 1}
 
 
 def test_blocks_are_taken_over_when_a_request_has_new_ones(served: tuple[StepInputs, Tail, Graph]) -> None:
@@ -304,12 +240,6 @@ def test_vllm_clears_the_rows_of_block_tables_that_a_graph_wrote(served: tuple[S
     assert tables._num_dirty_rows == 7
 
 
-def test_vllm_takes_everything_over_in_each_step_where_there_are_no_graphs() -> None:
-    inputs = StepInputs(SimpleNamespace(), Tail())  # type: ignore[arg-type]
-    assert step(inputs, scheduled()) is None
-    assert applied(inputs) == ["sampling", "blocks"]
-
-
 def test_the_sampler_is_told_of_requests_and_processors_that_are_not_vllms_own_of_each_step(
     served: tuple[StepInputs, Tail, Graph],
 ) -> None:
@@ -333,29 +263,6 @@ def test_vllm_applies_what_it_has_staged_where_a_step_has_something_new(
     assert applied(inputs) == ["blocks"]
     inputs.begin_step(scheduled(scheduled_new_reqs=["c"]))
     assert applied(inputs) == ["sampling", "blocks"]
-
-
-def test_slots_are_there_for_who_reads_them(served: tuple[StepInputs, Tail, Graph]) -> None:
-    inputs, _, _ = served
-    tables = inputs._owner.block_tables
-    tables.input_block_tables, tables.slot_mappings = [torch.zeros(9, 2)], torch.zeros(1, 40)
-    batch = step(inputs, scheduled())
-    batch.num_tokens_after_padding = 4 * WIDTH
-    (blocks,), slots = inputs.attention_inputs(batch)
-    assert (len(blocks), slots) == (4, ())
-    change(inputs, reads_slots=True)
-    batch = step(inputs, scheduled())
-    batch.num_tokens_after_padding = 4 * WIDTH
-    _, slots = inputs.attention_inputs(batch)
-    assert slots.shape == (1, 4 * WIDTH)
-
-
-def test_a_batch_that_vllm_prepared_is_not_taken_for_the_last_one(served: tuple[StepInputs, Tail, Graph]) -> None:
-    """A dummy run comes between two steps without a call of `steady`."""
-    inputs, _, _ = served
-    step(inputs, scheduled())
-    assert inputs.prepare_metadata(vllms, Batch()) == inputs.prepare_model_inputs(vllms, Batch()) == "vLLM's"
-    assert inputs.attention_inputs(Batch()) is None
 
 
 def test_vllm_embeds_where_an_image_is_to_be_encoded(served: tuple[StepInputs, Tail, Graph]) -> None:

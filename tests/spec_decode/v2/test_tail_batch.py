@@ -26,40 +26,6 @@ SamplingParams = sampling_params.SamplingParams
 SINCE_24 = SUPPORTED[SUPPORTED.index("0.24.0") :]
 
 
-def states(**rows: list[float]) -> SimpleNamespace:
-    """vLLM's `SamplingStates` of three requests."""
-    values = {"temperature": [0.0] * 3, "top_k": [100] * 3, "top_p": [1.0] * 3} | rows
-    return SimpleNamespace(
-        vocab_size=100, **{name: SimpleNamespace(np=np.array(value)) for name, value in values.items()}
-    )
-
-
-@pytest.mark.parametrize(
-    ("rows", "needed"),
-    [
-        ({}, SamplerParts.PLAIN),
-        ({"temperature": [0.0, 1.0, 0.3]}, SamplerParts.PLAIN),
-        ({"temperature": [0.6, 1.0, 0.0]}, SamplerParts.TEMPERATURE),
-        ({"top_k": [100, 20, 5]}, SamplerParts.TOP_K),
-        ({"top_p": [0.9, 1.0, 1.0]}, SamplerParts.TOP_P),
-        ({"top_k": [20, 100, 100], "top_p": [1.0, 0.5, 1.0]}, SamplerParts.TOP_K_TOP_P),
-        ({"top_k": [100, 100, 5], "top_p": [1.0, 1.0, 0.5]}, SamplerParts.PLAIN),
-    ],
-)
-def test_what_a_batch_needs_is_what_one_of_its_requests_needs(
-    rows: dict[str, list[float]], needed: SamplerParts
-) -> None:
-    assert SamplerParts.of(states(**rows), np.array([0, 1])) is needed
-
-
-@pytest.mark.parametrize("needed", SamplerParts)
-def test_the_request_that_a_graph_is_recorded_with_needs_just_that(needed: SamplerParts) -> None:
-    params = SamplingParams(**needed.example())
-    row = states(temperature=[params.temperature], top_k=[params.top_k if params.top_k > 0 else 100])
-    row.top_p.np = np.array([params.top_p])
-    assert SamplerParts.of(row, np.array([0])) is needed
-
-
 #: Of requests that graphs sample for.
 PARAMS = [
     {"temperature": 0.0},

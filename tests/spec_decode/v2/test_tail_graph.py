@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,17 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from packaging.version import Version
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 import torch
 from torch.utils._pytree import tree_leaves
-from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode import utils
 
 from vllm_hwplugin.base import run_records
-from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
 from vllm_hwplugin.spec_decode.obstacles import Part
 from vllm_hwplugin.spec_decode.step_counts import Reason
@@ -31,8 +27,6 @@ from vllm_hwplugin.spec_decode.v2.step_inputs import StepInputs
 from vllm_hwplugin.spec_decode.v2.tail_capture import Captured, Served, ShapeGraphs, TailRecorder
 from vllm_hwplugin.spec_decode.v2.tail_graph import TailGraphs
 from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters, Touched, around_graphs
-
-from ..released import Modules, texts
 
 HIDDEN, OTHER = torch.ones(8, 2), torch.ones(8, 4)
 
@@ -202,102 +196,6 @@ def test_a_head_is_watched_however_it_is_read_and_by_its_own_graphs_alone(
         model.lm_head.weight = torch.nn.Parameter(torch.ones(3, 2))
     read = (Part.V2_DRAFTING if of_draft else Part.V2_SAMPLING) not in left
     assert (parameters.moved() is not None) is read
-
-
-#: From 0.29 on vLLM captures some of the target's graphs, and what follows them, before there is a KV cache.
-PROFILED = [version for version in SUPPORTED if Version(version) >= Version("0.29.0")]
-#: Capture sizes, drafts, mode, and the most requests of the tail's graphs.
-TARGETS: dict[str, tuple[list[int], int, str, int]] = {
-    "piecewise": ([1, 2, 4, 8, 16], 3, "PIECEWISE", 0),
-    "short sizes": ([1, 2, 4, 8, 16], 3, "FULL_AND_PIECEWISE", 4),
-    "many drafts": ([1, 2, 4, *range(8, 513, 8)], 15, "FULL_AND_PIECEWISE", 32),
-    "defaults": ([1, 2, 4, *range(8, 513, 8)], 3, "FULL_AND_PIECEWISE", 128),
-    "no size for a decode": ([1, 2], 3, "FULL_DECODE_ONLY", 0),
-}
-
-
-class _Platform:
-    graph_pool_handle = get_global_graph_pool = staticmethod(lambda: None)
-
-
-# Each target in the last version, and one of them in each.
-@pytest.mark.parametrize(
-    ("version", "target"),
-    [*((version, "defaults") for version in PROFILED[:-1]), *((PROFILED[-1], target) for target in TARGETS)],
-)
-def test_graphs_are_of_shapes_whose_states_the_target_keeps(
-    version: str, target: str, vllm_tree: Any, accelerator: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes, drafts, mode, most = TARGETS[target]
-    module = Modules(
-        texts(vllm_tree(version)),
-        ["vllm.v1.worker.gpu.cudagraph_utils"],
-        stand_ins={
-            "current_platform": _Platform,
-            "get_pp_group": lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True),
-            "graph_capture": lambda **_: contextlib.nullcontext(),
-            "capture_pool": lambda *_: contextlib.nullcontext(),
-            "set_forward_context": lambda *_, **__: contextlib.nullcontext(),
-            "has_compiled_submodule": lambda _: True,
-            "is_breakable_cudagraph_enabled": lambda: False,
-            "is_global_first_rank": lambda: False,
-            "prepare_inputs_to_capture": lambda *_, **__: (None, None),
-        },
-    )("vllm.v1.worker.gpu.cudagraph_utils")
-    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    config: Any = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=256),
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes)),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
-        cache_config=SimpleNamespace(use_kda_recoverssm=False),
-        speculative_config=None,
-        num_speculative_tokens=drafts,
-    )
-    manager = module.ModelCudaGraphManager(config, torch.device("cpu"), CUDAGraphMode[mode], 1 + drafts)
-    # As in vLLM's memory profile.
-    manager._max_full_descs_to_capture = 2
-    buffers = SimpleNamespace(
-        input_ids=torch.zeros(512), positions=torch.zeros(512), is_padding=torch.zeros(512, dtype=torch.bool)
-    )
-    state = SimpleNamespace(prepare_dummy_inputs=lambda *_: {})
-    manager.capture(lambda **inputs: inputs["input_ids"][:, None], state, buffers, None, None, None, None)
-
-    recorded: list[int] = []
-
-    active: list[set[Any]] = [{"that of the target's last graph"}]
-
-    def record_shape(_: TailRecorder, rung: Any) -> ShapeGraphs:
-        # A kernel that is recorded for an adapter would be one for all requests.
-        assert active[-1] == set()
-        assert tail_capture.target_states(graphs._owner)[0][: rung.num_tokens].shape[0] == rung.num_tokens
-        recorded.append(rung.num_reqs)
-        return ShapeGraphs(rung, {}, Reason.NOT_CAPTURED)
-
-    graphs = TailGraphs(
-        SimpleNamespace(
-            max_num_reqs=256,
-            decode_query_len=1 + drafts,
-            device="cpu",
-            cudagraph_manager=manager,
-            compilation_config=SimpleNamespace(),
-            speculator=SimpleNamespace(),
-            speculative_config=SimpleNamespace(method="eagle3"),
-            req_states=SimpleNamespace(draft_tokens=torch.zeros(1)),
-            sampler=SimpleNamespace(sampling_states=SimpleNamespace(vocab_size=9)),
-            lora_config=object(),
-            model=torch.nn.Linear(1, 1),
-            _set_active_loras=lambda prompts, tokens, adapters: active.append(adapters),
-        )
-    )
-    monkeypatch.setattr(tail_graph, "why_not", lambda *_: None)
-    monkeypatch.setattr(tail_graph, "graph_capture", lambda **_: contextlib.nullcontext())
-    monkeypatch.setattr(tail_capture, "TailBuffers", lambda *_: None)
-    monkeypatch.setattr(tail_capture, "idx_dtype", lambda _: torch.int32)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(TailRecorder, "_capture_shape", record_shape)
-    graphs.capture()
-    assert recorded == ([most] if most else [])
 
 
 @dataclasses.dataclass
