@@ -27,6 +27,7 @@ from .. import engines
 from ..engines import BLOCK, DRAFTS
 from ..engines import MAX_LEN as MAX_LENGTH
 from ..engines import MAX_REQS as MAX_REQS_HERE
+from ..engines import VOCAB as WORDS
 from ..walks import BEST, MORE, PLAIN, UNPATCHED, Sides, host_of_graphs, live_load, walk
 from . import plain_triton
 from .released_modules import ReleasedModules, jit
