@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from vllm_hwplugin.attention.capabilities import CAPABILITIES, GAPS, asked_in
-from vllm_hwplugin.base.versions import SUPPORTED
 
 from ..conftest import versions
 
@@ -53,17 +52,6 @@ def test_each_gap_is_still_there(version: str, vllm_tree: Callable[[str], Any]) 
     assert set(GAPS) <= set(asked(vllm_tree(version).read(BASE)))
     assert not set(GAPS) & {item.method for item in CAPABILITIES.values()}
     assert all(GAPS.values())
-
-
-@pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])
-def test_a_new_one_and_a_vanished_one_are_noticed(version: str, vllm_tree: Callable[[str], Any]) -> None:
-    text = vllm_tree(version).read(BASE)
-    new = text.replace(
-        "    @classmethod\n    def is_mla(cls)", "    is_new: bool = False\n\n    @classmethod\n    def is_mla(cls)"
-    )
-    assert differences(new, version) == SAME | {"not in the table": {"is_new"}}
-    vanished = text.replace("def supports_non_causal(cls)", "def allows_non_causal(cls)")
-    assert differences(vanished, version) == SAME | {"not in vLLM": {"supports_non_causal"}}
 
 
 @every_version

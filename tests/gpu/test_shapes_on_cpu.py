@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from . import small_shapes
 from .small_shapes import CASES, FP8
 
 ALL = {**CASES, "FP8": FP8}
@@ -28,15 +27,3 @@ def test_the_engine_gets_what_vllm_knows(name: str, tmp_path: Path) -> None:
     assert len(getattr(target, "layer_types", None) or [None] * target.num_hidden_layers) == target.num_hidden_layers
     # No prompt token is beyond the vocabulary.
     assert max(token for request in load.requests for token in request.prompt) < target.vocab_size
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_every_number_of_requests_has_a_graph(name: str, tmp_path: Path) -> None:
-    """So that no batch is padded; what is asked of a feature is for one of them."""
-    case = ALL[name]
-    options = case.engine(tmp_path / "model")
-    sizes = options["compilation_config"]["cudagraph_capture_sizes"]
-    for tokens in (1, 1 + case.k):
-        assert {tokens * requests for requests in range(1, options["max_num_seqs"] + 1)} <= set(sizes)
-    assert set(case.v1) <= set(small_shapes.V1_GRAPHS)
-    assert set(case.v2) <= set(small_shapes.V2_GRAPHS)

@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -47,13 +48,14 @@ def watch(worker) -> None:
 
     from vllm_hwplugin_lab.bench._watch import watched
 
-    graphs = torch.cuda.CUDAGraph if torch.cuda.is_available() else None
-    worker.worker.hwplugin_watch = watched(worker.worker.model_runner, graphs)
+    worker.worker.hwplugin_watch = watched(worker.worker.model_runner, torch.cuda.CUDAGraph)
     worker.worker.hwplugin_counts = worker.worker.hwplugin_watch.__enter__()
 
 
 def report(worker) -> dict:
     """Runs in a worker: what was counted, and what the process has in the run record."""
+    from vllm.distributed.parallel_state import get_tp_group
+
     from vllm_hwplugin.base import run_records
     from vllm_hwplugin_lab.bench._inside import drafter_of, graph_modes, platform_class, runner_generation
 
@@ -61,6 +63,9 @@ def report(worker) -> dict:
     worker.worker.hwplugin_watch.__exit__(None, None, None)
     uses = entry.uses if entry is not None else {}
     return {
+        "process": os.getpid(),
+        "device": str(worker.worker.device),
+        "communicator": type(get_tp_group().device_communicator).__name__,
         "runner": runner_generation(runner),
         "drafts": drafter_of(runner) is not None,
         "platform": platform_class(),
@@ -117,4 +122,4 @@ def online(job: dict) -> dict:
 if __name__ == "__main__":
     given = json.loads(Path(sys.argv[1]).read_text())
     answer = online(given) if given["options"].get("data_parallel_size", 1) > 1 else offline(given)
-    Path(sys.argv[2]).write_text(json.dumps(answer))
+    Path(sys.argv[2]).write_text(json.dumps({"process": os.getpid(), **answer}))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
 from collections.abc import Callable
@@ -156,38 +155,6 @@ def test_an_old_triton_does_not_sample(version: str, musa_vllm: Callable[..., An
     # And arguments that share memory are counted as Triton numbers them.
     assert jit._make_pointer_alias_spec is not vendors
     assert monkeypatch.delitem(sys.modules, "triton.backends.mtgpu.musa_testing") is None
-
-
-@every_version
-def test_graphs_are_captured_with_more_than_one_gpu(
-    version: str, musa_vllm: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's ``GroupCoordinator.graph_capture`` on a group of two, whose communicator is made as the group makes it."""
-    import torch
-
-    names = ("base_device_communicator", "cuda_communicator", "xpu_communicator")
-    musa_vllm(version, "vllm/distributed/parallel_state.py", *(f"{COMMUNICATORS}/{name}.py" for name in names))
-    state = importlib.import_module("vllm.distributed.parallel_state")
-    importlib.import_module("vllm.config").get_current_vllm_config_or_none = lambda: None
-    aiter = importlib.import_module("vllm._aiter_ops").rocm_aiter_ops
-    aiter.is_enabled.return_value = False
-    class_ = own("vllm_hwplugin.musa.communicator").MusaCommunicator
-    group = state.GroupCoordinator.__new__(state.GroupCoordinator)
-    members = type("Members", (), {"rank": lambda _: 1, "size": lambda _: 2})()
-    group.device_communicator = class_(
-        cpu_group=members,
-        device=torch.device("cpu"),
-        device_group=members,
-        unique_name="tp:0",
-        global_ranks=[0, 1],
-        global_world_size=2,
-    )
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    context = state.GraphCaptureContext(stream)
-    with group.graph_capture(context) as found:
-        assert found is context
 
 
 @every_version

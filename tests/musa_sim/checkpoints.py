@@ -98,9 +98,8 @@ def four_bits(weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> tupl
     groups = weight.float().view(rows, columns // GROUP, GROUP)
     scale = (groups.abs().amax(-1, keepdim=True) / 7).to(dtype).float()
     numbers = (groups / scale).round().clamp(-8, 7)
-    packed = ((numbers.view(rows, columns // 8, 8).long() + 8) << (torch.arange(8) * 4)).sum(-1)
     made = {
-        "weight_packed": torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int(),
+        "weight_packed": _packed(numbers.view(rows, columns) + 8),
         "weight_scale": scale.view(rows, -1).to(dtype),
         "weight_shape": torch.tensor([rows, columns]),
     }

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.cpu_seconds import patience
 from vllm_hwplugin_lab import bench
 
 from .. import releases
@@ -29,7 +30,6 @@ ENGINES = {
     "experts, DFlash": _DFLASH,
     "FP8 blocks": _PLAIN,
     "W4A16": _PLAIN,
-    "GPTQ": _PLAIN,
 }
 
 
@@ -39,7 +39,6 @@ def _models(folder: Path) -> dict[str, tuple[Path, Path]]:
     experts = checkpoints.write(folder / "experts", mixture, **checkpoints.MIXTURE)
     blocks, of_blocks = checkpoints.quantized(mixture, checkpoints.fp8_blocks)
     bits, of_bits = checkpoints.quantized(checkpoints.dense(), checkpoints.four_bits)
-    gptq, _ = checkpoints.quantized(checkpoints.dense(), checkpoints.gptq)
     return {
         "experts, Eagle3": (experts, experts),
         "experts, DFlash": (experts, experts),
@@ -51,7 +50,6 @@ def _models(folder: Path) -> dict[str, tuple[Path, Path]]:
             checkpoints.write(folder / "bits", bits, **checkpoints.W4A16),
             checkpoints.write(folder / "of bits", of_bits),
         ),
-        "GPTQ": (checkpoints.write(folder / "gptq", gptq, **checkpoints.GPTQ), folder / "of bits"),
     }
 
 
@@ -131,10 +129,18 @@ def test_two_gpus_share_experts_and_communicate_by_mccl(
     options = {**_EAGLE3.on_musa(), "model": str(model), "tensor_parallel_size": 2}
     more = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     environment = simulated.environment(tmp_path / "host", devices=2, mate=True) | loads.VARIABLES | more
-    file = tmp_path / "found.json"
-    jobs = {"two GPUs": Load(options, requests(tokens=8, prompts=2))}
-    loads.run_child("tests.musa_sim.two_gpus_child", jobs, file, environment, tmp_path / "engine")
-    found: dict[str, Any] = json.loads(file.read_text())
+    job = {
+        "options": options,
+        "prompts": [one.prompt for one in requests(prompts=2)],
+        "tokens": [8, 8],
+        "choices": False,
+    }
+    asked, answer = tmp_path / "job.json", tmp_path / "answer.json"
+    asked.write_text(json.dumps(job))
+    command = [sys.executable, str(simulated.HERE.parent / "gpu" / "two_gpus_child.py"), str(asked), str(answer)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience(600))
+    assert done.returncode == 0, done.stderr[-6000:]
+    found: dict[str, Any] = json.loads(answer.read_text())
     assert found["texts"] == runs["experts, Eagle3"][1]
     assert len({found["process"], *(worker["process"] for worker in found["workers"])}) == 3
     for index, worker in enumerate(found["workers"]):

@@ -34,31 +34,23 @@ def alone() -> list[Request]:
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Sides:
-    """Each side's runs by load, and what the side with the feature logged."""
-
-    fixed: Mapping[str, Run]
-    changing: Mapping[str, Run]
-    log: str
-
-
 @pytest.fixture(scope="module")
-def sides(musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Sides:
+def sides(
+    musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Run]]:
     folder = tmp_path_factory.mktemp("draft schedule")
     options: Mapping[str, Any] = {**Engine("eagle3").on_musa(), "num_gpu_blocks_override": 60}
     together = [dataclasses.replace(one, params={**one.params, "temperature": 0.0}) for one in loads.by_temperature()]
     at_random = f"{random_drafts.RandomDrafts.__module__}.{random_drafts.RandomDrafts.__qualname__}"
     fixed = {"alone": Load(options, alone(), autotuned=False), "together": Load(options, together, autotuned=False)}
     changing = {**fixed, "together": Load({**options, "scheduler_cls": at_random}, together, autotuned=False)}
-    runs = loads.side_by_side(
+    return loads.side_by_side(
         {
             "fixed": Process(fixed, loads.musa(folder / "host, fixed", newest, **loads.UNPATCHED)),
             "changing": Process(changing, loads.musa(folder / "host, changing", newest, **loads.UNPATCHED | ON)),
         },
         folder,
     )
-    return Sides(**runs, log=(folder / "changing" / "log").read_text(errors="replace"))
 
 
 def verified(run: Run) -> Counter[int]:
@@ -68,27 +60,19 @@ def verified(run: Run) -> Counter[int]:
 
 
 @pytest.mark.parametrize("name", ["alone", "together"])
-def test_texts_are_those_of_a_fixed_number(name: str, sides: Sides) -> None:
+def test_texts_are_those_of_a_fixed_number(name: str, sides: dict[str, dict[str, Run]]) -> None:
     """One by one with trials of other numbers, and several at a time with a number at random in each step."""
-    fixed, changing = sides.fixed[name], sides.changing[name]
+    fixed, changing = sides["fixed"][name], sides["changing"][name]
     assert changing.texts(changing.answers) == fixed.texts(fixed.answers)
     assert verified(fixed).keys() == {0, 3}
     assert all(verified(changing)[number] > 2 for number in (1, 2, 3))
 
 
-def test_each_number_has_graphs_for_any_batch(sides: Sides) -> None:
-    run = sides.changing["alone"]
+def test_each_number_has_graphs_for_any_batch(sides: dict[str, dict[str, Run]]) -> None:
+    run = sides["changing"]["alone"]
+    assert DRAFT_SCHEDULE in run.used
     drafting = run.counted["v2-tail-graph drafting"]
     assert drafting.keys() == {"served", "prompt", "fewer_drafts"}
     # A trial begins and ends with a step that makes another number of drafts than it verifies.
     assert drafting["fewer_drafts"] <= 15 < 100 < drafting["served"]
     assert run.noted["v2-tail-graph"].startswith("9 shapes of at most 6 requests")
-
-
-def test_says_what_it_did(sides: Sides) -> None:
-    run = sides.changing["alone"]
-    assert DRAFT_SCHEDULE in run.used
-    assert run.noted[DRAFT_SCHEDULE].startswith("nothing learned, no batch size has 200 measured steps; steps: ")
-    # At the end of each engine.
-    ends = [line.rpartition("; ")[2] for line in sides.log.splitlines() if "draft-schedule: nothing learned" in line]
-    assert sorted(ends) == ["0 trials", "5 trials"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of several operations ask: what does a schema say, does a refused call leave its tensors alone, what
+"""What the tests of several operations ask: does a refused call leave its tensors alone, what
 does torch.compile make of a caller, what does a graph replay, and how far are two results apart."""
 
 from __future__ import annotations
@@ -11,11 +11,6 @@ import pytest
 import torch
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def signature(schema: Any) -> list[tuple[str, str, bool]]:
-    """Of every argument of a schema its name, its type and whether it is written to."""
-    return [(argument.name, str(argument.type), argument.is_write) for argument in schema.arguments]
 
 
 def assert_refused(operation: Callable[..., None], arguments: Mapping[str, Any], words: str) -> None:

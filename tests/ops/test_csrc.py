@@ -115,28 +115,6 @@ print(before, has("CUDA"), has("CPU"), has("CompositeExplicitAutograd"), has("Me
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("libraries")
-def test_every_lse_is_read_before_the_merged_one_is_written(tmp_path: Path) -> None:
-    """vLLM has the merged one written in place. The threads of a row may be in two warps, whose race a GPU shows
-    seldom."""
-    text = tmp_path / "merge_attn_states.ptx"
-    folder = source_root()
-    command = [
-        toolchain.find("nvcc").path, "-ptx", "-arch=sm_90", "-O3", "-std=c++17",
-        "-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{folder}", f"-I{torch_build.installed().root / 'include'}",
-        str(folder / "merge_attn_states" / "merge_attn_states.cu"), "-o", str(text),
-    ]  # fmt: skip
-    subprocess.run(command, check=True)
-    kernels = text.read_text().split(".entry")[1:]
-    assert kernels
-    for kernel in kernels:
-        # Heads are moved in packs, which are vectors.
-        reads, barrier, write = (kernel.find(text) for text in ("ld.global.f32", "bar.sync", "st.global.f32"))
-        assert -1 < reads < barrier < write
-        assert "ld.global.f32" not in kernel[barrier:write]
-
-
-@pytest.mark.slow
 def test_no_library_needs_python_or_a_cuda_runtime_of_its_host(libraries: dict[str, Path]) -> None:
     for path in libraries.values():
         needed = path.read_bytes()

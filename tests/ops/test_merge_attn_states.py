@@ -16,8 +16,6 @@ torch: Any = pytest.importorskip("torch")
 
 from vllm_hwplugin.ops.merge_attn_states import merge_attn_states  # noqa: E402
 
-from .operation_checks import signature  # noqa: E402
-
 TOKENS, HEADS, SIZE = 5, 3, 8
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -163,17 +161,6 @@ def test_results_may_take_the_place_of_what_is_read(overwritten: int) -> None:
     call.run()
     assert torch.equal(call.output, output)
     assert torch.equal(call.lses[2], lse)
-
-
-def test_the_schema_is_vllms() -> None:
-    """csrc/torch_bindings.cpp of 0.20.2 and of 0.32.0, with the alias marks spelt out and a number's left out."""
-    theirs = torch._C.parse_schema(
-        "merge_attn_states(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, "
-        "Tensor suffix_output, Tensor suffix_lse, int? prefill_tokens_with_context, Tensor? output_scale=None) -> ()"
-    )
-    ours = torch.ops.hwplugin.merge_attn_states.default._schema
-    assert signature(ours) == signature(theirs)
-    assert not ours.returns
 
 
 def call_with(**changes: Any) -> dict[str, Any]:

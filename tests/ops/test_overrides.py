@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -356,25 +354,6 @@ def test_a_bad_value_is_left_to_the_engine(musa: tuple[Toy, Toy], variables: dic
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.engine
-def test_the_entry_point_puts_kernels_in_front_where_they_are_asked_for(tmp_path: Path) -> None:
-    """vLLM calls it in each process, before its C extension is imported; its CPU build has none of these kernels."""
-    program = """
-import sys
-from vllm_hwplugin.ops import overrides
-from vllm_hwplugin.plugin import register
-try:
-    register()
-except overrides.OverrideError as error:
-    print(error)
-print("vllm._custom_ops" in sys.modules)
-"""
-    for gate, demanded in (("auto", False), ("on", True)):
-        environ = {**os.environ, "VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path), "VLLM_HWPLUGIN_OPS": gate}
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, check=True)
-        assert (str(demanded) in done.stdout, "topk_softmax" in done.stdout) == (True, demanded), done.stdout
 
 
 def test_reading_the_table_imports_no_torch() -> None:

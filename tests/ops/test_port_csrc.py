@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kernel that mcc is to build, ported by the real torchada's table, through a compiler.
 
-By mcc where there is one beside torch_musa; else by nvcc, with headers that give MUSA's names back to CUDA. That shows
-that the copy is C++ and leaves no name of CUDA; it does not show what mcc makes of it. Not run on MUSA hardware.
+By nvcc, with headers that give MUSA's names back to CUDA. That shows that the copy is C++ and leaves no name of CUDA;
+it does not show what mcc makes of it. Not run on MUSA hardware.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from vllm_hwplugin.ops.compile import port, toolchain, torch_build
-from vllm_hwplugin.ops.compile.plan import make_plan
 from vllm_hwplugin.ops.compile.port import Port, left_over
 from vllm_hwplugin.ops.compile.spec import KERNELS, KernelUnavailable, source_root
 
@@ -70,7 +68,7 @@ def test_no_name_of_cuda_is_left_where_musa_has_one(name: str, rules: Port, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PORTED)
 def test_the_copy_compiles_and_registers_for_musa_alone(name: str, rules: Port, tmp_path: Path) -> None:
-    built = _by_mcc(name, rules, tmp_path) or _by_nvcc(name, rules, tmp_path)
+    built = _by_nvcc(name, rules, tmp_path)
     program = """
 import importlib, sys, torch
 name, path, module = sys.argv[1:]
@@ -82,22 +80,6 @@ print(*(torch._C._dispatch_has_kernel_for_dispatch_key(f"hwplugin::{name}", key)
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False", "True"]
-
-
-def _by_mcc(name: str, rules: Port, folder: Path) -> Path | None:
-    try:
-        compiler = toolchain.find("mcc")
-    except KernelUnavailable:
-        return None
-    found = torch_build.installed()
-    if found.musa_root is None:
-        return None
-    environ = {"MTGPU_TARGET": "mp_31", **os.environ}
-    plan = make_plan(KERNELS[name], compiler, found, environ, source_root(), port=rules)
-    plan = plan.ported(folder / "ported")
-    subprocess.run(plan.compile_command(f"{folder}/{name}.o"), check=True)
-    subprocess.run(plan.link_command(f"{folder}/{name}.o", str(folder / plan.library)), check=True)
-    return folder / plan.library
 
 
 def _by_nvcc(name: str, rules: Port, folder: Path) -> Path:

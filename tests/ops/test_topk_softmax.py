@@ -16,8 +16,6 @@ torch: Any = pytest.importorskip("torch")
 
 from vllm_hwplugin.ops.topk_softmax import topk_softmax  # noqa: E402
 
-from .operation_checks import signature  # noqa: E402
-
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SLACK = 2.0**-20
@@ -132,20 +130,6 @@ def test_logits_of_16_bits_keep_apart_what_rounds_to_the_same_probability() -> N
     assert _route(logits.half(), 3)[1].tolist() == [[0, 2, 1]]
     assert _route(logits, 3)[1].tolist() == [[0, 1, 2]]
     assert torch.equal(_route(logits.half(), 3)[0], _route(logits, 3)[0])
-
-
-@pytest.mark.parametrize("last", ["", ", Tensor? is_padding"])
-def test_the_schema_begins_as_vllms(last: str) -> None:
-    """csrc/moe/torch_bindings.cpp of 0.20.2 and of 0.32.0, with the alias marks spelt out."""
-    theirs = torch._C.parse_schema(
-        "topk_softmax(Tensor(a!) topk_weights, Tensor(b!) topk_indices, Tensor(c!) token_expert_indices, "
-        f"Tensor gating_output, bool renormalize, Tensor? bias{last}) -> ()"
-    )
-    ours = torch.ops.hwplugin.topk_softmax.default._schema
-    expected = signature(theirs)
-    assert signature(ours)[: len(expected)] == expected
-    assert all(a.has_default_value() for a in ours.arguments[len(expected) :])
-    assert not ours.returns
 
 
 def call_with(**changes: Any) -> dict[str, Any]:

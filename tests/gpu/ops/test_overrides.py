@@ -19,11 +19,14 @@ from vllm_hwplugin.base import gates  # noqa: E402
 from vllm_hwplugin.ops import overrides  # noqa: E402
 from vllm_hwplugin.ops.compile.jit import ensure  # noqa: E402
 from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
-from vllm_hwplugin.ops.operations import OPS  # noqa: E402
+from vllm_hwplugin.ops.operations import OPS, RECORD  # noqa: E402
 from vllm_hwplugin_lab.bench import find_checkpoints, load_prompts  # noqa: E402
 from vllm_hwplugin_lab.bench.micro import _op_cases, _ops_bench  # noqa: E402
 
-from ..engines import SMALL_ENGINE, Child, run_all  # noqa: E402
+from ...musa_sim import loads  # noqa: E402
+from ...musa_sim.loads import Load, Process, Request  # noqa: E402
+from ..engines import SMALL_ENGINE  # noqa: E402
+from ..mixed_load import environment  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -155,17 +158,17 @@ OPTIONS = {
 
 def test_an_engine_says_the_same_and_its_fusion_still_matches(tmp_path: Path) -> None:
     small = find_checkpoints(None)
-    prompts = [list(prompt[:64]) for prompt in load_prompts(small, 24)]
-    job = {"options": {**SMALL_ENGINE, "model": str(small.target), **OPTIONS}, "prompts": prompts, "tokens": 48}
-    sides = {
-        gate: Child("overrides_child.py", job, patched=True, environment={"VLLM_HWPLUGIN_OPS": gate})
-        for gate in ("off", "on")
+    params = {"temperature": 0.0, "max_tokens": 48}
+    requests = [Request(f"r{at}", list(prompt[:64]), 0, params) for at, prompt in enumerate(load_prompts(small, 24))]
+    load = Load({**SMALL_ENGINE, "model": str(small.target), **OPTIONS}, requests)
+    processes = {
+        gate: Process({gate: load}, environment(tmp_path, gate, "V1", VLLM_HWPLUGIN_OPS=gate)) for gate in ("off", "on")
     }
-    off, on = run_all(tmp_path, sides).values()
-    assert off["decisions"] == {}
-    assert on["decisions"][FUSED].startswith("the plugin's kernel"), on["decisions"]
-    share = sum(alike(one, other) for one, other in zip(off["texts"], on["texts"], strict=True)) / len(prompts)
-    print(f"{share:.1%} of the tokens alike, {on['decisions']}")
+    off, on = (runs[gate] for gate, runs in loads.side_by_side(processes, tmp_path).items())
+    assert not [name for name in off.noted if name.startswith(RECORD)]
+    assert on.noted[RECORD + FUSED].startswith("the plugin's kernel"), on.noted
+    share = sum(alike(one["tokens"], on.answers[name]["tokens"]) for name, one in off.answers.items()) / len(requests)
+    print(f"{share:.1%} of the tokens alike, {on.noted}")
     assert share >= ALIKE
 
 
