@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, csrc: Path, nvcc:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir(mode=0o700)
     return cache
+
+
+@pytest.fixture
+def provide(own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild) -> Callable[..., Path]:
+    """`jit.provide` for the sample kernel, with another environment where one is given."""
+    return partial(jit.provide, kernel, torch_cuda)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.ops.compile import built, jit
+from vllm_hwplugin.ops.compile import built
 from vllm_hwplugin.ops.compile.ninja import build
 from vllm_hwplugin.ops.compile.plan import BuildPlan
 from vllm_hwplugin.ops.compile.spec import KernelSpec
-from vllm_hwplugin.ops.compile.torch_build import TorchBuild
 
 MakePlan = Callable[..., BuildPlan]
+Provide = Callable[..., Path]
 pytestmark = pytest.mark.usefixtures("ninja")
 
 
@@ -39,10 +39,8 @@ def test_which_devices_a_library_runs_on(
     assert [item for item in runs + does_not if found.runs_on(item)] == runs
 
 
-def test_the_record_says_what_the_library_was_built_with(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild
-) -> None:
-    library = jit.provide(kernel, torch_cuda)
+def test_the_record_says_what_the_library_was_built_with(provide: Provide, own_cache: Path, kernel: KernelSpec) -> None:
+    library = provide()
     (found,) = built.read_all([own_cache], [])
     assert found.library == library
     assert (found.kernel, found.toolchain, found.version, found.torch) == (
@@ -53,10 +51,8 @@ def test_the_record_says_what_the_library_was_built_with(
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"format": 1}', "other format", "no library"])
-def test_a_record_that_cannot_be_read_counts_as_none(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, damage: str
-) -> None:
-    library = jit.provide(kernel, torch_cuda)
+def test_a_record_that_cannot_be_read_counts_as_none(provide: Provide, own_cache: Path, damage: str) -> None:
+    library = provide()
     record = library.parent / "built.json"
     if damage == "no library":
         library.unlink()
@@ -81,9 +77,9 @@ def test_a_record_that_cannot_be_read_counts_as_none(
     ],
 )
 def test_a_record_that_says_what_it_cannot_counts_as_none(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, change: dict[str, object] | str
+    provide: Provide, own_cache: Path, change: dict[str, object] | str
 ) -> None:
-    library = jit.provide(kernel, torch_cuda)
+    library = provide()
     record = library.parent / "built.json"
     # As large as the record says.
     shutil.copy(library, record.parent.parent / "library.so")

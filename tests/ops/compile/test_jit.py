@@ -30,51 +30,48 @@ from vllm_hwplugin.ops.compile.torch_build import TorchBuild
 from ..forked import said_by_a_fork
 
 MakePlan = Callable[..., BuildPlan]
+Provide = Callable[..., Path]
 pytestmark = pytest.mark.usefixtures("ninja")
 
 
-def test_the_first_call_builds_and_the_next_finds(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any, plan: MakePlan
-) -> None:
-    library = jit.provide(kernel, torch_cuda)
+def test_the_first_call_builds_and_the_next_finds(provide: Provide, own_cache: Path, nvcc: Any, plan: MakePlan) -> None:
+    library = provide()
     assert library.read_text() == "built\n"
     assert library.parent == own_cache / "kernels" / f"sample-{plan().key}"
     assert len(nvcc.calls) == 2
-    assert jit.provide(kernel, torch_cuda) == library
+    assert provide() == library
     assert len(nvcc.calls) == 2
     assert sorted(path.name for path in library.parent.iterdir()) == ["built.json", "lock", "sample.so"]
 
 
 @pytest.mark.parametrize("listed", ["8.0", "7.0 8.0 9.0", "Hopper"])
 def test_at_first_use_a_library_is_for_the_devices_whatever_is_listed_for_builds_ahead(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any, listed: str
+    provide: Provide, nvcc: Any, listed: str
 ) -> None:
     """The list is often left over from another build; code for another device than this ends the engine."""
-    library = jit.provide(kernel, torch_cuda, {**os.environ, "TORCH_CUDA_ARCH_LIST": listed})
+    library = provide({**os.environ, "TORCH_CUDA_ARCH_LIST": listed})
     assert [call.count("-gencode") for call in nvcc.calls] == [1, 0]
     found = built.read_cached(library.parent)
     assert found is not None
     assert found.runs_on((9, 0))
-    assert jit.provide(kernel, torch_cuda) == library
+    assert provide() == library
 
 
 def test_what_runs_on_other_devices_is_neither_taken_from_the_cache_nor_after_a_build(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any, plan: MakePlan
+    provide: Provide, nvcc: Any, plan: MakePlan
 ) -> None:
-    record = jit.provide(kernel, torch_cuda).parent / "built.json"
+    record = provide().parent / "built.json"
     whole = record.read_text()
     record.write_text(whole.replace("sm_90", "sm_80"))
     count = len(nvcc.calls)
-    jit.provide(kernel, torch_cuda)
+    provide()
     assert len(nvcc.calls) == 2 * count
     assert record.read_text() == whole
     with pytest.raises(KernelUnavailable, match=r"sm_80 does not run on every device here, which are 9\.0"):
         jit.build_once(plan(environ={"TORCH_CUDA_ARCH_LIST": "8.0"}, ahead=True), os.environ)
 
 
-def test_what_the_compiler_takes_from_its_surroundings_makes_another_library(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, tmp_path: Path
-) -> None:
+def test_what_the_compiler_takes_from_its_surroundings_makes_another_library(provide: Provide, tmp_path: Path) -> None:
     """A flag in a variable of one process, such as --use_fast_math, is not for those that follow."""
     other = tmp_path / "other" / "gcc"
     other.parent.mkdir()
@@ -89,15 +86,13 @@ def test_what_the_compiler_takes_from_its_surroundings_makes_another_library(
         {"PATH": f"{other.parent}:{path}", "NVCC_APPEND_FLAGS": "-g"},
         {"PATH": path, "NVCC_APPEND_FLAGS": "-g"},
     )
-    libraries = {jit.provide(kernel, torch_cuda, {**os.environ, **one}) for one in surroundings}
+    libraries = {provide({**os.environ, **one}) for one in surroundings}
     assert len(libraries) == len(surroundings)
 
 
-def test_a_compiler_sees_the_variables_that_the_key_was_made_of(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any
-) -> None:
+def test_a_compiler_sees_the_variables_that_the_key_was_made_of(provide: Provide, nvcc: Any) -> None:
     nvcc.path.write_text(nvcc.path.read_text().replace('echo "$@"', 'echo "$@" $NVCC_APPEND_FLAGS'))
-    jit.provide(kernel, torch_cuda, {**os.environ, "NVCC_APPEND_FLAGS": "--use_fast_math"})
+    provide({**os.environ, "NVCC_APPEND_FLAGS": "--use_fast_math"})
     assert all(call.endswith("--use_fast_math") for call in nvcc.calls)
 
 
@@ -128,11 +123,9 @@ def together(nvcc: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[
     return run
 
 
-def test_of_many_that_ask_one_builds(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any, together: Any
-) -> None:
+def test_of_many_that_ask_one_builds(provide: Provide, nvcc: Any, together: Any) -> None:
     libraries: list[Path] = []
-    together(lambda: libraries.append(jit.provide(kernel, torch_cuda)), 4)
+    together(lambda: libraries.append(provide()), 4)
     assert len(libraries) == 4
     assert len(set(libraries)) == 1
     assert len(nvcc.calls) == 2
@@ -151,15 +144,13 @@ def test_who_waits_too_long_says_so(own_cache: Path, plan: MakePlan, monkeypatch
         jit.build_once(plan(), os.environ)
 
 
-def test_who_has_waited_for_a_build_that_failed_does_not_repeat_it(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any, together: Any
-) -> None:
+def test_who_has_waited_for_a_build_that_failed_does_not_repeat_it(provide: Provide, nvcc: Any, together: Any) -> None:
     nvcc.set("broken")
     said: list[str] = []
 
     def ask() -> None:
         with pytest.raises(KernelUnavailable) as failure:
-            jit.provide(kernel, torch_cuda)
+            provide()
         said.append(str(failure.value))
 
     for _ in range(2):
@@ -169,7 +160,7 @@ def test_who_has_waited_for_a_build_that_failed_does_not_repeat_it(
     assert sum("another process's build failed just now" in one for one in said) == 4
     assert all("the compiler is broken" in one for one in said)
     nvcc.set("broken", False)
-    assert sorted(path.name for path in jit.provide(kernel, torch_cuda).parent.iterdir()) == [
+    assert sorted(path.name for path in provide().parent.iterdir()) == [
         "built.json",
         "lock",
         "sample.so",
@@ -178,13 +169,7 @@ def test_who_has_waited_for_a_build_that_failed_does_not_repeat_it(
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_compiler_that_hangs_is_ended_with_all_that_ninja_started(
-    own_cache: Path,
-    kernel: KernelSpec,
-    torch_cuda: TorchBuild,
-    nvcc: Any,
-    wrapped: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    provide: Provide, nvcc: Any, wrapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if wrapped:
         # As some releases of pip's ninja are.
@@ -197,7 +182,7 @@ def test_a_compiler_that_hangs_is_ended_with_all_that_ninja_started(
     monkeypatch.setattr(jit, "WAIT", patience(3))
     nvcc.set("hangs")
     with pytest.raises(KernelUnavailable, match=r"nvcc took more than [\d.]+ s over sample"):
-        jit.provide(kernel, torch_cuda)
+        provide()
     compiler = int(nvcc.path.with_name("hangs").read_text())
 
     def is_gone() -> bool:
@@ -210,7 +195,7 @@ def test_a_compiler_that_hangs_is_ended_with_all_that_ninja_started(
 
 
 def test_on_a_full_disk_the_compilers_words_are_said(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any, monkeypatch: pytest.MonkeyPatch
+    provide: Provide, nvcc: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvcc.set("broken")
     write = Path.write_text
@@ -222,7 +207,7 @@ def test_on_a_full_disk_the_compilers_words_are_said(
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(KernelUnavailable, match="the compiler is broken"):
-        jit.provide(kernel, torch_cuda)
+        provide()
     assert len(nvcc.calls) == 1
 
 
@@ -256,78 +241,67 @@ def test_a_compiler_that_refuses_the_source_does_not_run_again(
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
 def test_file_systems_that_keep_no_locks_are_passed_over(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, number: int, monkeypatch: pytest.MonkeyPatch
+    provide: Provide, own_cache: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def flock(file: Any, how: int) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(jit.fcntl, "flock", flock)
     with pytest.raises(KernelUnavailable, match=f"{own_cache}.*: .*{os.strerror(number)}.*set VLLM_HWPLUGIN_CACHE_DIR"):
-        jit.provide(kernel, torch_cuda)
+        provide()
 
 
-def test_a_library_that_is_not_whole_is_built_again(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any
-) -> None:
-    library = jit.provide(kernel, torch_cuda)
+def test_a_library_that_is_not_whole_is_built_again(provide: Provide, nvcc: Any) -> None:
+    library = provide()
     os.truncate(library, 2)
-    assert jit.provide(kernel, torch_cuda).read_text() == "built\n"
+    assert provide().read_text() == "built\n"
     assert len(nvcc.calls) == 4
 
 
-def test_a_build_that_was_cut_off_is_done_again(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any
-) -> None:
-    library = jit.provide(kernel, torch_cuda)
+def test_a_build_that_was_cut_off_is_done_again(provide: Provide, nvcc: Any) -> None:
+    library = provide()
     (library.parent / "built.json").unlink()
     (library.parent / "building").mkdir()
     (library.parent / "building" / "sample.so").write_text("half")
     library.write_text("half")
-    assert jit.provide(kernel, torch_cuda) == library
+    assert provide() == library
     assert library.read_text() == "built\n"
     assert len(nvcc.calls) == 4
 
 
-def test_a_folder_that_others_can_write_to_is_not_loaded_from(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, tmp_path: Path
-) -> None:
-    library = jit.provide(kernel, torch_cuda)
+def test_a_folder_that_others_can_write_to_is_not_loaded_from(provide: Provide, tmp_path: Path) -> None:
+    library = provide()
     library.parent.chmod(0o777)
-    elsewhere = jit.provide(kernel, torch_cuda)
+    elsewhere = provide()
     assert elsewhere.is_relative_to(tmp_path / "temporary")
 
 
 def test_a_read_only_cache_serves_what_it_has_and_the_other_place_builds(
-    own_cache: Path,
-    kernel: KernelSpec,
-    torch_cuda: TorchBuild,
-    tmp_path: Path,
-    csrc: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    provide: Provide, own_cache: Path, tmp_path: Path, csrc: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = jit.provide(kernel, torch_cuda)
+    library = provide()
     (own_cache / "kernels").chmod(0o500)
     # Root may write all the same, so it is told otherwise.
     monkeypatch.setattr(os, "access", lambda path, mode, **how: not Path(path).is_relative_to(own_cache))
-    assert jit.provide(kernel, torch_cuda) == library
+    assert provide() == library
     (csrc / "sample" / "sample.cu").write_text("// changed\n")
-    assert jit.provide(kernel, torch_cuda).is_relative_to(tmp_path / "temporary")
+    assert provide().is_relative_to(tmp_path / "temporary")
     (own_cache / "kernels").chmod(0o700)
 
 
 def test_a_place_that_no_library_can_be_loaded_from_is_passed_over(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    provide: Provide, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cachedir, "SHARED_MEMORY", tmp_path / "none")
     noexec = [own_cache]
     monkeypatch.setattr(
         os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC * any(one in path.parents for one in noexec))
     )
-    assert jit.provide(kernel, torch_cuda).is_relative_to(tmp_path / "temporary")
+    assert provide().is_relative_to(tmp_path / "temporary")
     shutil.rmtree(tmp_path / "temporary")
     noexec.append(tmp_path / "temporary")
     with pytest.raises(KernelUnavailable, match="mounted noexec"):
-        jit.provide(kernel, torch_cuda)
+        provide()
 
 
 def test_no_place_at_all_is_said_with_every_reason(
@@ -400,14 +374,14 @@ def test_the_torch_that_is_installed_is_described() -> None:
 
 
 def test_a_library_of_the_wheel_is_taken_where_it_suits(
-    own_cache: Path, plan: MakePlan, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any, csrc: Path
+    provide: Provide, plan: MakePlan, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any, csrc: Path
 ) -> None:
     folder = built.prebuilt_folder() / kernel.name
     folder.mkdir(parents=True)
     library = build(plan(), folder, os.environ)
     count = len(nvcc.calls)
     later = dataclasses.replace(torch_cuda, version=Version("2.14.0+cu131"), cuda="13.1")
-    assert jit.provide(kernel, torch_cuda) == jit.provide(kernel, later) == library
+    assert provide() == jit.provide(kernel, later) == library
     assert len(nvcc.calls) == count
 
     def suits(**changes: Any) -> bool:
