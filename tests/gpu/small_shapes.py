@@ -123,7 +123,7 @@ _ALL_OF_V2: Final = dict.fromkeys(V2_GRAPHS, "")
 #: FlashInfer's, which vLLM prefers on Hopper, is compiled by nvcc when an engine starts.
 _PREFILL: Final = {"gdn_prefill_backend": "triton", "enable_prefix_caching": False}
 #: Variables with which linear layers in FP8 are not FlashInfer's or DeepGEMM's, which are compiled as well.
-NOTHING_TO_COMPILE: Final = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
+_NOTHING_TO_COMPILE: Final = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
 #: A sum is split alike whatever else is in a batch. vLLM would leave compiled models, and their pieces, out with it.
 _BATCH_INVARIANT: Final = {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
 
@@ -187,6 +187,14 @@ CASES: Final[Mapping[str, Case]] = {
         _ALL_OF_V2,
         options={"attention_config": {"backend": "FLASHMLA"}, "kv_cache_dtype": "fp8"},
     ),
+    # With activations that are scaled as they come.
+    "FP8": Case(
+        dataclasses.replace(SHAPES["8b-fp8-tp2"], layers=8, tensor_parallel_size=1),
+        "eagle3",
+        _DRAFTS_STEP_BY_STEP,
+        _ALL_OF_V2,
+        variables=_NOTHING_TO_COMPILE,
+    ),
     # A draft that reads the keys of the target's last layers and has none of its own.
     "assistant": Case(
         _gemma4(),
@@ -198,6 +206,3 @@ CASES: Final[Mapping[str, Case]] = {
         options={"attention_config": {"backend": "TRITON_ATTN"}},
     ),
 }
-
-#: On two GPUs.
-FP8: Final = Case(dataclasses.replace(SHAPES["8b-fp8-tp2"], layers=8), "eagle3", _DRAFTS_STEP_BY_STEP, {})

@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,21 +18,13 @@ from vllm_hwplugin_lab.probe import Case, Request  # noqa: E402
 from vllm_hwplugin_lab.probe.inputs import make_inputs  # noqa: E402
 from vllm_hwplugin_lab.probe.reference import measure  # noqa: E402
 
+from ..attention.paged import batches  # noqa: E402
 from .findings import keep  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-
-_SPEC = importlib.util.spec_from_file_location(
-    "paged_batches", Path(__file__).parents[1] / "attention" / "paged" / "batches.py"
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-batches = importlib.util.module_from_spec(_SPEC)
-sys.modules["paged_batches"] = batches
-_SPEC.loader.exec_module(batches)
 
 LIMIT = 2.0
 HEAD_SIZES = (264, 320, 384, 448, 512)

@@ -7,23 +7,17 @@ Each case says which features its engine uses, and why not the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from vllm_hwplugin.base.features import gate_of
-from vllm_hwplugin_lab.bench import engine_environment
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Run
 from .engines import needs
 from .findings import keep
 from .mixed_load import run_each
-from .small_shapes import CASES, FP8, NOTHING_TO_COMPILE, V1_GRAPHS, V2_GRAPHS
-from .test_two_gpus import run, run_sides
+from .small_shapes import CASES, V1_GRAPHS, V2_GRAPHS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -65,31 +59,3 @@ def test_v1(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_v2(name: str, tmp_path: Path) -> None:
     compare(name, tmp_path, "V2", CASES[name].v2, V2_GRAPHS)
-
-
-def test_fp8_on_two_gpus(tmp_path: Path) -> None:
-    """With tensor parallelism, and activations that are scaled as they come."""
-    load = FP8.load(tmp_path / "model")
-    job = {
-        "choices": False,
-        "options": {**load.options, "tensor_parallel_size": 2},
-        "prompts": [list(one.prompt) for one in load.requests],
-        "tokens": [40 + number for number, _ in enumerate(load.requests)],
-    }
-
-    def start(value: str) -> Callable[[Path], dict[str, Any]]:
-        gates = {gate_of(feature): value for feature in V1_GRAPHS}
-        environment = engine_environment("cuda", patched=True, extra={**NOTHING_TO_COMPILE, **gates})
-        return partial(run, job=job, environment=environment)
-
-    answers = run_sides(tmp_path, {value: start(value) for value in ("off", "auto")})
-    for side, answer in answers.items():
-        assert "error" not in answer, f"{side}: {answer['error'][-4000:]}"
-    stock, graphs = answers["off"], answers["auto"]
-    keep("shape 8b-fp8-tp2 V1", {"used": [worker["used"] for worker in graphs["workers"]]})
-    assert graphs["texts"] == stock["texts"]
-    assert (graphs["drafts"], graphs["accepted"]) == (stock["drafts"], stock["accepted"])
-    assert 0 < stock["accepted"][-1] < stock["accepted"][0]
-    assert len(graphs["workers"]) == 2
-    for worker in graphs["workers"]:
-        assert {name for name, reason in FP8.v1.items() if not reason} <= set(worker["used"]), worker["decisions"]

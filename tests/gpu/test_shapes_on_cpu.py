@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from .small_shapes import CASES, FP8
-
-ALL = {**CASES, "FP8": FP8}
+from .small_shapes import CASES
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", CASES)
 def test_the_engine_gets_what_vllm_knows(name: str, tmp_path: Path) -> None:
     config = pytest.importorskip("vllm.transformers_utils.config")
     speculative = pytest.importorskip("vllm.config.speculative")
-    load = ALL[name].load(tmp_path / "model")
+    load = CASES[name].load(tmp_path / "model")
     options = load.options
     target = config.get_config(options["model"], trust_remote_code=False)
     of_draft = config.get_config(options["speculative_config"].get("model", options["model"]), trust_remote_code=False)

@@ -64,6 +64,13 @@ def named(name: str, **methods: Any) -> Any:
     return type(name, (), {"get_name": staticmethod(lambda: name), **methods})
 
 
+def rows_in(cache: Any, backend: Any = None, planned: Any = None, dtype: str = "auto") -> Any:
+    """The rows of the one layer that has this cache."""
+    layer = Layer(backend or named("FLASH_ATTN"), cache)
+    (rows,) = rows_of(config({"a": planned or spec()}), {"a": layer}, dtype, [layer]).rows
+    return rows
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_released_backends_shape_says_where_tokens_are(vllm_tree: Callable, version: str, name: str) -> None:
@@ -72,30 +79,26 @@ def test_a_released_backends_shape_says_where_tokens_are(vllm_tree: Callable, ve
     given = {"AttentionBackend": object, "kv_cache_uses_per_token_head_scales": lambda dtype: False}
     released = take(text, cls, ("get_kv_cache_shape",), given=given)
     shape = released.get_kv_cache_shape(BLOCKS, TOKENS, HEADS, SIZE)
-    layer = Layer(named(name, get_kv_cache_shape=staticmethod(released.get_kv_cache_shape)), torch.zeros(shape))
-    (rows,) = rows_of(config({"a": spec()}), {"a": layer}, "auto", [layer]).rows
+    rows = rows_in(torch.zeros(shape), named(name, get_kv_cache_shape=staticmethod(released.get_kv_cache_shape)))
     assert rows.rows.shape[:2] == (BLOCKS, TOKENS)
     assert rows.num_bytes == 2 * HEADS * SIZE * 4
 
 
 @pytest.mark.parametrize("shape", [(BLOCKS, HEADS, TOKENS, 2 * SIZE), (BLOCKS, TOKENS, 2 * HEADS * SIZE)])
 def test_caches_of_one_form_for_all_backends_have_tokens_before_their_content(shape: tuple[int, ...]) -> None:
-    layer = Layer(named("FLASH_ATTN"), torch.zeros(shape))
-    (rows,) = rows_of(config({"a": spec()}), {"a": layer}, "fp8", [layer]).rows
+    rows = rows_in(torch.zeros(shape), dtype="fp8")
     assert (rows.rows.shape[:2], rows.num_bytes) == ((BLOCKS, TOKENS), 2 * HEADS * SIZE * 4)
 
 
 def test_blocks_of_an_attention_kernel_may_be_smaller_than_those_that_are_planned() -> None:
-    layer = Layer(named("FLASH_ATTN"), torch.zeros(4 * BLOCKS, HEADS, TOKENS // 4, 2 * SIZE))
-    (rows,) = rows_of(config({"a": spec()}), {"a": layer}, "auto", [layer]).rows
+    rows = rows_in(torch.zeros(4 * BLOCKS, HEADS, TOKENS // 4, 2 * SIZE))
     assert (rows.block_size, rows.num_slots) == (TOKENS // 4, BLOCKS * TOKENS)
 
 
 def test_layers_of_one_group_may_have_specs_of_their_own() -> None:
     """vLLM's `UniformTypeKVCacheSpecs`; a layer's own spec says how many heads and tokens it has."""
-    layer = Layer(named("FLASH_ATTN"), torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE))
     both = types.SimpleNamespace(kv_cache_specs={"a": spec()}, block_size=2 * TOKENS)
-    (rows,) = rows_of(config({"a": both}), {"a": layer}, "auto", [layer]).rows
+    rows = rows_in(torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE), planned=both)
     assert rows.num_slots == BLOCKS * TOKENS
 
 
@@ -106,8 +109,8 @@ def test_a_shape_is_asked_for_with_the_engines_type_of_cache() -> None:
         return (blocks, 2, tokens, heads, size) if cache_dtype_str == "auto" else (blocks, heads, tokens, 2 * size + 4)
 
     backend = named("FLASH_ATTN", get_kv_cache_shape=staticmethod(shape))
-    layer = Layer(backend, torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE + 4, dtype=torch.int8))
-    (rows,) = rows_of(config({"a": spec()}), {"a": layer}, "int8_per_token_head", [layer]).rows
+    cache = torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE + 4, dtype=torch.int8)
+    rows = rows_in(cache, backend, dtype="int8_per_token_head")
     assert rows.num_bytes == HEADS * (2 * SIZE + 4)
 
 
@@ -127,9 +130,8 @@ def test_layers_that_see_parts_of_one_memory_each_have_their_rows() -> None:
 def test_rows_that_are_not_one_for_each_token_are_refused(tokens: int) -> None:
     """A layer may pool the frames of a token, or compress tokens, with the backend of those that do neither."""
     stretched = named("FLASH_ATTN", get_kv_cache_shape=lambda b, t, h, s, cache_dtype_str: (b, h, t * tokens, 2 * s))
-    layer = Layer(stretched, torch.zeros(BLOCKS, HEADS, tokens, 2 * SIZE))
     with pytest.raises(UnknownLayout, match=rf"{BLOCKS} blocks of {tokens} rows; .* {BLOCKS} blocks of {TOKENS}"):
-        rows_of(config({"a": spec()}), {"a": layer}, "auto", [layer])
+        rows_in(torch.zeros(BLOCKS, HEADS, tokens, 2 * SIZE), stretched)
 
 
 def test_a_cache_of_no_layer_is_refused() -> None:

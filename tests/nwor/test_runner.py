@@ -91,6 +91,12 @@ class Runner:
         self.model(positions=torch.zeros((self._position_dims, len(flat)) if self._position_dims > 1 else len(flat)))
 
 
+def attached(*given: Any, **more: Any) -> Runner:
+    runner = Runner(*given, **more)
+    nwor.attach(runner)
+    return runner
+
+
 def numbers(*rejected: int) -> Any:
     return torch.tensor(rejected, dtype=torch.int32)
 
@@ -115,8 +121,7 @@ def checked(restoring: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_batches_without_drafts_between_others_leave_nothing_to_put_back(restoring: None) -> None:
     """A prompt and a step without drafts are written to stay; what was kept for them must not come back later."""
-    runner = Runner()
-    nwor.attach(runner)
+    runner = attached()
     runner.run([list(range(16, 26)), [40, 41, 42, 43]])
     nwor.restore(runner, num_rejected=numbers(0, 0), num_draft_tokens=0)
     written = runner.cache()
@@ -148,8 +153,7 @@ def test_a_cache_that_is_made_again_is_the_one_that_is_restored(restoring: None)
 
 
 def test_a_cache_that_is_measured_with_is_not_written_to(restoring: None) -> None:
-    runner = Runner()
-    nwor.attach(runner)
+    runner = attached()
     runner.run([[16, 17, 18, 19]])
     nwor.attach(runner, is_profiling=True)
     written = runner.cache()
@@ -158,8 +162,7 @@ def test_a_cache_that_is_measured_with_is_not_written_to(restoring: None) -> Non
 
 
 def test_each_group_has_its_own_slots_and_positions_may_have_several_dimensions(restoring: None) -> None:
-    runner = Runner(groups=2, position_dims=3)
-    nwor.attach(runner)
+    runner = attached(groups=2, position_dims=3)
     before = [runner.cache(group) for group in range(2)]
     requests = [[16, 17, 18, 19], [24, 25], [33, 34], [40, 41, 42]]
     runner.run(requests)
@@ -175,16 +178,14 @@ def test_each_group_has_its_own_slots_and_positions_may_have_several_dimensions(
 
 
 def test_a_batch_without_drafts_has_no_count_of_what_was_rejected(restoring: None) -> None:
-    runner = Runner()
-    nwor.attach(runner)
+    runner = attached()
     runner.run([[16]])
     nwor.restore(runner, num_rejected=None, num_draft_tokens=0)
 
 
 def test_zeros_are_what_is_checked_where_nothing_is_kept(checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_HWPLUGIN_NWOR_MODE", "scrub")
-    runner = Runner()
-    nwor.attach(runner)
+    runner = attached()
     runner.run([[16, 17, 18, 19]])
     nwor.restore(runner, num_rejected=numbers(2), num_draft_tokens=3)
     assert not runner.cache()[1, :, 2:4].any()
@@ -195,8 +196,7 @@ def test_zeros_are_what_is_checked_where_nothing_is_kept(checked: None, monkeypa
 
 def test_a_capture_waits_for_nothing(checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a graph is captured nothing has happened yet that could be compared."""
-    runner = Runner()
-    nwor.attach(runner)
+    runner = attached()
     monkeypatch.setattr(nwor, "_is_capturing", lambda device: True)
     with mock.patch.object(nwor.ReferenceRows, "differing", side_effect=RuntimeError("waits for the device")):
         runner.run([[16, 17, 18, 19]])
@@ -209,8 +209,7 @@ def test_kernels_get_numbers_of_32_bits(
 ) -> None:
     """Batches that were sharded and gathered have them in 64."""
     monkeypatch.setattr(nwor, "kernels_for", lambda device: True)
-    runner = Runner()
-    nwor.attach(runner)
+    runner = attached()
     before = runner.cache()
     with kernels():
         runner.run([[16, 17, 18, 19]])
@@ -224,8 +223,7 @@ def test_kernels_get_numbers_of_32_bits(
 
 
 def test_a_draft_that_a_graph_has_not_taken_out_ends_the_step(checked: None) -> None:
-    runner = Runner()
-    nwor.attach(runner)
+    runner = attached()
     runner.run([[16, 17, 18, 19]])
     nwor.restore(runner, num_rejected=numbers(1), num_draft_tokens=3)
     nwor.replayed(runner, numbers(1))
@@ -235,8 +233,7 @@ def test_a_draft_that_a_graph_has_not_taken_out_ends_the_step(checked: None) -> 
 
 
 def test_what_cannot_be_kept_for_want_of_memory_says_how_much_it_is(checked: None) -> None:
-    runner = Runner()
-    nwor.attach(runner)
+    runner = attached()
     kept = 4 * DRAFTS * 2 * HEADS * SIZE * 4 / 2**20
     with (
         mock.patch.object(nwor, "ReferenceRows", side_effect=torch.OutOfMemoryError("no memory")),
@@ -246,8 +243,7 @@ def test_what_cannot_be_kept_for_want_of_memory_says_how_much_it_is(checked: Non
 
 
 def test_an_engine_that_keeps_rejected_drafts_serves_as_stock(restoring: None, notes: dict[str, str]) -> None:
-    runner = Runner(pipeline_parallel_size=2)
-    nwor.attach(runner)
+    runner = attached(pipeline_parallel_size=2)
     runner.run([[16, 17, 18, 19]])
     written = runner.cache()
     nwor.restore(runner, num_rejected=numbers(3), num_draft_tokens=3)

@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels on a CPU, in Triton's interpreter: `python interpreted_child.py SEED` prints a line for each case.
+"""The Triton kernels on a CPU, in Triton's interpreter: `python -m tests.attention.paged.interpreted_child SEED`.
 
-A process of its own: the variable TRITON_INTERPRET has to be set before Triton is imported.
+It prints a line for each case. A process of its own: the variable TRITON_INTERPRET has to be set before Triton is
+imported.
 """
 
 import dataclasses
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import torch
 
 from vllm_hwplugin_lab.probe.inputs import make_inputs
 
-spec = importlib.util.spec_from_file_location("batches", Path(__file__).with_name("batches.py"))
-batches = importlib.util.module_from_spec(spec)
-sys.modules["batches"] = batches
-spec.loader.exec_module(batches)
+from . import batches
 
 
 def main(seed: int) -> None:

@@ -26,9 +26,8 @@ ROOT = Path(vllm_hwplugin.__file__).parent.parent
 @pytest.mark.slow
 def test_every_setting_of_a_layer_is_right() -> None:
     seed = int(time.time())
-    child = Path(__file__).with_name("interpreted_child.py")
     ended = subprocess.run(
-        [sys.executable, str(child), str(seed)],
+        [sys.executable, "-m", "tests.attention.paged.interpreted_child", str(seed)],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
