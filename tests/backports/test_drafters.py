@@ -7,8 +7,8 @@ import ast
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Mapping
-from types import MappingProxyType, SimpleNamespace
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,44 +188,57 @@ def drafting_of(text: str) -> tuple[Callable[..., None], type]:
     return namespace["draft"], take(text, "GPUModelRunner", {"_input_fits_in_drafter"}, given=BASES)
 
 
-def passes_of_a_rank(modules: Any, longest: int, *, ranks: int, padded: bool) -> int:
-    """How often the drafter of one rank runs in a step; its longest request has that many of 64 tokens."""
-    text = modules.text("vllm/v1/worker/gpu_model_runner.py")
-    drafter = Drafter()
+class Runner:
+    """What the released function reads of a `GPUModelRunner`; the drafter writes over the target's states, of 1.0.
 
-    class Runner:
-        speculative_config = SimpleNamespace(
+    Args:
+        ranks: of data parallelism.
+        padded: whether all requests draft as many tokens.
+        drafts: whether there is a drafter.
+        asked: whether a request asks for log probabilities of its prompt.
+    """
+
+    num_spec_tokens, effective_drafter_max_model_len, device = K, 64, "cpu"
+    valid_sampled_token_count_event: Any = object()
+    requests: Any = None
+    routed_experts_initialized = False
+    discard_request_mask = SimpleNamespace(gpu=None)
+    input_batch = SimpleNamespace(req_ids=["one"], sampling_metadata=None)
+
+    def __init__(self, text: str, *, ranks: int = 1, padded: bool = True, drafts: bool = True, asked: bool = False):
+        spec = SimpleNamespace(
             use_eagle=lambda: True,
             use_dflash=lambda: False,
             use_ngram_gpu=lambda: False,
             disable_padded_drafter_batch=not padded,
         )
-        parallel_config = SimpleNamespace(data_parallel_size=ranks)
-        num_spec_tokens, effective_drafter_max_model_len, device = K, 64, "cpu"
-        valid_sampled_token_count_event: Any = object()
-        requests: Any = None
-        num_prompt_logprobs: Mapping[str, int] = MappingProxyType({})
-        routed_experts_initialized = False
-        discard_request_mask = SimpleNamespace(gpu=None)
-        input_batch = SimpleNamespace(req_ids=["one"], sampling_metadata=None)
+        self.speculative_config = spec if drafts else None
+        self.parallel_config = SimpleNamespace(data_parallel_size=ranks)
+        self.num_prompt_logprobs = {"one": 1} if asked else {}
+        self.drafter, self.states, self.read = Drafter(), torch.ones(2, 4), None
+        self._results = 8 if "num_nans: torch.Tensor | None" in text else 7
 
-        def propose_draft_token_ids(self, *_: Any) -> None:
-            drafter.passes += 1
+    def propose_draft_token_ids(self, *_: Any) -> None:
+        self.drafter.passes += 1
+        self.states.zero_()
 
-        def _copy_draft_token_ids_to_cpu(self, output: Any, zeros_only: bool = False) -> None: ...
+    def _copy_draft_token_ids_to_cpu(self, output: Any, zeros_only: bool = False) -> None: ...
 
-        def _copy_valid_sampled_token_count(self, *_: Any) -> None: ...
+    def _copy_valid_sampled_token_count(self, *_: Any) -> None: ...
 
-        def _bookkeeping_sync(self, *_: Any) -> tuple[None, ...]:
-            return (None,) * 7
+    def _bookkeeping_sync(self, output: Any, sampled: Any, logits: Any, hidden_states: Any, *_: Any) -> Any:
+        self.read = hidden_states
+        return (None,) * self._results
 
+
+def drafted(text: str, longest: int = 10, **facts: Any) -> Any:
+    """Return a runner after a step, whose longest request has that many of 64 tokens."""
     draft, fits = drafting_of(text)
-    runner: Any = type("Both", (Runner, fits), {})()
-    runner.drafter = drafter
-    output = SimpleNamespace(total_num_scheduled_tokens=1)
+    runner = type("Both", (Runner, fits), {})(text, **facts)
+    output = SimpleNamespace(total_num_scheduled_tokens=2)
     sampled, metadata = SimpleNamespace(sampled_token_ids=None), SimpleNamespace(max_seq_len=longest)
-    draft(runner, output, sampled, None, None, None, None, None, metadata, None)
-    return drafter.passes
+    draft(runner, output, sampled, None, runner.states, None, None, None, metadata, None)
+    return runner
 
 
 BASES = {
@@ -240,59 +253,18 @@ def test_a_rank_that_cannot_draft_meets_the_others(version: str, padded: bool, m
     short, long = 10, 64 - K + 1
     # Drafts are asked for by another name there.
     others = {"VLLM_HWPLUGIN_V1_DRAFT_PHASE": "off"}
-    stock, patched = modules(version, VLLM_HWPLUGIN_BACKPORT_DP_DRAFTER="off", **others), modules(version, **others)
-    assert [passes_of_a_rank(stock, n, ranks=2, padded=padded) for n in (short, long)] == [1, 0]
-    assert [passes_of_a_rank(patched, n, ranks=2, padded=padded) for n in (short, long)] == [1, 1]
-    assert [passes_of_a_rank(patched, n, ranks=1, padded=padded) for n in (short, long)] == [1, 0]
+    path = "vllm/v1/worker/gpu_model_runner.py"
+    stock, patched = (
+        modules(version, **others, **off).text(path) for off in ({"VLLM_HWPLUGIN_BACKPORT_DP_DRAFTER": "off"}, {})
+    )
+
+    def passes(text: str, ranks: int) -> list[int]:
+        return [drafted(text, longest, ranks=ranks, padded=padded).drafter.passes for longest in (short, long)]
+
+    assert (passes(stock, 2), passes(patched, 2), passes(patched, 1)) == ([1, 0], [1, 1], [1, 0])
 
 
 # -- backport-prompt-logprobs -----------------------------------------------------------------------------------------
-
-
-def prompt_states(text: str, *, asked: bool, drafts: bool = True) -> Any:
-    """Return the hidden states from which a prompt's log probabilities are computed, after a drafter wrote over 1.0.
-
-    Args:
-        text: of the runner.
-        asked: whether a request asks for log probabilities of its prompt.
-        drafts: whether there is a drafter.
-    """
-    draft, fits = drafting_of(text)
-    results = 8 if "num_nans: torch.Tensor | None" in text else 7
-    states = torch.ones(2, 4)
-    seen: list[Any] = []
-
-    class Runner:
-        speculative_config = drafts and SimpleNamespace(
-            use_eagle=lambda: True,
-            use_dflash=lambda: False,
-            use_ngram_gpu=lambda: False,
-            disable_padded_drafter_batch=False,
-        )
-        parallel_config = SimpleNamespace(data_parallel_size=1)
-        drafter = Drafter()
-        num_spec_tokens, effective_drafter_max_model_len, device = K, 64, "cpu"
-        valid_sampled_token_count_event = None
-        requests: Any = None
-        routed_experts_initialized = False
-        input_batch = SimpleNamespace(req_ids=["one"], sampling_metadata=None)
-        num_prompt_logprobs = {"one": 1} if asked else {}
-
-        def propose_draft_token_ids(self, *_: Any) -> None:
-            states.zero_()
-
-        def _copy_draft_token_ids_to_cpu(self, output: Any, zeros_only: bool = False) -> None: ...
-
-        def _bookkeeping_sync(self, output: Any, sampled: Any, logits: Any, hidden_states: Any, *_: Any) -> Any:
-            seen.append(hidden_states)
-            return (None,) * results
-
-    runner: Any = type("Both", (Runner, fits), {})()
-    runner.speculative_config = runner.speculative_config or None
-    output = SimpleNamespace(total_num_scheduled_tokens=2)
-    sampled, metadata = SimpleNamespace(sampled_token_ids=None), SimpleNamespace(max_seq_len=10)
-    draft(runner, output, sampled, None, states, None, None, None, metadata, None)
-    return seen[0], states
 
 
 @pytest.mark.parametrize("version", versions("vllm/v1/worker/gpu_model_runner.py"))
@@ -302,12 +274,12 @@ def test_prompt_logprobs_are_those_of_the_target(version: str, modules: Callable
     path = "vllm/v1/worker/gpu_model_runner.py"
     baseline = modules(version, VLLM_HWPLUGIN_BACKPORT_PROMPT_LOGPROBS="off", **others).text(path)
     patched = modules(version, **others).text(path)
-    assert prompt_states(baseline, asked=True)[0].sum() == 0
-    assert prompt_states(patched, asked=True)[0].sum() == 8
+    assert drafted(baseline, asked=True).read.sum() == 0
+    assert drafted(patched, asked=True).read.sum() == 8
     # Nothing is copied where it is not needed.
     for asked, drafts in ((False, True), (True, False)):
-        read, states = prompt_states(patched, asked=asked, drafts=drafts)
-        assert read is states
+        runner = drafted(patched, asked=asked, drafts=drafts)
+        assert runner.read is runner.states
 
 
 # -- backport-draft-moe-backend, backport-dflash-lm-head ---------------------------------------------------------------

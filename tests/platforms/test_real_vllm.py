@@ -199,22 +199,6 @@ def test_the_musa_class_makes_a_configuration_on_the_real_vllm(run: Run) -> None
     ]
 
 
-def test_without_mccl_one_gpu_runs_with_gloo(run: Run) -> None:
-    more = """
-        import tempfile
-        from vllm.config import VllmConfig, set_current_vllm_config
-        from vllm.distributed import parallel_state
-        with set_current_vllm_config(VllmConfig()):
-            method = f"file://{tempfile.mkdtemp()}/store"
-            parallel_state.init_distributed_environment(1, 0, method, 0, current_platform.dist_backend)
-            parallel_state.initialize_model_parallel()
-        group = parallel_state.get_tp_group()
-        given = torch.ones(2)
-        print(">", torch.distributed.get_backend(group.device_group), group.all_reduce(given) is given)
-    """
-    assert "> gloo True" in run(WITHOUT_KERNELS, MUSA_HOST, WHAT_RUNS, more).stdout.splitlines()
-
-
 TWO_RANKS = """
     import datetime, os, sys, tempfile
     import torch, torch.distributed as dist

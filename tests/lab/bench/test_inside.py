@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace as Bag
 
 import pytest
@@ -57,33 +56,7 @@ def test_another_runner_is_not_measured_under_a_wrong_name(monkeypatch, asked, m
         _inside.check_runner(runner(module))
 
 
-@pytest.fixture
-def small_vllm(monkeypatch):
-    """Modules with what is asked of torch and vLLM, so that neither is imported."""
-    platform = type("CpuPlatform", (), {"__module__": "vllm.platforms.cpu"})()
-    modules = {"torch": Bag(__version__="2"), "vllm": Bag(__version__="1"), "vllm.platforms": Bag()}
-    modules["vllm.platforms"].current_platform = platform
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-
-
 def engine(of):
     worker = Bag(worker=Bag(model_runner=of))
     core = Bag(engine_core=Bag(model_executor=Bag(driver_worker=worker)))
     return Bag(llm_engine=Bag(engine_core=core, vllm_config=Bag(cache_config=Bag(num_gpu_blocks=7))))
-
-
-def test_what_a_new_engine_says_of_itself(small_vllm, monkeypatch):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    monkeypatch.setattr(_inside, "installed", lambda: {"a": {"b": "c"}})
-    assert _inside.ready_facts(engine(runner(V2, cudagraph_manager=mode("FULL")))) == {
-        "vllm": "1",
-        "torch": "2",
-        "platform": "vllm.platforms.cpu.CpuPlatform",
-        "entry_points": {"a": {"b": "c"}},
-        "num_gpu_blocks": 7,
-        "model_runner": "V2",
-        "graph_modes": {"target": "FULL"},
-    }
-    with pytest.raises(_inside.WrongRunner):
-        _inside.ready_facts(engine(runner(V1)))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import sys
 import time
 from types import ModuleType, SimpleNamespace
@@ -175,17 +173,6 @@ def test_engine_options_as_the_servers_command_line_has_them():
         *("--enforce-eager", "--no-enable-prefix-caching", "--seed", "0"),
         *("--speculative-config", '{"method": "mtp"}', "--cudagraph-capture-sizes", "1", "2"),
     ]
-
-
-def test_what_an_engine_has_counted_is_read_from_its_metrics(monkeypatch):
-    pytest.importorskip("prometheus_client")
-    pytest.importorskip("psutil")
-    server = object.__new__(_server.Server)
-    server.url, server.process, server._several = "http://server", SimpleNamespace(pid=os.getpid()), False
-    monkeypatch.setattr(_server.urllib.request, "urlopen", lambda url, timeout: io.BytesIO(METRICS.encode()))
-    found = server.totals()
-    assert found.pop("cpu") == {os.getpid(): pytest.approx(sum(os.times()[:2]), abs=0.5)}
-    assert found == {"drafts": 7, "accepted": {0: 5, 1: 2}, "ended": 4, "until_first": 0.75}
 
 
 HTTP = object.__new__(_server.Server)
