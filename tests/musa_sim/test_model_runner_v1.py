@@ -128,8 +128,8 @@ def run(asked: Mapping[str, Collection[str]], folder: Path, vllm: tuple[str, Pat
 
 
 @pytest.fixture(scope="module")
-def runs(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return run(HERE, tmp_path_factory.mktemp("v1"))
+def runs(musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return run(HERE, tmp_path_factory.mktemp("v1"), newest)
 
 
 @pytest.mark.smoke

@@ -40,13 +40,26 @@ RELEASES = [NEWEST, *(pytest.param(version, marks=pytest.mark.slow) for version 
 def test_each_release_steps(version: str) -> None:
     walks = "fixed" if version == NEWEST else "few"
     files = [file for file, feature in STEPPED.items() if FEATURES[feature].versions.covers(version)]
-    options = ("--vllm", version, "-m", "each_vllm", "--hypothesis-profile", walks, "-n", "0", "-p", "no:cacheprovider")
-    command = [sys.executable, "-m", "pytest", "-q", "--tb", "short", *options, *files]
+    run = pytest_with(version, "-m", "each_vllm", "--hypothesis-profile", walks, *files)
+    # What a new release asks of the stand-ins.
+    for asked in sorted(set(re.findall(f"{UnknownName.__name__}: (.*)", run))):
+        warnings.warn(f"vLLM {version}: {asked}", UnknownName, stacklevel=1)
+
+
+@pytest.mark.network
+@pytest.mark.slow
+def test_v1_drafts_in_graphs_on_the_newest() -> None:
+    """As on the installed vLLM."""
+    pytest_with(NEWEST, str(Path(__file__).parent / "v1"))
+
+
+def pytest_with(version: str, *arguments: str) -> str:
+    """Return what these tests print with a release that they have to pass with."""
+    options = ("--vllm", version, "-n", "0", "-p", "no:cacheprovider", *arguments)
+    command = [sys.executable, "-m", "pytest", "-q", "--tb", "short", *options]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if run.returncode == DOES_NOT_IMPORT:
         cannot_run(run.stderr.strip().splitlines()[-1])
     if run.returncode:
         pytest.fail(run.stdout + run.stderr, pytrace=False)
-    # What a new release asks of the stand-ins.
-    for asked in sorted(set(re.findall(f"{UnknownName.__name__}: (.*)", run.stdout))):
-        warnings.warn(f"vLLM {version}: {asked}", UnknownName, stacklevel=1)
+    return run.stdout

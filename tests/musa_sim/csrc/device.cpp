@@ -257,21 +257,39 @@ c10::DeviceIndex set_device(c10::DeviceIndex device) {
   return std::exchange(t_device, device);
 }
 
-// A generator of the CPU under the device's name.
+// A generator of the CPU under the device's name. On a GPU a draw of few numbers takes an offset of four, and vLLM goes
+// back by that: from the last draw on.
 struct MusaGenerator final : c10::GeneratorImpl {
   MusaGenerator(c10::DeviceIndex device, at::Generator host)
       : c10::GeneratorImpl(c10::Device(kMusa, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         host(std::move(host)) {}
   static c10::DeviceType device_type() { return kMusa; }
-  void set_current_seed(uint64_t seed) override { host.set_current_seed(seed); }
-  void set_offset(uint64_t) override { TORCH_CHECK(false, "this generator has no offset"); }
-  uint64_t get_offset() const override { TORCH_CHECK(false, "this generator has no offset"); }
+  void set_current_seed(uint64_t seed) override {
+    host.set_current_seed(seed);
+    before = at::Tensor();
+    offset = 0;
+  }
+  void set_offset(uint64_t wanted) override {
+    if (wanted == offset) return;
+    TORCH_CHECK(before.defined() && wanted + kDraw == offset, "this generator goes back by its last draw only");
+    host.set_state(std::exchange(before, at::Tensor()));
+    offset = wanted;
+  }
+  uint64_t get_offset() const override { return offset; }
+  const at::Generator& draw() {
+    before = host.get_state();
+    offset += kDraw;
+    return host;
+  }
   uint64_t current_seed() const override { return host.current_seed(); }
   uint64_t seed() override { return host.seed(); }
   void set_state(const c10::TensorImpl& state) override { host.unsafeGetGeneratorImpl()->set_state(state); }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return host.unsafeGetGeneratorImpl()->get_state(); }
   GeneratorImpl* clone_impl() const override { return new MusaGenerator(device().index(), host.clone()); }
+  static constexpr uint64_t kDraw = 4;
   at::Generator host;
+  at::Tensor before;
+  uint64_t offset = 0;
 };
 
 at::Generator new_generator(c10::DeviceIndex device) {
@@ -402,7 +420,7 @@ void synchronize(c10::DeviceIndex device) {
 at::Generator default_generator(c10::DeviceIndex device) { return generator_of(device); }
 
 at::Generator host_generator(const at::Generator& generator) {
-  return generator.device().type() == kMusa ? generator.get<MusaGenerator>()->host : generator;
+  return generator.device().type() == kMusa ? generator.get<MusaGenerator>()->draw() : generator;
 }
 
 }  // namespace musa_sim
