@@ -77,25 +77,6 @@ def test_fields(write: Write) -> None:
     assert [file.origin for file in feature.files] == ["one/new.diff", "one/old.diff"]
 
 
-@pytest.mark.parametrize(
-    ("version", "files"),
-    [
-        ("0.24.0", 1),
-        ("0.29.0", 1),
-        ("0.30.0", 2),
-        ("0.30.0+cpu", 2),
-        ("0.30.0rc1", 2),
-        ("0.34.0", None),
-        ("0.34.0rc1", None),
-        ("no version", None),
-    ],
-)
-def test_hunks_of_a_version(write: Write, version: str, files: int | None) -> None:
-    """Candidates and local builds get the hunks of their release."""
-    (feature,) = load_catalogue(write()).features
-    assert (len(feature.files_for(version)) if feature.versions.covers(version) else None) == files
-
-
 def test_requirements_come_first(write: Write) -> None:
     write(("requires = []", 'requires = ["two"]'), name="one")
     write(name="two")

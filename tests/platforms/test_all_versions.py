@@ -194,29 +194,3 @@ def test_vllms_gpu_worker_starts_its_device_where_the_configuration_says_cuda(
     assert ("torch.cuda.is_available()" in ast.unparse(method)) == (
         SUPPORTED.index(version) < SUPPORTED.index("0.24.0")
     )
-
-
-@every_version
-def test_vllm_lets_the_platform_prepare_before_it_makes_a_configuration(
-    version: str, vllm_tree: Callable[[str], Any]
-) -> None:
-    text = vllm_tree(version).read("vllm/engine/arg_utils.py")
-    (engine,) = [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == "EngineArgs"]
-    (method,) = [n for n in engine.body if isinstance(n, ast.FunctionDef) and n.name == "create_engine_config"]
-    code = ast.unparse(method)
-    # The platform sets environment variables there that these read.
-    first_config = min(code.index("DeviceConfig("), code.index("self.create_model_config("))
-    assert -1 < code.find("current_platform.pre_register_and_update()") < first_config
-
-
-@every_version
-def test_the_places_that_the_musa_class_names_exist(version: str, vllm_tree: Callable[[str], Any]) -> None:
-    tree = vllm_tree(version)
-    for path, name in (
-        ("vllm/compilation/cuda_graph.py", "CUDAGraphWrapper"),
-        ("vllm/lora/punica_wrapper/punica_gpu.py", "PunicaWrapperGPU"),
-        ("vllm/distributed/device_communicators/base_device_communicator.py", "DeviceCommunicatorBase"),
-    ):
-        text = tree.read(path)
-        assert text is not None, path
-        assert name in {node.name for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
