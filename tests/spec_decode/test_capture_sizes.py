@@ -27,7 +27,6 @@ from vllm_hwplugin.spec_decode.capture_sizes import (
 
 from ..conftest import versions
 from .graph_manager import Manager
-from .released import texts
 from .sized_configs import (
     V1,
     V2,
@@ -325,15 +324,6 @@ def test_the_fullest_batches_draft_in_graphs_too(
         assert not manager.serves(5, tokens).startswith("NONE"), tokens
 
 
-@pytest.mark.parametrize("version", versions(*V2, among=("0.25.0", "0.26.0", "0.29.0")))
-def test_why_vllms_sizes_become_whole_blocks(version: str, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to 0.28 four requests of three tokens find the PIECEWISE graph of 16, and not the FULL one of 18."""
-    plain = config_of(2)
-    fill_of(vllm_tree(version))(plain)
-    stock_manager = Manager(vllm_tree(version), plain, monkeypatch, **OFF)
-    assert stock_manager.serves(4, 12) == ("FULL 12" if version == "0.29.0" else "PIECEWISE 16")
-
-
 @pytest.mark.parametrize("k", [2, 3, 6, 15])
 @pytest.mark.parametrize("version", versions(*V1))
 def test_released_v1_runners_decode_in_full_graphs(
@@ -460,22 +450,3 @@ def test_flash_attentions_buffers_do_not_grow_and_a_replay_has_the_bound_of_its_
     assert splits_of(config, own + 1, 500) == 0
     # FlashAttention 2 splits nothing.
     assert splits_of(config, LARGEST, 1 + k, splits=0) == 0
-
-
-FLASH = {
-    "vllm.v1.attention.backends.flash_attn": "num_actual_tokens",
-    "vllm.v1.attention.backends.mla.flashattn_mla": "num_decode_tokens",
-}
-
-
-@pytest.mark.parametrize("name", FLASH)
-@pytest.mark.parametrize("version", versions("vllm/v1/attention/backends/"))
-def test_released_builders_ask_for_the_bound(name: str, version: str, vllm_tree: Any) -> None:
-    """Their `build` needs a device; what they hand on is in one statement."""
-    text = texts(vllm_tree(version))(f"{name.replace('.', '/')}.py")
-    calls = [
-        [ast.unparse(one) for one in node.args]
-        for node in ast.walk(ast.parse(text or ""))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "max_num_splits_of"
-    ]
-    assert calls == [["self", FLASH[name], "max_query_len"]]

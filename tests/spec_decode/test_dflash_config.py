@@ -13,8 +13,6 @@ from vllm_hwplugin.base import run_records
 from vllm_hwplugin.spec_decode import dflash_config
 from vllm_hwplugin.spec_decode.dflash_config import DFlashConfigError, check
 
-from ..conftest import versions
-
 # Shapes of config.json as published: z-lab's own format, and the speculators format as vLLM converts it.
 PLAIN = {
     "hidden_size": 4096,
@@ -286,22 +284,3 @@ def test_causal_drafts_take_any_backend(changes: dict, causal: bool) -> None:
 def test_the_installed_vllms_backends_are_asked_themselves(name: str, declared: bool | None) -> None:
     registry = pytest.importorskip("vllm.v1.attention.backends.registry")
     assert dflash_config._supports_non_causal(registry.AttentionBackendEnum[name]) is declared
-
-
-@pytest.mark.parametrize("version", versions("vllm/config/", "vllm/v1/attention/"))
-def test_every_version_has_what_the_rules_read(version: str, vllm_tree: Callable[[str], Any]) -> None:
-    tree = vllm_tree(version)
-    spec = tree.read("vllm/config/speculative.py")
-    for name in (
-        "def use_dflash(",
-        "    draft_model_config: ",
-        "    target_model_config: ",
-        "num_speculative_tokens: ",
-    ):
-        assert name in spec
-    assert ("    attention_backend: AttentionBackendEnum | None" in spec) == (not version.startswith("0.20."))
-    assert "    backend: AttentionBackendEnum | None" in tree.read("vllm/config/attention.py")
-    registry = tree.read("vllm/v1/attention/backends/registry.py")
-    assert "def get_class(" in registry
-    assert "def get_path(" in registry
-    assert "def supports_non_causal(" in tree.read("vllm/v1/attention/backend.py")

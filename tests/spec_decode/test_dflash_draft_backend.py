@@ -7,10 +7,8 @@ released; the backends are stand-ins that declare what the released ones do.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
-import importlib
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -21,7 +19,6 @@ import pytest
 pytest.importorskip("vllm.compilation.backends")
 
 from vllm_hwplugin.base.versions import SUPPORTED
-from vllm_hwplugin.patching import Catalogue, load_catalogue, make_plan
 from vllm_hwplugin.spec_decode import dflash_draft_backend
 
 from ..conftest import versions
@@ -47,7 +44,6 @@ SELECTOR = "vllm/v1/attention/selector.py"
 DFLASH = "vllm/v1/spec_decode/dflash.py"
 BASE = "vllm/v1/spec_decode/llm_base_proposer.py"
 V2_LOADER = "vllm/v1/worker/gpu/spec_decode/dflash/utils.py"
-FLASH_ATTENTION = "vllm/v1/attention/backends/flash_attn.py"
 OLD = [version for version in SUPPORTED if version.startswith("0.20.")]
 TEXT_ONLY = [version for version in SUPPORTED if version.startswith(("0.21.", "0.22.", "0.23."))]
 SHARED_FLAG = SUPPORTED[SUPPORTED.index("0.28.0") :]
@@ -262,16 +258,6 @@ def test_model_runner_v2_reads_the_drafts_backend(vllm_tree: Callable, named: Ba
     assert (draft.attention_config.backend, draft.attention_config.use_non_causal) == (named, True)
 
 
-def test_model_runner_v2_does_so_itself_in_later_versions(vllm_tree: Callable) -> None:
-    wrong = []
-    for version in SUPPORTED[SUPPORTED.index("0.25.0") :]:
-        text = vllm_tree(version).read(V2_LOADER)
-        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.keyword) and node.arg == "backend"]
-        if [ast.unparse(node.value) for node in calls] != ["speculative_config.attention_backend"]:
-            wrong.append(version)
-    assert wrong == []
-
-
 @pytest.mark.parametrize("version", versions(*FILES, among=SHARED_FLAG))
 def test_the_targets_images_stay_seen_in_both_directions(vllm_tree: Callable, version: str) -> None:
     def flags(**choices: str) -> tuple[bool, bool]:
@@ -284,37 +270,6 @@ def test_the_targets_images_stay_seen_in_both_directions(vllm_tree: Callable, ve
 
     assert flags(**{GATE: "off"}) == (False, False)
     assert flags() == (True, False)
-
-
-@pytest.mark.parametrize("version", versions(*FILES))
-def test_the_hunks_import_what_they_call(vllm_tree: Callable, version: str) -> None:
-    """The tests give the executed parts these names, so the import lines are looked at here."""
-    catalogue = load_catalogue()
-    (feature,) = (one for one in catalogue.features if one.id == "dflash-draft-backend")
-    plan = make_plan(Catalogue((feature,)), vllm_tree(version), {})
-    for path, file in plan.files.items():
-        module = ast.parse(file.text)
-        imported = {
-            (node.module, name.name)
-            for node in ast.walk(module)
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm_hwplugin.")
-            for name in node.names
-        }
-        for source, name in imported:
-            assert hasattr(importlib.import_module(source), name), f"{path}: {source}.{name}"
-        ours = {"draft_config", "needs_non_causal", "without_mm_prefix", "layouts_clash"}
-        called = {node.func.id for node in ast.walk(module) if is_call(node)} & ours
-        assert called == {name for _, name in imported}, path
-
-
-def is_call(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-
-
-def test_flash_attention_reads_the_shared_flag_from_0_28_on(vllm_tree: Callable) -> None:
-    """Until then nothing does after the draft was loaded, and the feature leaves those versions alone."""
-    reads = {version for version in SUPPORTED if "is_mm_prefix_lm" in vllm_tree(version).read(FLASH_ATTENTION)}
-    assert reads == set(SHARED_FLAG)
 
 
 def test_the_installed_proposer_clears_the_flag_in_a_copy(patched_module) -> None:
@@ -337,23 +292,3 @@ def test_the_installed_proposer_clears_the_flag_in_a_copy(patched_module) -> Non
     assert made.vllm_config.model_config is model
     assert model.is_mm_prefix_lm
     assert draft.compilation_config is made.vllm_config.compilation_config
-
-
-def test_the_drafts_configuration_is_one_of_vllms_own(notes, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.config import VllmConfig
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    # As in 0.20; the installed one has learnt it.
-    monkeypatch.setattr(CPUAttentionBackend, "supports_non_causal", classmethod(lambda cls: False))
-    target = VllmConfig()
-    target.attention_config.backend = AttentionBackendEnum.CPU_ATTN
-    draft = dflash_draft_backend.draft_config(target)
-    assert isinstance(draft, VllmConfig)
-    assert draft.attention_config.backend is None
-    assert target.attention_config.backend is AttentionBackendEnum.CPU_ATTN
-    assert (dflash_draft_backend.needs_non_causal(target), dflash_draft_backend.needs_non_causal(draft)) == (
-        False,
-        True,
-    )
-    assert draft.compilation_config.static_forward_context is target.compilation_config.static_forward_context

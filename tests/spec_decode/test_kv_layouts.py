@@ -219,14 +219,6 @@ def test_memory_without_a_clash_stays_as_it_is(runner, notes, version, groups, s
     assert not notes
 
 
-def test_later_backends_have_one_layout(vllm_tree: Callable) -> None:
-    """From 0.23.0 the block comes first everywhere, so the feature leaves the runner alone."""
-    for version in ("0.23.0", "0.24.0", "0.25.1"):
-        for name in BACKEND_CLASSES:
-            dim = backend(vllm_tree(version), name, "NHD").get_kv_cache_block_dim(BLOCK_SIZE, HEADS, HEAD_SIZE)
-            assert dim == 0, f"vLLM {version}: {name}"
-
-
 def clash(config: Any, groups: Any, sizes: list[int]) -> bool:
     cache = types.SimpleNamespace(cache_dtype="auto")
     runner = types.SimpleNamespace(kv_cache_config=config, attn_groups=groups, cache_config=cache)

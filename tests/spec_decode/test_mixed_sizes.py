@@ -252,13 +252,3 @@ def test_released_v1_runners_estimate_about_what_graphs_take(
         for desc in descs:
             runner._warmup_and_capture(desc, cudagraph_runtime_mode=mode)
     assert memory.taken <= estimate < 1.1 * memory.taken
-
-
-@pytest.mark.parametrize("version", versions("vllm/v1/worker/gpu_model_runner.py"))
-def test_released_v1_runners_ask_what_is_captured_wherever_they_capture(version: str, vllm_tree: Any) -> None:
-    """What graphs need is measured on those that will be captured; both functions need a device."""
-    text = texts(vllm_tree(version))("vllm/v1/worker/gpu_model_runner.py")
-    captures = methods(text or "", "GPUModelRunner")
-    for name in ("profile_cudagraph_memory", "capture_model"):
-        loops = [ast.unparse(node.iter) for node in ast.walk(captures[name]) if isinstance(node, ast.For)]
-        assert sum(one.startswith("settled(self, ") for one in loops) == 1, name

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from vllm_hwplugin.base.versions import SUPPORTED
-from vllm_hwplugin.patching import load_catalogue
+from vllm_hwplugin.patching import find_installed, load_catalogue
 
 from ..conftest import CHECKSUMS, cannot_run
 from ..releases import DOES_NOT_IMPORT, NEWEST
@@ -29,18 +29,28 @@ STEPPED = {
     for file in Path(__file__).parent.rglob("test_*.py")
     if (found := re.search(r'mark\.each_vllm\("(.+)"\)', file.read_text()))
 }
-#: The newest first. With `--all-versions` also the last of each other minor version, in few walks each.
+#: The newest first. With `--all-versions` also the last of each other minor version, in few walks each; the installed
+#: one steps in this process.
 LAST = list({version.rpartition(".")[0]: version for version in SUPPORTED}.values())
-OLDER = LAST[-2::-1] if CHECKSUMS else ()
+OLDER = [version for version in LAST[-2::-1] if version != find_installed().version] if CHECKSUMS else []
 RELEASES = [NEWEST, *(pytest.param(version, marks=pytest.mark.slow) for version in OLDER)]
+
+
+def files_of(version: str) -> list[str]:
+    """Return the files to run: of an older release the order machines, and what no minor version before it has."""
+    covered = [file for file, feature in STEPPED.items() if FEATURES[feature].versions.covers(version)]
+    if version == NEWEST:
+        return covered
+    before = LAST[max(0, LAST.index(version) - 1)]
+    new = (file for file in covered if not FEATURES[STEPPED[file]].versions.covers(before))
+    return sorted({*(file for file in covered if Path(file).name == "test_order_of_calls.py"), *new})
 
 
 @pytest.mark.network
 @pytest.mark.parametrize("version", RELEASES)
 def test_each_release_steps(version: str) -> None:
     walks = "fixed" if version == NEWEST else "few"
-    files = [file for file, feature in STEPPED.items() if FEATURES[feature].versions.covers(version)]
-    run = pytest_with(version, "-m", "each_vllm", "--hypothesis-profile", walks, *files)
+    run = pytest_with(version, "-m", "each_vllm", "--hypothesis-profile", walks, *files_of(version))
     # What a new release asks of the stand-ins.
     for asked in sorted(set(re.findall(f"{UnknownName.__name__}: (.*)", run))):
         warnings.warn(f"vLLM {version}: {asked}", UnknownName, stacklevel=1)

@@ -6,7 +6,6 @@ The functions of vLLM that count a request's tokens and free its blocks are exec
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -264,17 +263,3 @@ def test_the_scheduler_says_whether_drafts_can_move_a_window_back(
     run_records.forget()
     assert use["used"] is used
     assert bool(use["reason"]) is not used
-
-
-@pytest.mark.parametrize("version", versions(CORE, among=TOO_EARLY))
-def test_the_scheduler_is_asked_once_its_block_manager_stands(version: str, vllm_tree: Callable[[str], Any]) -> None:
-    scheduler = next(
-        node
-        for node in ast.parse(text_of(vllm_tree(version), CORE + "sched/scheduler.py")).body
-        if isinstance(node, ast.ClassDef) and node.name == "Scheduler"
-    )
-    start = next(node for node in scheduler.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-    steps = [ast.unparse(node) for node in start.body]
-    asked = steps.index("window_blocks.report_scheduler(self)")
-    for needed in ("self.vllm_config = vllm_config", "self.kv_cache_manager = KVCacheManager("):
-        assert any(step.startswith(needed) for step in steps[:asked])

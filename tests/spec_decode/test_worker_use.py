@@ -437,24 +437,3 @@ def test_the_report_is_the_last_thing_before_a_worker_is_ready(
         body = methods.get("_compile_or_warm_up_model", methods["compile_or_warm_up_model"]).body
         assert [node for node in ast.walk(ast.Module(body, [])) if isinstance(node, ast.Return)] == [body[-1]]
         assert ast.unparse(body[-2]) == "report_worker(self)"
-
-
-@pytest.mark.parametrize("version", versions("vllm/v1/worker/", "vllm/config/"))
-def test_what_is_read_of_a_worker_exists(vllm_tree: Callable[[str], Any], version: str) -> None:
-    for path, names in {
-        "v1/worker/gpu_worker": ("self.use_v2_model_runner = ",),
-        "v1/worker/worker_base": ("self.rank = rank", "self.is_driver_worker = is_driver_worker"),
-        "v1/worker/gpu/model_runner": ("self.speculator",),
-        "v1/worker/gpu_model_runner": ("self.drafter",),
-        "config/model": ("    def is_mm_prefix_lm(self)", "    def has_inner_state(self)"),
-        "config/attention": ("    backend: AttentionBackendEnum",),
-        "config/structured_outputs": ("    reasoning_parser: str",),
-        "config/vllm": ("    structured_outputs_config: ", "    kv_transfer_config: "),
-        "config/parallel": tuple(
-            f"    {name}: int"
-            for name in ("pipeline_parallel_size", "data_parallel_size", "data_parallel_index", "_api_process_rank")
-        ),
-        "config/compilation": ("    cudagraph_mode: CUDAGraphMode",),
-    }.items():
-        text = vllm_tree(version).read(f"vllm/{path}.py")
-        assert [name for name in names if name not in text] == [], path
