@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.spec_decode.released import Modules, texts
+from tests.released import Modules, texts
 
 RUNNER, FLASH = "vllm.v1.worker.gpu", "vllm.v1.attention.backends.flash_attn"
 OFF = {"VLLM_HWPLUGIN_BACKPORT_DRAFT_SCHEDULE": "off"}

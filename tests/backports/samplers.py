@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.spec_decode.released import text_of
+from tests.released import text_of
 
 # The rejection samplers' modules, and the one that they take functions of.
 REJECTION = (

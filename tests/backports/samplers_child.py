@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from triton.runtime.interpreter import ReduceOps
 
-from tests.spec_decode.released import Modules
+from tests.released import Modules
 
 # What the memory behind a buffer holds.
 FOREIGN = 1 << 24

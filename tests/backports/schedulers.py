@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.sampling_params import SamplingParams
 
-from tests.spec_decode.released import Modules, take, texts
+from tests.released import Modules, take, texts
 
 OWN = (
     "vllm.v1.core",

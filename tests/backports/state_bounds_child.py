@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from tests.spec_decode.released import Modules
+from tests.released import Modules
 
 REQUESTS, TOKENS, SIZE = 3, 4, 4
 COUNTS = (1, TOKENS, 0, TOKENS + 1)

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 from vllm.sampling_params import SamplingParams  # noqa: E402
 
-from tests.spec_decode.released import Modules, take, texts  # noqa: E402
+from tests.released import Modules, take, texts  # noqa: E402
 from vllm_hwplugin.base.versions import SUPPORTED  # noqa: E402
 
 from ..conftest import versions  # noqa: E402

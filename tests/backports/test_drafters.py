@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader, maybe_remap_kv_scale_name
 
-from tests.spec_decode.released import take
+from tests.released import take
 from vllm_hwplugin.base.versions import SUPPORTED
 
 from ..conftest import versions

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 
-from tests.spec_decode.released import text_of
+from tests.released import text_of
 from vllm_hwplugin.base.versions import SUPPORTED
 
 V1, V2 = "vllm/v1/worker/gpu_model_runner.py", "vllm/v1/worker/gpu/model_runner.py"

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.spec_decode.released import text_of
+from tests.released import text_of
 
 from ..conftest import versions
 from .samplers import sample

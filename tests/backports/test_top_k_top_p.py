@@ -20,7 +20,7 @@ from triton.runtime import JITFunction, driver
 from vllm_hwplugin.base.versions import SUPPORTED
 
 from ..conftest import versions
-from ..spec_decode.released import take, text_of
+from ..released import take, text_of
 from .samplers import TOP_K_TOP_P, sample, texts_of
 from .test_sampled_tokens import Hopper
 from .top_k_top_p_child import VOCABULARY, OnCuda, modules_of

@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.runtime import JITFunction
 from triton.runtime.interpreter import InterpretedFunction
 
-from tests.spec_decode.released import Modules
+from tests.released import Modules
 
 #: Three blocks of 8192.
 VOCABULARY = 20_000

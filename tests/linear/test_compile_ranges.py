@@ -22,7 +22,7 @@ from vllm_hwplugin.linear.operations import MOST_TOKENS
 from vllm_hwplugin.linear.restore_pass import RestorePass
 
 from ..conftest import versions
-from ..spec_decode.released import Modules, take, text_of, texts
+from ..released import Modules, take, text_of, texts
 from .test_layers import ON, RELEASES, weights
 
 MANAGER = "vllm.compilation.passes.pass_manager"

@@ -19,7 +19,7 @@ from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.linear import layers, mlp, operations
 
 from ..conftest import versions
-from ..spec_decode.released import take, text_of
+from ..released import take, text_of
 
 ON = {"VLLM_HWPLUGIN_LINEAR": "on"}
 RELEASES = SUPPORTED[SUPPORTED.index("0.21.0") :]

@@ -21,7 +21,7 @@ from vllm_hwplugin.nwor.layout import UnknownLayout, rows_of  # noqa: E402
 from vllm_hwplugin.nwor.reference import ReferenceRows  # noqa: E402
 from vllm_hwplugin.nwor.rows import Batch, Rejected  # noqa: E402
 
-from ..spec_decode.released import take  # noqa: E402
+from ..released import take  # noqa: E402
 from .steps import Layout  # noqa: E402
 
 BLOCKS, TOKENS, HEADS, SIZE = 7, 16, 2, 8

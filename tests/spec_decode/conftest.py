@@ -19,7 +19,7 @@ def patched_module() -> Callable[..., types.ModuleType]:
     from vllm_hwplugin.patching import load_catalogue, make_plan
     from vllm_hwplugin.patching._installed import find_installed
 
-    from .released import WITHOUT_MODES
+    from ..released import WITHOUT_MODES
 
     made: dict[tuple, types.ModuleType] = {}
 

@@ -17,7 +17,7 @@ from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
 
-from .released import Modules, texts
+from ..released import Modules, texts
 
 MODE = CUDAGraphMode.FULL_AND_PIECEWISE
 

@@ -22,8 +22,8 @@ from vllm.v1.sample.sampler import Sampler
 from vllm_hwplugin import spec_decode
 from vllm_hwplugin.spec_decode import v1
 
+from ..released import Modules, NotThere, texts
 from .engines import BLOCK, DEVICE, Engine
-from .released import Modules, NotThere, texts
 from .v2 import plain_triton, scheduled_runner
 from .v2.released_modules import jit
 

@@ -13,8 +13,8 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin.spec_decode import capture_sizes as feature
 
+from ..released import Modules, texts
 from .graph_manager import MODE
-from .released import Modules, texts
 
 V2 = ("vllm/config/vllm.py", "vllm/v1/worker/gpu/cudagraph_utils.py")
 V1 = ("vllm/config/vllm.py", "vllm/v1/cudagraph_dispatcher.py")

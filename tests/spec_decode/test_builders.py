@@ -21,7 +21,7 @@ from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.spec_decode.builders import BUILDERS, host_work, refusing, updated_in_place, why_not_in_graph
 
 from ..conftest import versions
-from .released import take
+from ..released import take
 
 VERSIONS = Versions("").supported()
 FILES = ("vllm/v1/attention/", "vllm/model_executor/layers/attention/")

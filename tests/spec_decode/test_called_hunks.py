@@ -16,8 +16,8 @@ from vllm_hwplugin.spec_decode import worker_use
 from vllm_hwplugin.spec_decode.v2 import recording
 
 from ..conftest import versions
+from ..released import text_of
 from .called_text import Seen, Text, added_lines
-from .released import text_of
 from .test_patched_runners import FACTS
 from .walks import UNPATCHED
 

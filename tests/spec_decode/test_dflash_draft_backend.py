@@ -22,6 +22,7 @@ from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode import dflash_draft_backend
 
 from ..conftest import versions
+from ..released import take, text_of
 from .attention_host import (
     BACKEND_CLASSES,
     BLACKWELL,
@@ -36,7 +37,6 @@ from .attention_host import (
     old,
     seen_both_ways,
 )
-from .released import take, text_of
 
 GATE = "VLLM_HWPLUGIN_DFLASH_DRAFT_BACKEND"
 FILES = ("vllm/v1/spec_decode/", "vllm/v1/worker/", "vllm/v1/attention/", "vllm/config/")

@@ -12,7 +12,7 @@ from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.spec_decode.ignored_settings import ignored
 
 from ..conftest import versions
-from .released import texts
+from ..released import texts
 
 #: `quantization` goes to the draft's own configuration, `attention_backend` to V2 from 0.26 on.
 FIELDS = ("model", "method", "num_speculative_tokens", "quantization", "attention_backend")

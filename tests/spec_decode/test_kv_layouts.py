@@ -22,8 +22,8 @@ from vllm_hwplugin.base.versions import SUPPORTED  # noqa: E402
 from vllm_hwplugin.spec_decode import dflash_draft_backend  # noqa: E402
 
 from ..conftest import versions  # noqa: E402
+from ..released import take, text_of  # noqa: E402
 from .attention_host import BACKEND_CLASSES  # noqa: E402
-from .released import take, text_of  # noqa: E402
 
 GATE = "VLLM_HWPLUGIN_DFLASH_DRAFT_BACKEND"
 RUNNER = "vllm/v1/worker/gpu_model_runner.py"

@@ -25,8 +25,8 @@ from vllm_hwplugin.spec_decode.v2 import mixed_graphs
 from vllm_hwplugin.spec_decode.v2 import mixed_sizes as v2_mixed_sizes
 
 from ..conftest import versions
+from ..released import texts
 from .graph_manager import MODE, Manager, Memory
-from .released import texts
 from .sized_configs import V1, V2, config_of, dispatcher_of, fill_of, made, method_of, methods
 
 

@@ -22,8 +22,8 @@ from vllm_hwplugin.spec_decode.v1.step_inputs import StepInputs as V1StepInputs
 from vllm_hwplugin.spec_decode.v2.tail_graph import TailGraphs
 
 from ..conftest import versions
+from ..released import text_of
 from .called_text import Seen, Text, added_lines
-from .released import text_of
 
 V1 = "vllm/v1/worker/gpu_model_runner.py"
 V2 = "vllm/v1/worker/gpu/model_runner.py"

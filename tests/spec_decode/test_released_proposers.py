@@ -22,10 +22,10 @@ from vllm_hwplugin.spec_decode.v1.draft_full_graph import DraftGraphs  # noqa: E
 from vllm_hwplugin.spec_decode.v1.draft_loop_graph import DraftLoop  # noqa: E402
 
 from ..conftest import versions  # noqa: E402
+from ..released import take, text_of  # noqa: E402
 from . import drafters  # noqa: E402
 from .drafters import EAGLE, Runner, boot, compare  # noqa: E402
 from .recorded_graph import RecordedGraphs  # noqa: E402
-from .released import take, text_of  # noqa: E402
 
 PATH = "vllm/v1/spec_decode/llm_base_proposer.py"
 PARTS = {"passes": {"DraftGraphs": DraftGraphs}, "loop": {"DraftGraphs": DraftGraphs, "DraftLoop": DraftLoop}}

@@ -28,7 +28,7 @@ from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.frozen import window_blocks
 
 from ..conftest import versions
-from .released import take, text_of
+from ..released import take, text_of
 
 pytestmark = pytest.mark.slow
 

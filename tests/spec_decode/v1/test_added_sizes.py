@@ -17,7 +17,7 @@ from vllm_hwplugin.spec_decode import graph_recording
 from vllm_hwplugin.spec_decode.v1 import added_sizes, mixed_sizes
 
 from ...conftest import versions
-from ..released import texts
+from ...released import texts
 from ..sized_configs import V1, config_of, dispatcher_of, fill_of, made, methods, round_up_sizes
 
 RUNNER = "vllm/v1/worker/gpu_model_runner.py"

@@ -23,11 +23,11 @@ from vllm_hwplugin.spec_decode.v1.draft_decision import FirstPass, first_pass_of
 from vllm_hwplugin.spec_decode.v1.draft_full_graph import DraftGraphs, capture_draft_graphs  # noqa: E402
 
 from ...conftest import versions  # noqa: E402
+from ...released import take, text_of  # noqa: E402
 from ..dflash_drafter import DFlashModel, let_models_fuse  # noqa: E402
 from ..drafters import MAX_REQS, MAX_TOKENS, Runner, boot, compare, compare_over_many  # noqa: E402
 from ..host_runner import FLASHINFER, Pool, builder  # noqa: E402
 from ..recorded_graph import RecordedGraphs  # noqa: E402
-from ..released import take, text_of  # noqa: E402
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 BOTH, DECODE_ONLY = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY

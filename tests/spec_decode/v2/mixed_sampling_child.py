@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from tests.spec_decode.released import Modules
+from tests.released import Modules
 from vllm_hwplugin.spec_decode.v2.tail_buffers import LogitsRows, TailBuffers
 
 # Of the vocabulary the kernels take 8192 tokens at a time.

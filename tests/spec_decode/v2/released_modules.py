@@ -19,8 +19,8 @@ import triton.language
 from torch.utils._python_dispatch import _disable_current_modes
 from vllm.model_executor.offloader.base import NoopOffloader
 
+from ...released import Modules, NotThere, texts
 from ..recorded_graph import Recording
-from ..released import Modules, NotThere, texts
 from ..stand_in import StandIn
 
 RUNNER = "vllm.v1.worker.gpu"

@@ -168,14 +168,6 @@ def test_a_schedule_is_laid_out_for_the_request_that_its_graph_was_captured_for(
     assert any(longest == 1 < tokens for tokens, longest in stock)
 
 
-@pytest.mark.each_vllm("v2-mixed-graphs")
-def test_that_of_a_decode_batch_is_left_to_vllm(vllm_here) -> None:
-    tree, mode = vllm_here, CUDAGraphMode.FULL_DECODE_ONLY
-    patched, stock = (longest_in_steps(tree, mode, **one) for one in (ALONE, UNPATCHED))
-    assert patched == stock
-    assert {longest for _, longest in stock[1]} == {1 + DRAFTS}
-
-
 class Whole(Side):
     """Sees what a step writes into the KV cache, and leaves padding out, which others have more of or less."""
 
@@ -293,28 +285,6 @@ def test_a_drafter_without_graphs_of_its_own_reads_batches_that_the_target_repla
         assert graphs_of(sides.both[1]) == {"target": {*SIZES_HERE}, "first pass": set()}
         live_load(sides)
     assert all(graphs for _, graphs in sides.replays)
-
-
-@pytest.mark.each_vllm("v2-mixed-graphs")
-def test_a_batch_with_adapters_finds_graphs_of_their_number(vllm_here) -> None:
-    with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY, gate="off") as sides:
-        manager = sides.both[1].runner.cudagraph_manager
-    # Without an adapter, and with any number of up to two.
-    manager.lora_capture_cases = [0, 3]
-    manager._candidates.clear()
-    manager._capture_descs.clear()
-    manager._lora_dispatch_map, manager._max_lora_case = manager._build_lora_dispatch_map()
-    manager._init_candidates()
-    plan = mixed_graphs.BatchExecutionDescriptor
-    mixed_graphs._offer(
-        manager, [plan(cg_mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=min(size, 4)) for size in (5, 9)]
-    )
-    for loras in (0, 1, 3):
-        desc = manager.dispatch(2, 7, None, num_active_loras=loras)
-        assert (desc.cg_mode, desc.num_tokens, desc.num_active_loras) == (CUDAGraphMode.FULL, 9, 3 if loras else 0)
-        assert desc in manager._capture_descs[CUDAGraphMode.FULL]
-        # A decode batch keeps its graph.
-        assert manager.dispatch(2, 6, 3, num_active_loras=loras).uniform_token_count == 3
 
 
 @pytest.mark.each_vllm("v2-mixed-graphs")

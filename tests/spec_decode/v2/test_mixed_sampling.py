@@ -16,7 +16,7 @@ import pytest
 from vllm_hwplugin.base.versions import SUPPORTED
 
 from ...conftest import versions
-from ..released import text_of
+from ...released import text_of
 
 pytest.importorskip("triton")
 

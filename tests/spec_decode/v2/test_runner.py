@@ -27,8 +27,8 @@ from vllm_hwplugin.spec_decode.v2.step_inputs import _Step
 from vllm_hwplugin.spec_decode.v2.tail_capture import Served
 
 from ...conftest import versions
+from ...released import text_of
 from ..called_text import Seen, Text
-from ..released import text_of
 from ..test_patched_runners import FACTS, OFF, V2
 
 #: Methods that run as their text has them. Of the others only the overridden ones are there, with their parameters.

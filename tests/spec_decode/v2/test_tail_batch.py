@@ -19,7 +19,7 @@ from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2.recording import SamplerParts, decode_query_len, rungs, scheduled_query_lens
 
 from ...conftest import versions
-from ..released import text_of
+from ...released import text_of
 
 sampling_params = pytest.importorskip("vllm.sampling_params")
 SamplingParams = sampling_params.SamplingParams
