@@ -9,8 +9,8 @@ hardware.
 
 from __future__ import annotations
 
-import importlib
 import logging
+import pkgutil
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -25,11 +25,8 @@ logger = logging.getLogger("vllm.hwplugin")
 # enum members: vLLM's list of backends differs between versions.
 DECODER: Final = (MUSA.name, "TRITON_ATTN", "FLEX_ATTENTION")
 MLA: Final = ("FLASHMLA", "TRITON_MLA")
-# Module and name of the plugin's classes that replace vLLM's.
-_OWN: Final = {
-    MUSA.name: (MUSA.module, MUSA.cls),
-    "FLASHMLA": ("vllm_hwplugin.musa.mla", "MusaFlashMLABackend"),
-}
+# The plugin's classes that replace vLLM's.
+_OWN: Final = {MUSA.name: f"{MUSA.module}:{MUSA.cls}", "FLASHMLA": "vllm_hwplugin.musa.mla:MusaFlashMLABackend"}
 _IN_TRITON: Final = ("TRITON_ATTN", "TRITON_MLA")
 
 
@@ -39,7 +36,6 @@ def choose(selected: Any | None, config: Any, capability: Any, known: Any) -> st
     Args:
         selected: The member of ``AttentionBackendEnum`` that the user named, or None.
         config: vLLM's ``AttentionSelectorConfig`` of one layer.
-        capability: The device's ``DeviceCapability``, or None.
         known: ``AttentionBackendEnum``.
 
     Raises:
@@ -68,12 +64,16 @@ def _first(members: Sequence[Any], config: Any, capability: Any, *, named: bool)
     only_reserved: list[str] = []
     needs = config._asdict()
     for member in members:
+        own = None if member.is_overridden() else _OWN.get(member.name)
         try:
-            backend = _own_class(member) if _is_own(member) else member.get_class()
+            backend = pkgutil.resolve_name(own) if own else member.get_class()
         except Exception as error:
             # The import loads mate or Triton, which raise any error without a device or in a wrong build. That refuses
             # only this backend.
-            refused[member.name] = [_unavailable(member, error)]
+            reason = f"{type(error).__name__}: {error}" + (f"; it needs {MUSA.needs}" if own else "")
+            if not isinstance(error, ModuleNotFoundError):
+                logger.warning("no %s on this host: %s", member.name, reason)
+            refused[member.name] = [reason]
             continue
         reasons = backend.validate_configuration(device_capability=capability, **needs)
         if reasons:
@@ -99,29 +99,7 @@ def _first(members: Sequence[Any], config: Any, capability: Any, *, named: bool)
 
 
 def _triton_troubles(member: Any) -> list[str]:
-    """Return why Triton cannot compile the backend's kernels."""
-    # Empty if a plugin has replaced the kernels.
-    if member.name not in _IN_TRITON or member.is_overridden():
-        return []
-    trouble = versions.triton_trouble(versions.installed("triton"))
+    """Return why Triton cannot compile the backend's kernels, unless a plugin has replaced them."""
+    own = member.name in _IN_TRITON and not member.is_overridden()
+    trouble = versions.triton_trouble(versions.installed("triton")) if own else ""
     return [trouble] if trouble else []
-
-
-def _unavailable(member: Any, error: Exception) -> str:
-    """Return why a backend cannot be imported."""
-    # Any reason but a missing package is also logged.
-    needed = f"; it needs {MUSA.needs}" if _is_own(member) else ""
-    reason = f"{type(error).__name__}: {error}{needed}"
-    if not isinstance(error, ModuleNotFoundError):
-        logger.warning("no %s on this host: %s", member.name, reason)
-    return reason
-
-
-def _is_own(member: Any) -> bool:
-    """Whether the plugin's class replaces vLLM's."""
-    return bool(member.name in _OWN and not member.is_overridden())
-
-
-def _own_class(member: Any) -> Any:
-    module, name = _OWN[member.name]
-    return getattr(importlib.import_module(module), name)

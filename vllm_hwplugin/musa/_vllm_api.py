@@ -13,8 +13,7 @@ from typing import Any, Final
 
 logger = logging.getLogger("vllm.hwplugin")
 
-# Switches of vLLM's PassConfig that fuse operations of vllm._C, which a MUSA host lacks. Later versions add fusions
-# with this prefix.
+# Switches of vLLM's PassConfig that fuse operations of vllm._C; later versions add fusions with this prefix.
 _FUSION_PREFIX: Final = "fuse_"
 _FUSIONS: Final = ("enable_sp", "enable_qk_norm_rope_fusion")
 
@@ -77,11 +76,9 @@ def sample_without_triton() -> None:
 
 
 def mask_without_inductor() -> None:
-    """Make xgrammar mask logits eagerly.
-
-    On a device that it does not know, it compiles the function with Inductor at the first request with a grammar, after
-    graphs were captured. Does nothing without xgrammar.
-    """
+    """Make xgrammar, if it is installed, mask logits eagerly."""
+    # On a device that it does not know, it compiles the function with Inductor at the first request with a grammar,
+    # after graphs were captured.
     try:
         module: Any = importlib.import_module("xgrammar.kernels.apply_token_bitmask_inplace_torch_compile")
     except ImportError:
@@ -93,10 +90,8 @@ def mask_without_inductor() -> None:
 
 
 def bind_caches_of_one_layer() -> None:
-    """Let vLLM bind two KV caches of one layer number.
-
-    A hybrid's drafter has a second one. Up to 0.27 vLLM asks whether it knows the device, later it asks the platform.
-    """
+    """Let vLLM bind two KV caches of one layer number, as a hybrid's drafter has."""
+    # Up to 0.27 vLLM asks whether it knows the device, later it asks the platform.
     utils: Any = importlib.import_module("vllm.v1.worker.utils")
     platform: Any = importlib.import_module("vllm.platforms.interface").Platform
     if not hasattr(platform, "check_runner_kv_caches_multi_layer"):
@@ -107,11 +102,8 @@ def bind_caches_of_one_layer() -> None:
 def capture_by_thread(musa: Any) -> None:
     """Make graph captures forbid unsafe calls only in the capturing thread.
 
-    vLLM's default forbids them in all threads. MCCL's watchdog queries events in its own thread, and torch_musa 2.7.1
-    does not exempt it, as torch exempts NCCL's: the query would break the capture.
-
-    Args:
-        musa: ``torch.musa``.
+    MCCL's watchdog queries events in its own thread. torch_musa 2.7.1 does not exempt it, as torch exempts NCCL's, so
+    the query would break a capture in vLLM's default mode.
     """
     begin = musa.MUSAGraph.capture_begin
     if hasattr(begin, "__wrapped__"):
@@ -128,13 +120,9 @@ def capture_by_thread(musa: Any) -> None:
 def set_streams_by_vllm(cuda: Any, musa: Any) -> None:
     """Make stream contexts call vLLM's `set_stream`.
 
-    vLLM captures graphs on that stream. Contexts of torch_musa call ``torch.musa.set_stream``, vLLM replaces
-    ``torch.cuda.set_stream``. So once vLLM has copied a step's outputs on another stream, it would take the default
-    stream for the current one, and an engine that starts later in this process could capture nothing.
-
-    Args:
-        cuda: ``torch.cuda``, patched by torchada.
-        musa: ``torch.musa``.
+    Contexts of torch_musa call ``torch.musa.set_stream``, vLLM replaces ``torch.cuda.set_stream``. So once vLLM has
+    copied a step's outputs on another stream, it would take the default stream for the current one, and an engine that
+    starts later in this process could capture nothing.
     """
     musa.set_stream = cuda.set_stream
 
@@ -143,13 +131,8 @@ def set_streams_by_vllm(cuda: Any, musa: Any) -> None:
 def taken_for_cuda(device_config: Any, cuda: Any, musa: Any) -> Iterator[None]:
     """Present the device as ``cuda`` while vLLM's GPU worker starts it.
 
-    All versions test for the name ``cuda``; the code after the test works for any device behind ``torch.cuda``, as MUSA
-    is through torchada. 0.20 to 0.23 also test ``torch.cuda.is_available()``, which torchada leaves False.
-
-    Args:
-        device_config: vLLM's ``DeviceConfig``.
-        cuda: ``torch.cuda``, patched by torchada.
-        musa: ``torch.musa``.
+    All versions test for the name ``cuda``; the code after the test works for any device behind ``torch.cuda``. 0.20 to
+    0.23 also test ``torch.cuda.is_available()``, which torchada leaves False.
     """
     device_type, is_available = device_config.device_type, cuda.is_available
     device_config.device_type = "cuda"
@@ -163,13 +146,9 @@ def taken_for_cuda(device_config: Any, cuda: Any, musa: Any) -> Iterator[None]:
 
 @functools.cache
 def register_mla_prefill(path: str) -> None:
-    """Register a class as vLLM's MLA prefill backend FLASH_ATTN.
+    """Register a class as vLLM's MLA prefill backend FLASH_ATTN, unless another plugin has.
 
-    Needs vLLM 0.23 or later. On a device without a compute capability vLLM takes FLASH_ATTN, whose class is for other
-    devices. A class that another plugin has registered stays.
-
-    Args:
-        path: Qualified name of a ``MLAPrefillBackend``, imported when a layer is made.
+    On a device without a compute capability vLLM takes FLASH_ATTN, whose class is for other devices.
     """
     try:
         registry: Any = importlib.import_module(_MLA_PREFILLS)

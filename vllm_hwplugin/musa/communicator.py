@@ -26,8 +26,7 @@ _ByTorch: Any = type(
 class MusaCommunicator(_ByTorch, CudaCommunicator):  # type: ignore[misc]  # vLLM is not there where types are checked
     """vLLM's ``DeviceCommunicatorBase`` with an out-of-place all-reduce, which also gathers.
 
-    It is a ``CudaCommunicator`` only by type: some versions of ``GroupCoordinator.graph_capture`` accept no other
-    class. It is constructed as ``DeviceCommunicatorBase``, without CUDA's communicators.
+    It is a ``CudaCommunicator`` only by type: some versions of ``GroupCoordinator.graph_capture`` accept no other.
     """
 
     # The attributes that CudaCommunicator.__init__ sets, in any version.
@@ -36,23 +35,18 @@ class MusaCommunicator(_ByTorch, CudaCommunicator):  # type: ignore[misc]  # vLL
     use_aiter_allreduce = use_aiter_ag_rs = False
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        """Sum over the group.
+        """Sum over the group, out of place.
 
-        vLLM calls this through an operation declared to mutate no argument, and torch.compile relies on that. The base
-        class reduces in place.
+        vLLM's operation around this is declared to mutate no argument, and torch.compile relies on that.
         """
         output = input_.clone()
         dist.all_reduce(output, group=self.device_group)
         return output
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Concatenate over the group, by a sum of zero-padded inputs.
+        """Concatenate over the group along `dim`, by a sum of zero-padded inputs.
 
         vllm-musa reports that MCCL's all-gather is not reliable. The sum is exact except for the sign of a zero.
-
-        Args:
-            input_: The same shape on all members, of a type that can be added.
-            dim: The dimension to concatenate; world_size times larger in the result.
         """
         shape = list(input_.shape)
         size = shape[dim]

@@ -29,14 +29,10 @@ _WHOLE: Final = 10
 
 
 def fit(vllm_config: VllmConfig, *, named: bool) -> None:
-    """Drop capture sizes until an engine has at most `MOST` graphs.
+    """Drop capture sizes until an engine has at most `MOST` graphs; `named` sizes of the user stay, with a warning.
 
-    Sizes that the user chose stay, with a warning. The plugin's sizes for batches with prompts are dropped first, then
-    the sizes whose loss adds least padding. The largest decode size stays.
-
-    Args:
-        vllm_config: The configuration with its final capture sizes.
-        named: Whether the user chose the sizes.
+    The plugin's sizes for batches with prompts are dropped first, then the sizes whose loss adds least padding. The
+    largest decode size stays.
     """
     compilation = vllm_config.compilation_config
     if not compilation.cudagraph_capture_sizes:
@@ -68,16 +64,15 @@ def fit(vllm_config: VllmConfig, *, named: bool) -> None:
 
 def _pieces(vllm_config: VllmConfig) -> int:
     """Count a size's PIECEWISE graphs, of target and drafter."""
-    # They lie before, between and after the attention layers.
-    compilation = vllm_config.compilation_config
-    if not compilation.cudagraph_mode.requires_piecewise_compilation():
+    if not vllm_config.compilation_config.cudagraph_mode.requires_piecewise_compilation():
         return 0
-    model, speculation = vllm_config.model_config, vllm_config.speculative_config
-    models = [model, None if speculation is None else speculation.draft_model_config]
+    models = [vllm_config.model_config]
+    drafter = getattr(vllm_config.speculative_config, "draft_model_config", None)
     # n-gram has no model, and its configuration is the target's.
-    if models[1] is model:
-        models.pop()
-    return sum(1 + model.get_num_layers(vllm_config.parallel_config) for model in models if model is not None)
+    if drafter is not None and drafter is not models[0]:
+        models.append(drafter)
+    # They lie before, between and after the attention layers.
+    return sum(1 + model.get_num_layers(vllm_config.parallel_config) for model in models)
 
 
 def _lora_cases(vllm_config: VllmConfig) -> int:
@@ -86,5 +81,4 @@ def _lora_cases(vllm_config: VllmConfig) -> int:
     if lora is None or not vllm_config.compilation_config.cudagraph_specialize_lora:
         return 1
     # Without LoRA and with all adapters, or with up to each power of two.
-    powers = lora.max_loras.bit_length() if getattr(lora, "specialize_active_lora", False) else 0
-    return 2 + powers
+    return 2 + (lora.max_loras.bit_length() if getattr(lora, "specialize_active_lora", False) else 0)

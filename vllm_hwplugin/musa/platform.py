@@ -61,8 +61,7 @@ _MLA_PREFILL = "vllm_hwplugin.musa.mla_prefill.MusaMLAPrefillBackend"
 _SYNC_CHECK = "VLLM_GPU_SYNC_CHECK"
 _HYBRID = (
     "drafts of a model with recurrent layers are verified {} on MUSA, and asynchronous scheduling is off: pull "
-    "requests 97 and 228 of vllm-musa report that a FULL graph of several tokens per request corrupts the layers' "
-    "state, and that asynchronous drafts get another step's metadata. Its recipe: --no-enable-chunked-prefill "
+    "requests 97 and 228 of vllm-musa report wrong results of both. Its recipe: --no-enable-chunked-prefill "
     "--no-enable-prefix-caching --no-async-scheduling -cc.mode=0 -cc.cudagraph_mode=FULL_DECODE_ONLY"
 )
 
@@ -86,8 +85,6 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
     simple_compile_backend = "eager"
     dist_backend = "mccl"
     device_control_env_var = "MUSA_VISIBLE_DEVICES"
-
-    # -- configuration
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
@@ -147,8 +144,6 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         draft_schedule.name_draft_counts(vllm_config, named=not unnamed)
         graph_budget.fit(vllm_config, named=not unnamed)
 
-    # -- facts about the devices
-
     @classmethod
     def device_count(cls) -> int:
         """Count the GPUs that this process may use, without starting one."""
@@ -173,11 +168,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
 
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability | None:
-        """Return None: MUSA architectures are not on CUDA's scale.
-
-        vLLM would compare it with CUDA's, and refuse every quantized checkpoint (they need at least 60 to 90). With
-        None, tests for a CUDA architecture (``has_device_capability(80)``) are false.
-        """
+        """Return None: vLLM would compare a MUSA architecture with CUDA's, and refuse every quantized checkpoint."""
         return None
 
     @classmethod
@@ -192,19 +183,13 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        """Try the type on the device: no table lists supported types.
-
-        Raises:
-            ValueError: The device does not support the type.
-        """
+        """Raise ValueError if the device does not support the type, which no table lists."""
         try:
             torch.ones(2, dtype=dtype, device=cls.device_type).mul(2)
         except (RuntimeError, TypeError) as error:
             raise ValueError(
                 f"{cls.get_device_name()} does not support {dtype} ({error}); use another type, such as --dtype=half"
             ) from error
-
-    # -- the process's device
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
@@ -230,11 +215,8 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         define_missing(cls.dispatch_key)
 
     def is_cumem_allocator_available(self) -> bool:
-        """Return False: vLLM's sleep-mode allocator is for CUDA."""
-        # vLLM asks from 0.23 on.
+        """Return False, where vLLM asks from 0.23 on: its sleep-mode allocator is for CUDA."""
         return False
-
-    # -- what runs on it
 
     @classmethod
     def get_attn_backend_cls(
@@ -261,10 +243,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """Refuse nothing: the model runner is vLLM's for GPUs.
-
-        vLLM asks from 0.28 on.
-        """
+        """Refuse nothing, where vLLM asks from 0.28 on: the model runner is vLLM's for GPUs."""
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:
@@ -272,15 +251,12 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
 
     @classmethod
     def get_static_graph_wrapper_cls(cls) -> str:
-        """Return vLLM's wrapper for CUDA graphs: ``torch.cuda.CUDAGraph`` is torch_musa's graph."""
+        # ``torch.cuda.CUDAGraph`` is torch_musa's graph.
         return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
-        """Return vLLM's Triton kernels for LoRA."""
         return "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU"
-
-    # -- communication
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
@@ -290,16 +266,9 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
     def use_custom_op_collectives(cls) -> bool:
         return True
 
-    @classmethod
-    def use_custom_allreduce(cls) -> bool:
-        return False
-
 
 def _check_four_bits(vllm_config: VllmConfig) -> None:
-    """Raise ValueError for GPTQ or AWQ that MUSA's kernel cannot serve.
-
-    Otherwise it stops in an engine whose processes are up, with a sentence about Marlin or a missing operation.
-    """
+    """Raise ValueError for GPTQ or AWQ that MUSA's kernel cannot serve."""
     config: Any = getattr(vllm_config, "quant_config", None)
     name = "" if config is None else config.get_name()
     kind = next((kind for kind in ("gptq", "awq") if kind in name), None)
@@ -321,8 +290,7 @@ def _check_four_bits(vllm_config: VllmConfig) -> None:
 @functools.cache
 def _check_collectives(gpus: int, backend: str) -> None:
     """Raise ValueError if several GPUs are requested and torch_musa has no MCCL."""
-    # Once per process: an engine's configuration is made several times. A single GPU needs no collectives: vLLM falls
-    # back to gloo.
+    # A single GPU needs no collectives: vLLM falls back to gloo.
     if torch.distributed.is_backend_available(backend):
         return
     trouble = (
@@ -374,12 +342,6 @@ def _count_visible(text: str, installed: int) -> int:
     ids = [part.strip() for part in text.split(",")]
     used = list(itertools.takewhile(lambda id_: id_.isdecimal() and int(id_) < installed, ids))
     if len(used) < len(ids):
-        logger.warning(
-            "MUSA_VISIBLE_DEVICES=%s: %r is not a GPU of this host (expected a number below %d), so %d of %d are used",
-            text,
-            ids[len(used)],
-            installed,
-            len(used),
-            len(ids),
-        )
+        wrong = f"{ids[len(used)]!r} is not a GPU of this host (expected a number below {installed})"
+        logger.warning("MUSA_VISIBLE_DEVICES=%s: %s, so %d of %d are used", text, wrong, len(used), len(ids))
     return len(used)
