@@ -163,14 +163,6 @@ def test_the_musa_class_makes_a_configuration_on_the_real_vllm(run: Run) -> None
             current_platform.get_attn_backend_cls(AttentionBackendEnum.FLASH_ATTN, asked)
         except ValueError as error:
             print(">", "FLASH_ATTN: AttributeError" in str(error) or "FLASH_ATTN: MateMismatch" in str(error))
-        for registered in (False, True):
-            if registered:
-                torch.distributed.Backend.register_backend("mccl", None, devices=["musa"])
-            try:
-                two = EngineArgs(model=MODEL, max_model_len=256, tensor_parallel_size=2).create_engine_config()
-                print(">", two.parallel_config.world_size)
-            except ValueError as error:
-                print(">", "no backend mccl" in str(error))
         for refused in ("enable_sleep_mode", "enable_cumem_allocator"):
             try:
                 EngineArgs(model=MODEL, **{refused: True}).create_engine_config()
@@ -192,8 +184,6 @@ def test_the_musa_class_makes_a_configuration_on_the_real_vllm(run: Run) -> None
         "TritonMLABackend",
         "MusaMLAPrefillBackend",
         "True",
-        "True",
-        "2",
         "enable_sleep_mode True",
         "enable_cumem_allocator True",
     ]

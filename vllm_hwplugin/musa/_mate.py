@@ -17,14 +17,9 @@ FP8: Final = ("fp8", "fp8_e4m3")
 
 
 def checked(backend: str, name: str, arguments: Sequence[str]) -> Callable[..., Any]:
-    """Return mate's function if it takes exactly these arguments.
+    """Return mate's function if it takes exactly these arguments, or raise ImportError.
 
-    mate renames arguments between releases, and a dropped argument would be a wrong result: a model without its sinks,
-    or with a causal mask.
-
-    Raises:
-        ImportError: The function takes other arguments; names the backend.
-        AttributeError: mate has no such function.
+    mate renames arguments between releases, and a dropped argument would be a wrong result: a model without its sinks.
     """
     function: Callable[..., Any] = getattr(mate, name)
     try:
@@ -43,8 +38,7 @@ def cache_trouble(backend: str, dtype: torch.dtype, kv_cache_dtype: str | None) 
         return None
     if kv_cache_dtype not in FP8:
         return f"{backend} on MUSA needs keys of the queries' type {dtype}, and the KV cache is {kv_cache_dtype}"
-    host = versions.MusaHost({"mate": versions.installed("mate")})
-    if host.has("mate") and not host.older("mate", versions.MATE_WITH_FP8):
+    found, least = versions.installed("mate"), versions.MATE_WITH_FP8
+    if found is not None and not versions.older(found, least):
         return None
-    found, least = host.versions["mate"], versions.MATE_WITH_FP8
     return f"{backend} on MUSA does not support KV cache type {kv_cache_dtype} with mate {found}; {least} does"

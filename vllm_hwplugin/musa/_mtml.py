@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about Moore Threads GPUs from the driver's management library, without starting a device.
 
-It uses ``pymtml`` (distribution mthreads-ml-py, read at 2.4.3). Like NVML, the library ignores
-``MUSA_VISIBLE_DEVICES``: indexes are physical, and the caller maps them. Not run on MUSA hardware.
-
-The first call in a process starts the library for the rest of the process; a lock serializes threads. Up to 2.2
-``pymtml`` has one handle for all callers: the first caller that shuts down closes it for all, and it does not start
-again.
+It uses ``pymtml`` (distribution mthreads-ml-py, read at 2.4.3). The library ignores ``MUSA_VISIBLE_DEVICES``: indexes
+are physical. The first call in a process starts it for the rest of the process, because up to 2.2 the first caller that
+shuts down closes it for all. Not run on MUSA hardware.
 """
 
 from __future__ import annotations
@@ -23,13 +20,11 @@ _started = False
 
 
 def count() -> int:
-    """Count the driver's GPUs."""
     with _library():
         return int(pymtml.mtmlLibraryCountDevice())
 
 
 def name(index: int) -> str:
-    """Return the marketing name, such as ``MTT S5000``."""
     with _device(index) as device:
         return str(pymtml.mtmlDeviceGetName(device))
 

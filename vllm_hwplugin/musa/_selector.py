@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MUSA platform's choice of an attention backend.
 
-vLLM's compiled kernels (``vllm._C``, FlashAttention, FlashInfer, FlashMLA, CUTLASS) are for other devices. Candidates
-are the plugin's FLASH_ATTN and FLASHMLA (they need mate), Triton kernels (they need a recent Triton), and FlexAttention
-through ``torch.compile``. vLLM's ``validate_configuration`` then checks each backend's declarations. Not run on MUSA
-hardware.
+Candidates are the plugin's FLASH_ATTN and FLASHMLA (they need mate), Triton kernels (they need a recent Triton), and
+FlexAttention. vLLM's ``validate_configuration`` checks each backend's declarations. Not run on MUSA hardware.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from . import versions
 
 logger = logging.getLogger("vllm.hwplugin")
 
-# Best first, as in vllm-musa: mate is the vendor's library, and its kernels need no particular Triton. Names instead of
-# enum members: vLLM's list of backends differs between versions.
+# Best first, as in vllm-musa: mate's kernels need no particular Triton. vLLM's enum differs between versions.
 DECODER: Final = (MUSA.name, "TRITON_ATTN", "FLEX_ATTENTION")
 MLA: Final = ("FLASHMLA", "TRITON_MLA")
 # The plugin's classes that replace vLLM's.
@@ -31,12 +28,7 @@ _IN_TRITON: Final = ("TRITON_ATTN", "TRITON_MLA")
 
 
 def choose(selected: Any | None, config: Any, capability: Any, known: Any) -> str:
-    """Return the qualified name of the backend's class.
-
-    Args:
-        selected: The member of ``AttentionBackendEnum`` that the user named, or None.
-        config: vLLM's ``AttentionSelectorConfig`` of one layer.
-        known: ``AttentionBackendEnum``.
+    """Return the qualified name of the backend's class: of `selected`, or the first of `known` that serves the layer.
 
     Raises:
         ValueError: The named backend cannot run here, or none can; with each backend's reason.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,11 +26,8 @@ _MLA_PREFILLS: Final = "vllm.v1.attention.backends.mla.prefill.registry"
 
 def switch_off_fusions(pass_config: Any) -> tuple[str, ...]:
     """Switch off fusions that need ``vllm._C``, and return their names."""
-    on = tuple(
-        name
-        for name in vars(pass_config)
-        if (name.startswith(_FUSION_PREFIX) or name in _FUSIONS) and getattr(pass_config, name) is True
-    )
+    fusions = [name for name in vars(pass_config) if name.startswith(_FUSION_PREFIX) or name in _FUSIONS]
+    on = tuple(name for name in fusions if getattr(pass_config, name) is True)
     for name in on:
         setattr(pass_config, name, False)
     return on
@@ -46,27 +43,19 @@ def switch_off_jit_warmup(vllm_config: Any) -> bool:
     """Switch off kernel compilation at warm-up; return whether it was on."""
     # vLLM has this option from 0.27 on.
     kernel_config: Any = getattr(vllm_config, "kernel_config", None)
-    changes: bool = getattr(kernel_config, "enable_jit_warmup", False)
-    if changes:
-        kernel_config.enable_jit_warmup = False
-    return changes
+    if not getattr(kernel_config, "enable_jit_warmup", False):
+        return False
+    kernel_config.enable_jit_warmup = False
+    return True
 
 
 def switch_off_jit_monitor() -> None:
     """Disable this process's monitor of late compilation, which needs ``triton.knobs``."""
     # Up to 0.29 vLLM's worker always starts the monitor.
     for name in _JIT_MONITORS:
-        try:
+        if importlib.util.find_spec(name) is not None:
             monitor: Any = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name != name:
-                raise
-        else:
-            monitor.activate = _activate_nothing
-
-
-def _activate_nothing(**_: Any) -> None:
-    logger.debug("vLLM's monitor of late compilation stays off: it needs triton.knobs")
+            monitor.activate = lambda **_: None
 
 
 def sample_without_triton() -> None:
@@ -100,11 +89,8 @@ def bind_caches_of_one_layer() -> None:
 
 
 def capture_by_thread(musa: Any) -> None:
-    """Make graph captures forbid unsafe calls only in the capturing thread.
-
-    MCCL's watchdog queries events in its own thread. torch_musa 2.7.1 does not exempt it, as torch exempts NCCL's, so
-    the query would break a capture in vLLM's default mode.
-    """
+    """Make graph captures forbid unsafe calls only in the capturing thread."""
+    # MCCL's watchdog queries events in its own thread, which torch_musa 2.7.1 does not exempt, as torch exempts NCCL's.
     begin = musa.MUSAGraph.capture_begin
     if hasattr(begin, "__wrapped__"):
         return
@@ -118,12 +104,9 @@ def capture_by_thread(musa: Any) -> None:
 
 
 def set_streams_by_vllm(cuda: Any, musa: Any) -> None:
-    """Make stream contexts call vLLM's `set_stream`.
-
-    Contexts of torch_musa call ``torch.musa.set_stream``, vLLM replaces ``torch.cuda.set_stream``. So once vLLM has
-    copied a step's outputs on another stream, it would take the default stream for the current one, and an engine that
-    starts later in this process could capture nothing.
-    """
+    """Make stream contexts call vLLM's `set_stream`, which replaces only ``torch.cuda.set_stream``."""
+    # Else vLLM takes the default stream for the current one once it has copied outputs on another stream, and an engine
+    # that starts later in this process can capture nothing.
     musa.set_stream = cuda.set_stream
 
 
@@ -146,17 +129,12 @@ def taken_for_cuda(device_config: Any, cuda: Any, musa: Any) -> Iterator[None]:
 
 @functools.cache
 def register_mla_prefill(path: str) -> None:
-    """Register a class as vLLM's MLA prefill backend FLASH_ATTN, unless another plugin has.
-
-    On a device without a compute capability vLLM takes FLASH_ATTN, whose class is for other devices.
-    """
+    """Register a class as vLLM's MLA prefill backend FLASH_ATTN, unless another plugin has."""
     try:
         registry: Any = importlib.import_module(_MLA_PREFILLS)
         register, member = registry.register_mla_prefill_backend, registry.MLAPrefillBackendEnum.FLASH_ATTN
     except (ImportError, AttributeError):
-        logger.warning(
-            "this vLLM cannot serve models with MLA on MUSA: their prefill needs vLLM 0.23 or later, and mate"
-        )
+        logger.warning("MLA on MUSA needs vLLM 0.23 or later, and mate: this vLLM cannot compute its prompts")
         return
     if not member.is_overridden():
         register(member, path)

@@ -36,11 +36,7 @@ _attend = checked(
 
 
 class MusaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]  # as below
-    """vLLM's builder without schedules and cascade attention.
-
-    Without a schedule a request and KV head are one thread block to mate, so few requests with long contexts use a
-    part of the GPU. mate's schedules change with its version, and no hardware has shown their gain.
-    """
+    """vLLM's builder without schedules, which change with mate's version, and without cascade attention."""
 
     # As for FlashAttention 2: all requests of a graph's batch have equally many tokens.
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
@@ -95,8 +91,7 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Convert the layer's sinks to bfloat16, the only type mate takes.
 
-        Converting in ``forward`` would add a cast to every step and graph. vLLM calls this again after it has loaded
-        other weights; graphs hold the address of the first copy, so the new sinks are written there.
+        vLLM calls this again after it has loaded other weights; graphs hold the address of the first copy.
         """
         super().process_weights_after_loading(act_dtype)
         loaded = self._loaded_sinks
@@ -117,12 +112,9 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute attention of ``query`` over the cache into ``output``.
+        """Compute attention of ``query``, (tokens, heads, head size), over the cache into ``output``.
 
-        ``query`` is (tokens, heads, head size).
-
-        Raises:
-            NotImplementedError: The backend does not support the batch.
+        Raises NotImplementedError if the backend does not support the batch.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("FLASH_ATTN on MUSA does not quantize its output")
@@ -160,7 +152,6 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
             softcap=self.logits_soft_cap,
             learnable_sink=self.sinks,
             deterministic=self.batch_invariant,
-            # 0: mate decides; mate 0.2.2 does not split without a schedule.
             num_splits=1 if self.batch_invariant else 0,
             **descales,
         )
@@ -209,15 +200,10 @@ class MusaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  #
 
 
 def write_fp8(cache: torch.Tensor, new: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor) -> None:
-    """Write tokens into an FP8 cache.
+    """Write the rows of `new` into slots (-1: none) of an FP8 cache, by torch.
 
-    The conversion is torch's: vllm-musa reports that Triton for MUSA has none.
-
-    Args:
-        cache: (blocks, block size, KV heads, head size), of 8 bits.
-        new: (tokens or more, KV heads, head size).
-        slots: (tokens,); -1: no slot. Such a token goes to vLLM's null block, block 0, which nobody reads.
-        scale: Of the cache, float32.
+    vllm-musa reports that Triton for MUSA has no such conversion. A row without a slot goes to vLLM's null block, which
+    nobody reads.
     """
     # MUSA's conversion is reported not to saturate.
     most = torch.finfo(torch.float8_e4m3fn).max

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives between Moore Threads GPUs, by ``torch.distributed`` over MCCL. Not run on MUSA hardware.
 
-vLLM's communicator for CUDA cannot run here: it loads NCCL and uses peer-to-peer kernels of ``vllm._C``. Expert
-parallelism with data parallelism is not supported: it needs an all-to-all manager, and this communicator has none.
+vLLM's communicator for CUDA loads NCCL and uses kernels of ``vllm._C``. Expert parallelism with data parallelism is not
+supported: it needs an all-to-all manager.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ _ByTorch: Any = type(
 
 
 class MusaCommunicator(_ByTorch, CudaCommunicator):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """vLLM's ``DeviceCommunicatorBase`` with an out-of-place all-reduce, which also gathers.
+    """vLLM's ``DeviceCommunicatorBase`` with an out-of-place all-reduce, which also gathers."""
 
-    It is a ``CudaCommunicator`` only by type: some versions of ``GroupCoordinator.graph_capture`` accept no other.
-    """
+    # `CudaCommunicator` only by type: some versions of `GroupCoordinator.graph_capture` accept no other.
 
     # The attributes that CudaCommunicator.__init__ sets, in any version.
     pynccl_comm = ca_comm = qr_comm = symm_mem_comm = fi_ar_comm = fi_pcie_ipc_ar_comm = aiter_ar_comm = None

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capture sizes limited to the graphs that one process can hold. Not run on MUSA hardware.
 
-According to torchada 0.1.103 (`_graph_rotation.py`) a process on an MTT S5000 holds about 2,043 instantiated graphs;
-the capture of one more fails with an illegal memory access. From 1,900 on torchada evicts graphs, and an evicted graph
-is instantiated again at its next replay, which takes 0.3 ms. For a model with 36 layers vLLM's 51 sizes have 37
-PIECEWISE graphs each, and a drafter has graphs too.
+According to torchada 0.1.103 (`_graph_rotation.py`) the capture of about the 2,043rd graph of a process on an MTT S5000
+fails. From 1,900 on torchada evicts graphs, which takes 0.3 ms at the next replay of each. For a model with 36 layers
+vLLM's 51 sizes have 37 PIECEWISE graphs each.
 """
 
 from __future__ import annotations

@@ -21,13 +21,7 @@ MUSA_MODULES: Final[Mapping[str, str]] = {
 
 
 class Musa(NamedTuple):
-    """Whether this is a Moore Threads host.
-
-    Attributes:
-        missing: Distributions that the platform class needs and that are not installed.
-        devices: Number of GPUs; 0 if a distribution is missing or the driver does not answer.
-        trouble: Why the driver does not answer; or empty.
-    """
+    """Distributions that the platform class lacks, the number of GPUs, and why the driver does not answer."""
 
     missing: tuple[str, ...] = ()
     devices: int = 0
@@ -36,7 +30,7 @@ class Musa(NamedTuple):
 
 def probe() -> Musa:
     """Look for Moore Threads GPUs without importing torch."""
-    missing = tuple(dist for module, dist in MUSA_MODULES.items() if not _importable(module))
+    missing = tuple(dist for module, dist in MUSA_MODULES.items() if _folders(module) is None)
     if missing:
         return Musa(missing)
     try:
@@ -48,21 +42,10 @@ def probe() -> Musa:
         return Musa(trouble=f"{type(error).__name__}: {error}")
 
 
-def _importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ValueError:
-        # A module that was put into sys.modules by hand has no spec.
-        return True
-
-
 def gpus() -> tuple[str, ...]:
     """Return the driver's GPU names, without starting a GPU; ignores ``MUSA_VISIBLE_DEVICES``.
 
-    Raises:
-        ModuleNotFoundError: mthreads-ml-py is not installed.
-        OSError: There is no driver.
-        Exception: An ``MTMLError``: the driver refuses.
+    Raises ModuleNotFoundError without mthreads-ml-py, OSError without a driver, ``MTMLError`` if the driver refuses.
     """
     from . import _mtml
 
@@ -70,43 +53,30 @@ def gpus() -> tuple[str, ...]:
 
 
 def look(vllm: str | None) -> MusaHost:
-    """Find what is installed, by metadata and files.
-
-    Args:
-        vllm: vLLM's version; None: not installed.
-    """
+    """Find what is installed next to this version of vLLM, by metadata and files."""
     installed = {name: versions.installed(name) for name in versions.DISTRIBUTIONS}
-    return MusaHost(installed, vllm, _vendors_mate(), _triton_backends(), _gpus())
+    mate = _folders("mate")
+    vendors_mate = any((folder / "mha_interface.py").is_file() for folder in mate) if mate else None
+    # Backends in Triton's package, and those that other distributions add.
+    triton = {file.parent.name for folder in _folders("triton") or () for file in folder.glob("backends/*/compiler.py")}
+    triton.update(point.name for point in importlib.metadata.entry_points(group="triton.backends"))
+    try:
+        names = gpus()
+    except Exception:
+        # The row of the platform class reports the error.
+        names = ()
+    return MusaHost(installed, vllm, vendors_mate, frozenset(triton), names)
 
 
-def _vendors_mate() -> bool | None:
-    folders = _folders("mate")
-    return any((folder / "mha_interface.py").is_file() for folder in folders) if folders else None
-
-
-def _triton_backends() -> frozenset[str]:
-    """Return the backends in Triton's package, and those that other distributions add."""
-    own = {file.parent.name for folder in _folders("triton") for file in folder.glob("backends/*/compiler.py")}
-    return frozenset(own.union(point.name for point in importlib.metadata.entry_points(group="triton.backends")))
-
-
-def _folders(package: str) -> list[Path]:
-    """Return the folders of a package, or the file of a module."""
+def _folders(package: str) -> list[Path] | None:
+    """Return the folders of a package, or the file of a module; None: it is not there."""
     try:
         spec = importlib.util.find_spec(package)
     except ValueError:
         # A module that was put into sys.modules by hand.
         return []
     if spec is None:
-        return []
+        return None
     if spec.submodule_search_locations is not None:
         return [Path(folder) for folder in spec.submodule_search_locations]
     return [Path(spec.origin)] if spec.origin else []
-
-
-def _gpus() -> tuple[str, ...]:
-    try:
-        return gpus()
-    except Exception:
-        # The row of the platform class reports the error.
-        return ()

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's Triton kernels for layers that have no kernel on an out-of-tree platform.
-
-A worker imports this module before it loads a model. Not run on MUSA hardware.
-"""
+"""vLLM's Triton kernels for layers without one on an out-of-tree platform. Not run on MUSA hardware."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import logging
+import contextlib
 import math
 from typing import Any, ClassVar
 
@@ -33,8 +28,6 @@ from vllm.platforms.interface import PlatformEnum
 from .self_test import find_wrong
 from .self_test_checks import DOTS, SCALED
 
-logger = logging.getLogger("vllm.hwplugin")
-
 _triton: Any = backend_to_kernel_cls(UnquantizedMoeBackend.TRITON)
 # A class up to 0.25, a list of classes later.
 _EXPERTS: Any = _triton[0] if isinstance(_triton, list) else _triton
@@ -53,14 +46,7 @@ class MusaUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[
     """Unquantized experts on vLLM's ``TritonExperts``: vLLM has no kernel for an out-of-tree platform."""
 
     def __init__(self, moe: Any) -> None:
-        """Choose the Triton kernel for a layer.
-
-        Args:
-            moe: vLLM's ``FusedMoEConfig``.
-
-        Raises:
-            ValueError: The kernel does not support the layer, for example its activation; with vLLM's reason.
-        """
+        """Choose the Triton kernel, or raise ValueError with vLLM's reason why it does not support the layer."""
         super().__init__(moe)
         if reason := find_wrong(*DOTS):
             raise ValueError(f"experts refused on MUSA: {reason}")
@@ -70,18 +56,10 @@ class MusaUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[
         self.unquantized_backend, self.experts_cls = UnquantizedMoeBackend.TRITON, _EXPERTS
 
 
-@functools.cache
-def _warn(trouble: str) -> None:
-    logger.warning("%s", trouble)
-
-
 class _OnMusa:
-    """Accept the device for a kernel whose check demands CUDA or ROCm but which needs only Triton or torch.
+    """Accept the device for a kernel whose check demands CUDA or ROCm but which needs only Triton or torch."""
 
-    Attributes:
-        checks: The checks of the self-test that the kernel needs.
-    """
-
+    #: Of the self-test.
     checks: ClassVar[tuple[str, ...]] = DOTS
 
     @classmethod
@@ -100,8 +78,6 @@ class _ScaledMM(_OnMusa):
         super().__init__(config, *args, **options)  # type: ignore[call-arg]
         divisible = all(size % 32 == 0 for size in config.weight_shape)
         self.trouble = find_wrong(SCALED[self.result_bits, divisible])
-        if self.trouble:
-            _warn(f"FP8 weights are dequantized in each step: {self.trouble}")
 
     def apply_scaled_mm(self, *, A: Any, As: Any, Bs: Any, output_shape: list[int], **more: Any) -> Any:
         if not self.trouble:
@@ -159,35 +135,28 @@ class MusaW4A16Kernel(TritonW4A16LinearKernel):  # type: ignore[misc]
         super().process_weights_after_loading(layer)
 
 
-def _check_scheme_supported(min_capability: int, error: bool = True, match_exact: bool = False) -> bool:
-    return not match_exact
-
-
 # As vLLM does from 0.24 on; before, a platform without a capability counts as too old for FP8.
-CompressedTensorsConfig._check_scheme_supported = staticmethod(_check_scheme_supported)
-
-
-def _module(name: str) -> Any:
-    """Return a module of vLLM's quantization; None: there is none."""
-    try:
-        return importlib.import_module(f"vllm.model_executor.layers.quantization.{name}")
-    except ModuleNotFoundError:
-        return None
-
+CompressedTensorsConfig._check_scheme_supported = staticmethod(
+    lambda min_capability, error=True, match_exact=False: not match_exact
+)
 
 # GPTQ (from 0.22 on) and AWQ (0.24) ask the table of kernels, but vLLM checks before whether Marlin can serve the
-# layer, and lets AWQ ask on some devices only. The table names each kernel that refuses.
-_gptq, _awq = _module("auto_gptq"), _module("auto_awq")
-for _quantization in filter(None, (_gptq, _awq)):
-    _quantization.verify_marlin_supported = lambda **_: None
-if _awq is not None:
-    _get_quant_method = _awq.AutoAWQConfig.get_quant_method
+# layer, and lets AWQ ask on some devices only.
+with contextlib.suppress(ImportError):
+    from vllm.model_executor.layers.quantization import auto_gptq
+
+    auto_gptq.verify_marlin_supported = lambda **_: None
+with contextlib.suppress(ImportError):
+    from vllm.model_executor.layers.quantization import auto_awq
+
+    auto_awq.verify_marlin_supported = lambda **_: None
+    _get_quant_method = auto_awq.AutoAWQConfig.get_quant_method
 
     def _ask_the_table(self: Any, layer: torch.nn.Module, prefix: str) -> Any:
         method = _get_quant_method(self, layer, prefix)
-        return _awq.AutoAWQMarlinLinearMethod(self) if type(method) is _awq.AutoAWQLinearMethod else method
+        return auto_awq.AutoAWQMarlinLinearMethod(self) if type(method) is auto_awq.AutoAWQLinearMethod else method
 
-    _awq.AutoAWQConfig.get_quant_method = _ask_the_table
+    auto_awq.AutoAWQConfig.get_quant_method = _ask_the_table
 
 linear.register_linear_kernel(MusaFp8TensorKernel, PlatformEnum.OOT, "fp8")
 linear.register_linear_kernel(MusaFp8ChannelKernel, PlatformEnum.OOT, "fp8")

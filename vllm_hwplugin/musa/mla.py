@@ -38,23 +38,14 @@ _NOT_IN_MLA = ("alibi_slopes", "sliding_window", "logits_soft_cap")
 
 @dataclasses.dataclass
 class MusaFlashMLADecodeMetadata(MLACommonDecodeMetadata):  # type: ignore[misc]  # as below
-    """vLLM's decode metadata with mate's plan.
-
-    Attributes:
-        parts: (parallel parts, 8), int32: begin and end of each part.
-        num_splits: (requests + 1,), int32: cumulative number of parts.
-    """
+    """vLLM's decode metadata with mate's plan: the parts, (parts, 8), and their cumulative number, (requests + 1,)."""
 
     parts: torch.Tensor
     num_splits: torch.Tensor
 
 
 class MusaFlashMLAMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]  # as below
-    """vLLM's metadata builder with mate's plan for each decode batch.
-
-    A kernel computes the plan from the lengths. A graph reads it at the address of the capture, so each number of
-    requests and tokens has one pair of tensors, which each build refreshes.
-    """
+    """vLLM's metadata builder with mate's plan, in one pair of tensors for each graph, which each build refreshes."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[Any] = QueryLenSupport.UNIFORM
@@ -102,14 +93,9 @@ class MusaFlashMLAImpl(MLACommonImpl):  # type: ignore[misc]  # as below
         attn_metadata: Any,
         layer: torch.nn.Module,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute attention of decodes over the cache, on latents.
+        """Compute attention of decodes over the cache, on latents; return (tokens, heads, 512), and None.
 
-        Args:
-            q: (tokens, heads, 576) with equally many tokens per request; or its parts of 512 and 64 elements.
-            kv_c_and_k_pe_cache: (blocks, 64, 576), of q's type.
-
-        Returns:
-            (tokens, heads, 512), and None.
+        `q` is (tokens, heads, 576) or its parts of 512 and 64 elements, the cache (blocks, 64, 576).
         """
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         decode = attn_metadata.decode

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLA prefill on Moore Threads GPUs, over ``mate.flash_attn_varlen_func``. Not run on MUSA hardware.
-
-vLLM computes prompts with full heads, not latents, for every decode backend.
-"""
+"""MLA prefill on Moore Threads GPUs, over ``mate.flash_attn_varlen_func``. Not run on MUSA hardware."""
 
 from __future__ import annotations
 
@@ -36,11 +33,7 @@ _OF_CONTEXTS = (
 
 
 class MusaMLAPrefillBackend(MLAPrefillBackend):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """MLA prefill over mate; replaces vLLM's FLASH_ATTN among the prefill backends.
-
-    Raises:
-        ValueError: mate has no kernels for these head sizes.
-    """
+    """MLA prefill over mate, which replaces vLLM's FLASH_ATTN; raises ValueError for head sizes without kernels."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's platform for Moore Threads GPUs, through torch_musa and torchada. Not run on MUSA hardware.
 
-torch_musa gives torch a device ``musa`` (dispatch key PrivateUse1) and the module ``torch.musa``. torchada maps
-``cuda`` to it: ``torch.device("cuda")`` is a ``musa`` device, ``torch.cuda`` is ``torch.musa`` (with graphs and
-streams), and the backend ``nccl`` is ``mccl``. vLLM's GPU worker and V1 model runner run through this mapping. The
-platform's device is ``musa``, because tensors report that name. To vLLM it is an out-of-tree platform, not CUDA, so
-layers run their native implementations, not kernels of ``vllm._C``.
+torchada maps ``cuda`` to torch_musa's device: ``torch.device("cuda")`` is a ``musa`` device, ``torch.cuda`` is
+``torch.musa``, and the backend ``nccl`` is ``mccl``. vLLM's GPU worker and V1 model runner run through this mapping. To
+vLLM it is an out-of-tree platform, so layers run their native implementations, not kernels of ``vllm._C``.
 """
 
 from __future__ import annotations
@@ -49,16 +47,12 @@ _ENVIRONMENT = {
     _V2: "0",
     # A forked child cannot use a device that its parent has initialized; vLLM spawns on XPU for the same reason.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # vLLM 0.20 captures graphs to measure their memory, and torch_musa 2.7.1 does not free a graph's memory. Later
-    # versions of vLLM measure only on other devices.
+    # vLLM 0.20 captures graphs to measure their memory, and torch_musa 2.7.1 does not free a graph's memory.
     "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "0",
 }
-# Up to 0.23 the kernels are `_C` and `_moe_C`, later modules for torch's stable ABI. A build for MUSA may have any of
-# them.
+# Up to 0.23 the kernels are `_C` and `_moe_C`, later modules for torch's stable ABI.
 _KERNELS = ("vllm._C", "vllm._C_stable_libtorch", "vllm._moe_C", "vllm._moe_C_stable_libtorch")
 _MLA_PREFILL = "vllm_hwplugin.musa.mla_prefill.MusaMLAPrefillBackend"
-# vLLM sets a mode of torch that torch_musa lacks; 0.25 to 0.27 set it even without a check to make.
-_SYNC_CHECK = "VLLM_GPU_SYNC_CHECK"
 _HYBRID = (
     "drafts of a model with recurrent layers are verified {} on MUSA, and asynchronous scheduling is off: pull "
     "requests 97 and 228 of vllm-musa report wrong results of both. Its recipe: --no-enable-chunked-prefill "
@@ -80,8 +74,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
         "RAY_EXPERIMENTAL_NOSET_MUSA_VISIBLE_DEVICES",
     ]
-    # vLLM compiles some small functions by themselves at their first call, which may come after graphs were captured:
-    # vllm-musa reports that Inductor then ends with the driver's "unknown error".
+    # vLLM compiles some functions at their first call; vllm-musa reports that Inductor fails once graphs are captured.
     simple_compile_backend = "eager"
     dist_backend = "mccl"
     device_control_env_var = "MUSA_VISIBLE_DEVICES"
@@ -91,8 +84,9 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         for name, value in _ENVIRONMENT.items():
             if os.environ.setdefault(name, value) != value:
                 logger.warning("%s=%s on MUSA, expected %s: vLLM may fail; unset it", name, os.environ[name], value)
-        if checked := os.environ.pop(_SYNC_CHECK, ""):
-            logger.warning("%s=%s is unset on MUSA: torch_musa cannot check for synchronization", _SYNC_CHECK, checked)
+        # 0.25 to 0.27 set a mode of torch that torch_musa lacks even without a check to make.
+        if checked := os.environ.pop("VLLM_GPU_SYNC_CHECK", ""):
+            logger.warning("VLLM_GPU_SYNC_CHECK=%s is unset on MUSA: torch_musa has no such check", checked)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
@@ -110,17 +104,11 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().check_and_update_config(vllm_config)
         _check_four_bits(vllm_config)
-        _check_collectives(vllm_config.parallel_config.world_size_across_dp, cls.dist_backend)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_hwplugin.musa.worker.MusaWorker"
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-        if (
-            model is not None
-            and model.is_mm_prefix_lm
-            and scheduler.is_multimodal_model
-            and not scheduler.disable_chunked_mm_input
-        ):
-            logger.warning("chunked multimodal input is off: this model's attention within an image is bidirectional")
+        if model is not None and model.is_mm_prefix_lm and scheduler.is_multimodal_model:
+            _warn("chunked multimodal input is off: this model's attention within an image is bidirectional")
             scheduler.disable_chunked_mm_input = True
         fusions = _vllm_api.switch_off_fusions(vllm_config.compilation_config.pass_config)
         if fusions:
@@ -173,7 +161,6 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
 
     @classmethod
     def supports_fp8(cls) -> bool:
-        """Return True: all supported GPUs (MUSA 3.1 and later) have FP8."""
         return True
 
     @classmethod
@@ -183,13 +170,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        """Raise ValueError if the device does not support the type, which no table lists."""
-        try:
-            torch.ones(2, dtype=dtype, device=cls.device_type).mul(2)
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(
-                f"{cls.get_device_name()} does not support {dtype} ({error}); use another type, such as --dtype=half"
-            ) from error
+        """Refuse nothing: GPUs from MUSA 3.1 on have the types that vLLM serves."""
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
@@ -288,21 +269,6 @@ def _check_four_bits(vllm_config: VllmConfig) -> None:
 
 
 @functools.cache
-def _check_collectives(gpus: int, backend: str) -> None:
-    """Raise ValueError if several GPUs are requested and torch_musa has no MCCL."""
-    # A single GPU needs no collectives: vLLM falls back to gloo.
-    if torch.distributed.is_backend_available(backend):
-        return
-    trouble = (
-        f"torch.distributed has no backend {backend} (found {', '.join(torch.distributed.Backend.backend_list)}): "
-        "torch_musa is built without MCCL"
-    )
-    if gpus > 1:
-        raise ValueError(f"{gpus} GPUs requested, but {trouble}. Use one GPU, or a torch_musa with MCCL")
-    logger.warning("%s. One GPU runs without it: vLLM falls back to gloo", trouble)
-
-
-@functools.cache
 def _warn(trouble: str) -> None:
     """Warn once per process: an engine's configuration is made several times."""
     logger.warning("%s", trouble)
@@ -318,7 +284,7 @@ def _check_speculation(spec: Any) -> None:
     """Refuse a drafter with a kernel that does not compile."""
     # vLLM launches these kernels at the first request, not while the engine starts.
     triton, record = versions.installed("triton"), run_records.current()
-    if spec is None or not versions.needs_next_token_kernel(triton):
+    if spec is None or not versions.older(triton, versions.MIN_TRITON_TO_SPECULATE):
         return
     enough = f"install MUSA's Triton {versions.MIN_TRITON_TO_SPECULATE} or later"
     if os.environ.get(_V2, "0") != "0":

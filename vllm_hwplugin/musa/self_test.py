@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of the self-test of a Moore Threads GPU: kept for each GPU and set of versions, and what they refuse.
-
-`self_test_checks` has the checks. This module imports neither torch nor vLLM. Not run on MUSA hardware.
-"""
+"""Results of the self-test of a Moore Threads GPU, without torch and vLLM. Not run on MUSA hardware."""
 
 from __future__ import annotations
 
@@ -26,13 +23,7 @@ _PACKAGES: Final = ("torch", "torch_musa", "triton", "torchada", "mate")
 
 
 class Result(NamedTuple):
-    """A check's result.
-
-    Attributes:
-        state: right, wrong, error (it could not run) or skipped.
-        detail: why it is not right.
-        refuses: what a wrong result refuses.
-    """
+    """A check's result: right, wrong, error (it could not run) or skipped, why, and what a wrong one refuses."""
 
     name: str
     state: str
@@ -45,13 +36,9 @@ class Result(NamedTuple):
         return f"{self.name}: {self.state}{self.detail and ': '}{self.detail}{refused}"
 
 
-def describe_host(gpu: str, uuid: str, driver: str) -> dict[str, str]:
-    """Return what results depend on."""
-    return {"gpu": gpu, "uuid": uuid, "driver": driver, "plugin": __version__, **_packages()}
-
-
-def _packages() -> dict[str, str]:
-    return {name: versions.installed(name) or "" for name in _PACKAGES}
+def installed_packages() -> dict[str, str]:
+    """Return the versions that results depend on."""
+    return {"plugin": __version__, **{name: versions.installed(name) or "" for name in _PACKAGES}}
 
 
 def keep_results(host: Mapping[str, str], make: Callable[[], list[Result]]) -> list[Result]:
@@ -82,7 +69,7 @@ def _read(file: Path) -> tuple[dict[str, str], list[Result]] | None:
 
 def find_failures(folders: Iterable[Path]) -> list[str]:
     """Return cached failures of GPUs with the installed versions."""
-    current = {"plugin": __version__, **_packages()}
+    current = installed_packages()
     lines = []
     for file in sorted(file for folder in folders for file in (folder / _FOLDER).glob("*.json")):
         host, results = _read(file) or ({}, [])

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ask a Moore Threads GPU whether it computes right what the vendor's sources report as wrong.
 
-Each check compares with torch on the CPU, in well under a second. A worker runs them once for each GPU and set of
-versions; ``vllm-hwplugin probe musa`` runs them again. A wrong result refuses what needs it. A check that cannot run is
-reported, and refuses nothing. Not run on MUSA hardware.
+A worker runs the checks once for each GPU and set of versions, and ``vllm-hwplugin probe musa`` again. A wrong result
+refuses what needs it. A check that cannot run is reported, and refuses nothing. Not run on MUSA hardware.
 """
 
 from __future__ import annotations
@@ -16,20 +15,18 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..spec_decode.drafters import CACHED_METHODS
 from . import _mtml
-from .self_test import Result, describe_host, find_wrong
+from .self_test import Result, find_wrong, installed_packages
 
 
 class Check(NamedTuple):
-    """A check of the device.
+    """A check of the device, which returns what is wrong or an empty text, and what a wrong result refuses.
 
-    Attributes:
-        run: takes the device; returns what is wrong, or an empty text.
-        refuses: what a wrong result refuses; empty: nothing of the plugin's needs it.
-        uses: what engines that need it use, all of it (`_uses`); empty: the code that needs it calls `find_wrong`.
-        way_out: what to do instead.
+    Engines that have all `uses` (`_uses`) are refused, with the way out. Without `uses` the code that needs the check
+    calls `find_wrong`, or nothing needs it.
     """
 
     name: str
@@ -41,9 +38,6 @@ class Check(NamedTuple):
 
 class _Skipped(Exception):
     """The check does not concern this host."""
-
-
-# -- checks
 
 
 def _differs(result: torch.Tensor, expected: torch.Tensor, tolerance: float = 0.0) -> str:
@@ -139,8 +133,7 @@ def _replays(device: torch.device, step: Callable[[], torch.Tensor], change: Cal
         # Kernels are compiled before the capture.
         step()
         musa.synchronize(device)
-        # `musa.graph` would collect garbage first, which takes most of a second in a process with vLLM. Other threads
-        # may query events meanwhile, as MCCL's does.
+        # `musa.graph` would collect garbage first, for most of a second. MCCL's thread may query events meanwhile.
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             output = step()
@@ -185,22 +178,15 @@ def _mate(length: int, device: torch.device) -> str:
 
     def change() -> torch.Tensor:
         used.copy_(torch.tensor(lengths, dtype=torch.int32))
-        parts = []
-        for request, total in enumerate(lengths):
-            keys, values = (
-                tensor[table[request].long()].flatten(0, 1)[:total].float().repeat_interleave(groups, 1)
-                for tensor in cache
-            )
-            query = queries[request * length : (request + 1) * length].float()
-            mask = torch.arange(total)[None, :] > torch.arange(total - length, total)[:, None]
-            scores = torch.einsum("qhd,khd->hqk", query, keys).mul(scale).masked_fill(mask, float("-inf"))
-            parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
-        return torch.cat(parts)
+        # Of each request all its pages, of which a query sees those up to its own position.
+        keys, values = (tensor[table.long()].flatten(1, 2).transpose(1, 2).float() for tensor in cache)
+        positions = torch.tensor(lengths)[:, None] - length + torch.arange(length)
+        seen = torch.arange(keys.shape[2]) <= positions[:, None, :, None]
+        query = queries.view(2, length, heads * groups, width).transpose(1, 2).float()
+        result = scaled_dot_product_attention(query, keys, values, seen, scale=scale, enable_gqa=True)
+        return result.transpose(1, 2).flatten(0, 1)
 
     return _replays(device, step, change)
-
-
-# -- what needs a check
 
 
 def _uses(config: Any) -> set[str]:
@@ -270,9 +256,6 @@ CHECKS: Final = (
 )
 
 
-# -- running
-
-
 def run(device: torch.device) -> list[Result]:
     """Run every check on a device that this process has started."""
     return [_result(check, device) for check in CHECKS]
@@ -296,15 +279,12 @@ def this_host(device: torch.device) -> dict[str, str]:
     from vllm.platforms import current_platform
 
     uuid = current_platform.get_device_uuid(device.index)
-    return describe_host(torch.musa.get_device_name(device), uuid, _mtml.driver())
+    gpu = {"gpu": torch.musa.get_device_name(device), "uuid": uuid, "driver": _mtml.driver()}
+    return {**gpu, **installed_packages()}
 
 
 def check_config(config: Any) -> None:
-    """Refuse an engine that needs a check with a wrong result.
-
-    Raises:
-        ValueError: names the check, what it refuses, and the way out.
-    """
+    """Raise ValueError for an engine that needs a check with a wrong result."""
     used = _uses(config)
     for check in CHECKS:
         if check.uses and check.uses <= used and (reason := find_wrong(check.name)):

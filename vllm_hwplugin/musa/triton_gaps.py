@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM and torch_musa need of Triton, and MUSA's builds lack (3.2) or do wrong (3.6). Not run on MUSA hardware.
 
-3.2: from 0.27 on ``vllm.triton_utils`` imports ``triton.experimental.gluon`` and ``triton.language.core._aggregate``,
-so no process of vLLM gets further. Only kernels for AMD use what these names hold.
-
-3.6: the names of pointers that share memory are wrong behind a None, and torch_musa's Inductor imports its benchmark
-from a module of 3.2. torchada's sources fix both; no release up to 0.1.103 does.
+3.2: from 0.27 on ``vllm.triton_utils`` imports names that only kernels for AMD use. 3.6: pointers that share memory are
+named wrongly behind a None, and torch_musa's Inductor imports its benchmark from a module of 3.2; torchada's sources
+fix both, no release up to 0.1.103 does.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -82,8 +79,6 @@ def give_benchmark() -> None:
 def _do_bench(function: Any, **options: Any) -> Any:
     """Time a function; return one time for each quantile, or the mean."""
     testing: Any = importlib.import_module("triton.testing")
-    if "device_type" in inspect.signature(testing.do_bench).parameters:
-        options["device_type"] = "musa"
-    result = testing.do_bench(function, **options)
+    result = testing.do_bench(function, device_type="musa", **options)
     # Later versions return the number if there is one quantile.
     return [result] if options.get("quantiles") and not isinstance(result, (list, tuple)) else result

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Package versions that fit together on a Moore Threads host: for ``doctor``, the platform and docs/platforms.md.
 
-Sources: what Moore Threads publish (sources, requirements, guides) and vLLM's requirements. Nothing was run on MUSA
-hardware. This module imports neither torch nor vLLM.
+Sources: what Moore Threads publish, and vLLM's requirements. This module imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from packaging.version import InvalidVersion, Version
 from ..base.versions import Versions
 from ..ops.compile.plan import MIN_TORCH
 
-#: The first Triton whose MUSA build is expected to compile vLLM's kernels; vllm-musa changes them for 3.2.
+#: The first Triton whose MUSA build is expected to compile vLLM's kernels.
 MIN_TRITON: Final = Version("3.6")
-#: The first Triton that compiles the kernel that V1's drafters run after each verification as vLLM has it; the feature
-#: next-token-kernel is for earlier ones.
+#: The first Triton that compiles V1's drafters without the feature next-token-kernel.
 MIN_TRITON_TO_SPECULATE: Final = Version("3.3")
 #: The first mate that takes a page table and an output tensor.
 MIN_MATE: Final = Version("0.2")
@@ -31,10 +29,8 @@ MATE_WITHOUT_KERNELS: Final = Version("0.2.6")
 MATE_WITH_FP8: Final = Version("0.2.7")
 #: The oldest torchada that vllm-musa names for torch 2.11. With 0.1.48 vLLM's worker is reported to stop.
 MIN_TORCHADA: Final = Version("0.1.95")
-#: The first pymtml that counts its callers; in earlier ones the first caller that ends closes the library for all.
+#: The first pymtml that counts its callers.
 MIN_MTML: Final = Version("2.4")
-#: The versions of vLLM that import torchvision during warm-up, for any model.
-TORCHVISION_IN_WARM_UP: Final = Versions(">=0.24")
 
 #: The first MUSA architecture that the platform class supports: the MTT S5000's.
 MIN_CAPABILITY: Final = (3, 1)
@@ -47,37 +43,18 @@ WIDE_WARPS: Final = (
 
 _PUBLIC_BACKENDS: Final = frozenset(("amd", "cpu", "nvidia"))
 _INDEX: Final = "from Moore Threads' own index"
-#: The Python of torch_musa's wheels, and the versions of vLLM that need a later one.
+#: The Python of torch_musa's wheels.
 PYTHON: Final = "3.10"
-NEEDS_LATER_PYTHON: Final = Versions(">=0.32")
 
 
-class Pin(NamedTuple):
-    """The minor version of torch that a range of vLLM versions requires, and the torch_musa that fits.
-
-    From 0.27 on torch_musa is for an older torch: 0.27 to 0.32 ran with torch 2.11 on the simulated device, and
-    vllm-musa uses it for 0.28. `before` is the first version after the range.
-    """
-
-    since: str
-    before: str
-    torch: str
-    torch_musa: str = ""
-
-    @property
-    def torches(self) -> tuple[str, ...]:
-        """Minor versions of the torch that vLLM requires and the torch that torch_musa requires."""
-        return tuple(dict.fromkeys((self.torch, *filter(None, [_minor(self.torch_musa)]))))
-
-    def __str__(self) -> str:
-        return f"{self.since} and later, before {self.before}"
-
-
-PINS: Final = (
-    Pin("0.20", "0.27", "2.11", "2.11.0.post2"),
-    Pin("0.27", "0.33", "2.13", "2.11.0.post2"),
-    Pin("0.33", "0.34", "2.14"),
-)
+#: The torch_musa that is known to fit vLLM before 0.33, although vLLM requires a later torch from 0.27 on: 0.27 to 0.32
+#: ran with torch 2.11 on the simulated device, and vllm-musa uses it for 0.28.
+TORCH_MUSA: Final = "2.11.0.post2"
+_TORCH_BY_VLLM: Final = {
+    Versions(">=0.20,<0.27"): "2.11",
+    Versions(">=0.27,<0.33"): "2.13",
+    Versions(">=0.33,<0.34"): "2.14",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +63,8 @@ class MusaHost:
 
     Attributes:
         versions: Name in `ROWS` -> its version; None: not installed.
-        vllm: vLLM's version.
         vendors_mate: Whether the package ``mate`` is Moore Threads'; None: not installed.
         triton_backends: Devices that the installed Triton compiles for; empty: not known.
-        gpus: GPU names that the driver reports.
-        python: Minor version of Python.
     """
 
     versions: Mapping[str, str | None]
@@ -104,15 +78,15 @@ class MusaHost:
         return self.versions.get(distribution) is not None
 
     @property
-    def pin(self) -> Pin | None:
-        """The torch that vLLM requires; None: not known."""
-        covering = (pin for pin in PINS if Versions(f">={pin.since},<{pin.before}").covers(self.vllm or ""))
-        return next(covering, None) if self.vllm else None
+    def other_torch(self) -> str:
+        """The minor version of torch that vLLM requires, if another is installed that is not known to serve."""
+        required = next((torch for vllm, torch in _TORCH_BY_VLLM.items() if self.vllm and vllm.covers(self.vllm)), "")
+        fitting = (required, "2.11" if required != "2.14" else "")
+        return required if self.has("torch") and _minor(self.versions["torch"]) not in fitting else ""
 
     def older(self, distribution: str, version: Version) -> bool:
         """Whether the distribution is installed, of a known version before this one."""
-        number = _number(self.versions.get(distribution))
-        return number is not None and number.release < version.release
+        return older(self.versions.get(distribution), version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,35 +109,28 @@ def installed(distribution: str) -> str | None:
 
 
 def triton_trouble(version: str | None) -> str:
-    """Return why this Triton does not fit; empty: it does.
-
-    `version` None: Triton is not installed.
-    """
+    """Return why this Triton (None: not installed) does not fit; empty: it does."""
     if version is None:
         return f"Triton is not installed, and vLLM's kernels need it; install MUSA's build {_INDEX}"
-    number = _number(version)
-    if number is None or number.release >= MIN_TRITON.release:
+    if not older(version, MIN_TRITON):
         return ""
     return (
-        f"Triton {version} cannot compile vLLM's kernels (TRITON_ATTN, TRITON_MLA, LoRA, top-k and top-p); "
-        f"{MIN_TRITON} can, and attention over mate needs none of them"
+        f"Triton {version} cannot compile vLLM's kernels (TRITON_ATTN, TRITON_MLA, LoRA; torch sorts for top-k and "
+        f"top-p); {MIN_TRITON} can, and attention over mate needs none of them"
     )
 
 
-def needs_next_token_kernel(version: str | None) -> bool:
-    """Whether this Triton compiles V1's drafters only with the feature next-token-kernel."""
+def older(version: str | None, least: Version) -> bool:
+    """Whether this is a known version before `least`."""
     number = _number(version)
-    return number is not None and number.release < MIN_TRITON_TO_SPECULATE.release
+    return number is not None and number.release < least.release
 
 
 class Row(NamedTuple):
     """A reason why a package does not fit; a package's first row that holds is its trouble.
 
-    Attributes:
-        package: A name in `EXPECTED`.
-        trouble: The reason, with `{host}`, `{version}` of the package and `{result}`, what `find` returns.
-        find: Returns whether it holds, or what it is.
-        stops: Whether an engine does not start then.
+    `trouble` may name `{host}`, the package's `{version}`, and `{result}`, which `find` returns (false: the reason does
+    not hold). `stops`: an engine does not start then.
     """
 
     package: str
@@ -183,15 +150,6 @@ def check(host: MusaHost) -> tuple[Finding, ...]:
         text = row.trouble.format(host=host, version=version, result=result) if row else ""
         findings.append(Finding(package, version, expected, text, bool(row and row.stops)))
     return tuple(findings[: None if host.gpus else -1])
-
-
-def _without_wheel(host: MusaHost) -> bool:
-    return not host.has("torch_musa") and host.python != PYTHON
-
-
-def _other_torch(host: MusaHost) -> Pin | None:
-    torch = host.versions.get("torch")
-    return host.pin if host.pin is not None and torch is not None and _minor(torch) not in host.pin.torches else None
 
 
 def _number(version: str | None) -> Version | None:
@@ -222,19 +180,16 @@ EXPECTED: Final = {
     "GPUs": "MTT S5000 or later",
 }
 DISTRIBUTIONS: Final = tuple(package for package in EXPECTED if package not in ("Python", "GPUs"))
-_NEWEST: Final = next(pin for pin in reversed(PINS) if pin.torch_musa)
 _NO_FLASH_ATTN: Final = "so there is no FLASH_ATTN"
 
 ROWS: Final = (
-    Row("Python", f"Python is {{version}}, and torch_musa's wheels are for {PYTHON} only: vLLM {{host.vllm}} needs a "
-        "later Python; use one before 0.32, or vllm-musa",
-        lambda host: _without_wheel(host) and NEEDS_LATER_PYTHON.covers(host.vllm or "0")),
-    Row("Python", f"Python is {{version}}, and torch_musa's wheels are for {PYTHON} only: make the environment with it",
-        lambda host: _without_wheel(host)),
-    Row("torch", "vLLM {host.vllm} requires torch {result.torch}, found {version}; install torch and torch_musa "
-        f"{{result.torch_musa}} {_INDEX}", lambda host: host.pin and host.pin.torch_musa and _other_torch(host)),
-    Row("torch", "vLLM {host.vllm} requires torch {result.torch}, found {version}; no torch_musa is known for it: use "
-        f"a vLLM of {_NEWEST}, with torch {_NEWEST.torches[-1]}", lambda host: _other_torch(host)),
+    Row("Python", f"Python is {{version}}, and torch_musa's wheels are for {PYTHON} only: make the environment with "
+        "it, and with vLLM before 0.32, which needs a later Python",
+        lambda host: not host.has("torch_musa") and host.python != PYTHON),
+    Row("torch", "vLLM {host.vllm} requires torch 2.14, found {version}; no torch_musa is known for it: use vLLM "
+        "before 0.33, with torch 2.11", lambda host: host.other_torch == "2.14"),
+    Row("torch", "vLLM {host.vllm} requires torch {result}, found {version}; install torch and torch_musa "
+        f"{TORCH_MUSA} {_INDEX}", lambda host: host.other_torch),
     Row("torch_musa", f"torch_musa is not installed, and torch has no MUSA device without it; install it {_INDEX}",
         lambda host: not host.has("torch_musa")),
     Row("torch_musa", "torch_musa {version} requires torch {result}, found {host.versions[torch]}; install matching "
@@ -272,7 +227,7 @@ ROWS: Final = (
             "mthreads-ml-py", MIN_MTML)),
     Row("torchvision", "torchvision is not installed, and vLLM {host.vllm} imports it during warm-up with any model; "
         f"install MUSA's build for this torch, {_INDEX}", lambda host: (
-            host.vllm and not host.has("torchvision") and TORCHVISION_IN_WARM_UP.covers(host.vllm)), stops=True),
+            host.vllm and not host.has("torchvision") and Versions(">=0.24").covers(host.vllm)), stops=True),
     Row("GPUs", f"an engine does not start on the {{result}}: {WIDE_WARPS}", lambda host: " and ".join(
         name for name in dict.fromkeys(host.gpus) if name in EARLIER_GPUS), stops=True),
 )  # fmt: skip

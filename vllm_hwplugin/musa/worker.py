@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,20 +13,13 @@ from vllm.v1.worker.gpu_worker import Worker
 from ..base import gates
 from . import _vllm_api, self_test, triton_gaps, versions
 
-logger = logging.getLogger("vllm.hwplugin")
-
 
 class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the types are checked
-    """vLLM's GPU worker with the checks of device and Triton replaced.
-
-    It accepts the device's name (see :func:`._vllm_api.taken_for_cuda`), allocates weights and KV cache with torch's
-    allocator, and skips what the installed Triton is too old for.
-    """
+    """vLLM's GPU worker with torch's allocator, and the checks of device and Triton replaced."""
 
     def init_device(self) -> None:
         # Before the model runner creates the sampler.
-        if trouble := versions.triton_trouble(versions.installed("triton")):
-            logger.warning("top-k and top-p use torch's sort instead of vLLM's Triton kernel: %s", trouble)
+        if versions.triton_trouble(versions.installed("triton")):
             _vllm_api.sample_without_triton()
         _vllm_api.mask_without_inductor()
         triton_gaps.fix_aliases()
