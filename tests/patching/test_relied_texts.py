@@ -51,6 +51,16 @@ def test_a_fork_has_the_features_whose_files_it_left_alone(vllm_tree: Callable[[
     assert found["draft-full-graph"] is Status.APPLIES
 
 
+def test_a_vendors_kernel_of_block_tables_leaves_v2_without_graphs(vllm_tree: Callable[[str], Source]) -> None:
+    """As vllm-musa changes the file for its Triton: no hunk is in it, and what V2's inputs require relies on it."""
+    fork = Fork(vllm_tree("0.28.0"), "vllm/v1/worker/gpu/block_table.py")
+    features = make_plan(load_catalogue(), fork, {}).features
+    for name in ("v2-tail-graph", "v2-step-inputs", "v2-mixed-graphs"):
+        assert features[name].state == "refused"
+    assert "block_table.py" in features["v2-tail-graph"].reason
+    assert features["v2-graph-addresses"].state == "live"
+
+
 BETA = "read, and not patched\n"
 RELIES = feature(file_diff(ALPHA, ALPHA + "more\n"))._replace(relies=(Relied(OTHER, {"0.26.0": blob_of(BETA)}),))
 

@@ -157,7 +157,6 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         runner, query_len, device = self._owner, self._query_len, self._owner.device
         most: int = min(MAX_NUM_REQS, runner.max_num_reqs, runner.max_num_tokens // query_len)
         self._offsets = torch.arange(query_len, dtype=torch.int64, device=device)
-        self._starts = torch.arange(runner.query_start_loc.np.size, dtype=torch.int32, device=device) * query_len
         self._draft_ids = torch.zeros(most * (query_len - 1), dtype=torch.int32, device=device)
         if runner.use_async_spec_decode:
             # The step before leaves its results elsewhere each time.
@@ -201,8 +200,6 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         """Do the device work of `_prepare_inputs` for an unchanged decode batch."""
         runner, query_len = self._owner, self._query_len
         num_tokens = num_reqs * query_len
-        # A drafter may have written its own there, as vllm-musa's does.
-        torch.clamp(self._starts, max=num_tokens, out=runner.query_start_loc.gpu)
         computed = runner.num_computed_tokens[:num_reqs]
         token_ids = runner.input_ids.gpu[:num_tokens].view(num_reqs, query_len)
         if runner.use_async_spec_decode:
