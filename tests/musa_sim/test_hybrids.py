@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm_hwplugin.base.features import gate_of
 from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin_lab.bench._shapes import NO_DRAFTS, SHAPES, Recurrent, write_configs
 
+from .. import releases
 from . import checkpoints, loads
 from .loads import Load, Process, Request
 from .test_engines import V1, texts
@@ -137,41 +139,45 @@ def test_nor_do_they_without_a_drafter(musa_host: None, newest: tuple[str, Path]
     assert "attention metadata is vLLM's" in found.noted["v2-step-inputs"]
 
 
+NAMED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16]}
+
+
+@pytest.mark.parametrize("version", ["0.26.0", releases.NEWEST])
+def test_on_v1_texts_are_those_of_float32(
+    version: str, released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path: Path
+) -> None:
+    model, greedy = written(tmp_path / "written"), [one for one in ASKED if one.greedy]
+    drafts = {"method": "mtp", "num_speculative_tokens": DRAFTS}
+    made = options(tmp_path / "model") | {"enable_prefix_caching": False, "compilation_config": NAMED}
+    made |= {"model": str(model), "load_format": "auto", "speculative_config": drafts}
+    host = loads.musa(tmp_path / "host", released(version), MUSA_SIM_INDUCTOR="refuse", **V1)
+    run = Process({"mtp": Load(made, greedy, delta_rule=True, autotuned=False)}, host).run(tmp_path / "engine")["mtp"]
+    assert (run.runner, run.platform) == ("V1", "MusaPlatform")
+    assert texts(run) == checkpoints.in_float32(model, greedy)
+    assert run.counts["graph_replays"]["target"] > 10
+
+
 def test_on_v1_drafts_are_verified_in_pieces_and_in_full_graphs_where_they_are_named(
     musa_host: None, newest: tuple[str, Path], tmp_path: Path
 ) -> None:
     """By default, and as vllm-musa's recipe names it; over mate. Whether a device does either right, is not shown."""
     made = options(tmp_path / "model") | {"enable_prefix_caching": False}
-    named = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16]}
     graphs = {
         "eager": {"mode": 0, "cudagraph_mode": "NONE"},
         # Inductor generates no code for MUSA in torch's own build.
         "default": {"mode": 3, "backend": "eager", "cudagraph_capture_sizes": [4, 8, 16]},
-        "named": named,
+        "named": NAMED,
     }
     engines = {
         name: Load(made | {"compilation_config": asked}, ASKED, delta_rule=True, autotuned=False, initialised=True)
         for name, asked in graphs.items()
     }
-    # And without a coin, of a model whose texts are known.
-    model, greedy = written(tmp_path / "written"), [one for one in ASKED if one.greedy]
-    drafts = {"method": "mtp", "num_speculative_tokens": DRAFTS}
-    real = made | {
-        "model": str(model),
-        "load_format": "auto",
-        "speculative_config": drafts,
-        "compilation_config": named,
-    }
-    engines["written"] = Load(real, greedy, delta_rule=True, autotuned=False)
     host = loads.musa(tmp_path / "host", newest, MUSA_SIM_INDUCTOR="refuse", **V1)
     runs = Process(engines, host).run(tmp_path / "engines")
-    assert texts(runs["written"]) == checkpoints.in_float32(model, greedy)
-    assert runs["written"].counts["graph_replays"]["target"] > 10
-    for name, run in runs.items():
+    for run in runs.values():
         assert (run.runner, run.platform) == ("V1", "MusaPlatform")
         assert "MusaFlashAttentionBackend" in run.attention
-        if name in graphs:
-            loads.assert_same(runs["eager"], run)
+        loads.assert_same(runs["eager"], run)
     assert 0 < runs["eager"].accepted()[-1] < runs["eager"].accepted()[0]
     assert runs["eager"].counts["graph_replays"]["target"] == 0
     assert "PIECEWISE" in runs["default"].unused["draft-full-graph"]
