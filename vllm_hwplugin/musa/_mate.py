@@ -33,12 +33,12 @@ def checked(backend: str, name: str, arguments: Sequence[str]) -> Callable[..., 
 
 
 def cache_trouble(backend: str, dtype: torch.dtype, kv_cache_dtype: str | None) -> str | None:
-    """Return why mate cannot read this KV cache with queries of type `dtype`, or None."""
+    """Return why mate cannot read this KV cache, or None."""
     if kv_cache_dtype in (None, "auto") or str(dtype) == f"torch.{kv_cache_dtype}":
         return None
     if kv_cache_dtype not in FP8:
         return f"{backend} on MUSA needs keys of the queries' type {dtype}, and the KV cache is {kv_cache_dtype}"
-    found, least = versions.installed("mate"), versions.MATE_WITH_FP8
-    if found is not None and not versions.older(found, least):
+    mate, least = versions.installed("mate"), versions.MATE_WITH_FP8
+    if mate is not None and not versions.older(mate, least):
         return None
-    return f"{backend} on MUSA does not support KV cache type {kv_cache_dtype} with mate {found}; {least} does"
+    return f"{backend} on MUSA does not support KV cache type {kv_cache_dtype} with mate {mate}; {least} does"

@@ -28,7 +28,7 @@ _IN_TRITON: Final = ("TRITON_ATTN", "TRITON_MLA")
 
 
 def choose(selected: Any | None, config: Any, capability: Any, known: Any) -> str:
-    """Return the qualified name of the backend's class: of `selected`, or the first of `known` that serves the layer.
+    """Return the class of `selected` or the first fitting backend.
 
     Raises:
         ValueError: The named backend cannot run here, or none can; with each backend's reason.
@@ -91,7 +91,7 @@ def _first(members: Sequence[Any], config: Any, capability: Any, *, named: bool)
 
 
 def _triton_troubles(member: Any) -> list[str]:
-    """Return why Triton cannot compile the backend's kernels, unless a plugin has replaced them."""
+    """Return why Triton cannot compile the backend's kernels; empty if replaced."""
     own = member.name in _IN_TRITON and not member.is_overridden()
     trouble = versions.triton_trouble(versions.installed("triton")) if own else ""
     return [trouble] if trouble else []

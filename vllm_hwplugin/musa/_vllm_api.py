@@ -79,7 +79,7 @@ def mask_without_inductor() -> None:
 
 
 def bind_caches_of_one_layer() -> None:
-    """Let vLLM bind two KV caches of one layer number, as a hybrid's drafter has."""
+    """Let vLLM bind two KV caches to one layer number (hybrids)."""
     # Up to 0.27 vLLM asks whether it knows the device, later it asks the platform.
     utils: Any = importlib.import_module("vllm.v1.worker.utils")
     platform: Any = importlib.import_module("vllm.platforms.interface").Platform
@@ -129,7 +129,7 @@ def taken_for_cuda(device_config: Any, cuda: Any, musa: Any) -> Iterator[None]:
 
 @functools.cache
 def register_mla_prefill(path: str) -> None:
-    """Register a class as vLLM's MLA prefill backend FLASH_ATTN, unless another plugin has."""
+    """Register vLLM's MLA prefill backend FLASH_ATTN, unless another plugin has."""
     try:
         registry: Any = importlib.import_module(_MLA_PREFILLS)
         register, member = registry.register_mla_prefill_backend, registry.MLAPrefillBackendEnum.FLASH_ATTN

@@ -112,7 +112,7 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute attention of ``query``, (tokens, heads, head size), over the cache into ``output``.
+        """Compute attention of ``query``, (tokens, heads, head size), into ``output``.
 
         Raises NotImplementedError if the backend does not support the batch.
         """
@@ -200,7 +200,7 @@ class MusaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  #
 
 
 def write_fp8(cache: torch.Tensor, new: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor) -> None:
-    """Write the rows of `new` into slots (-1: none) of an FP8 cache, by torch.
+    """Write rows of `new` into slots (-1: none) of an FP8 cache.
 
     vllm-musa reports that Triton for MUSA has no such conversion. A row without a slot goes to vLLM's null block, which
     nobody reads.

@@ -53,7 +53,7 @@ def gpus() -> tuple[str, ...]:
 
 
 def look(vllm: str | None) -> MusaHost:
-    """Find what is installed next to this version of vLLM, by metadata and files."""
+    """Find what is installed next to this vLLM, by metadata and files."""
     installed = {name: versions.installed(name) for name in versions.DISTRIBUTIONS}
     mate = _folders("mate")
     vendors_mate = any((folder / "mha_interface.py").is_file() for folder in mate) if mate else None
@@ -69,7 +69,7 @@ def look(vllm: str | None) -> MusaHost:
 
 
 def _folders(package: str) -> list[Path] | None:
-    """Return the folders of a package, or the file of a module; None: it is not there."""
+    """Return a package's folders, a module's file, or None: not there."""
     try:
         spec = importlib.util.find_spec(package)
     except ValueError:

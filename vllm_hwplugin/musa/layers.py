@@ -46,7 +46,7 @@ class MusaUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[
     """Unquantized experts on vLLM's ``TritonExperts``: vLLM has no kernel for an out-of-tree platform."""
 
     def __init__(self, moe: Any) -> None:
-        """Choose the Triton kernel, or raise ValueError with vLLM's reason why it does not support the layer."""
+        """Choose the Triton kernel, or raise ValueError with vLLM's reason."""
         super().__init__(moe)
         if reason := find_wrong(*DOTS):
             raise ValueError(f"experts refused on MUSA: {reason}")

@@ -93,7 +93,7 @@ class MusaFlashMLAImpl(MLACommonImpl):  # type: ignore[misc]  # as below
         attn_metadata: Any,
         layer: torch.nn.Module,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute attention of decodes over the cache, on latents; return (tokens, heads, 512), and None.
+        """Return attention of decodes over latents, (tokens, heads, 512), and None.
 
         `q` is (tokens, heads, 576) or its parts of 512 and 64 elements, the cache (blocks, 64, 576).
         """

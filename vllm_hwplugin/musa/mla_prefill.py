@@ -86,7 +86,7 @@ class MusaMLAPrefillBackend(MLAPrefillBackend):  # type: ignore[misc]  # vLLM is
         out: torch.Tensor | None = None,
         chunk_idx: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention of new tokens over a chunk of their context; shapes as above.
+        """Compute attention over a chunk of the context; shapes as above.
 
         vLLM gives `chunk_idx` before 0.28, and later the `chunk` and its requests.
         """

@@ -156,7 +156,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
 
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability | None:
-        """Return None: vLLM would compare a MUSA architecture with CUDA's, and refuse every quantized checkpoint."""
+        """Return None, or vLLM would refuse every quantized checkpoint."""
         return None
 
     @classmethod
@@ -170,7 +170,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        """Refuse nothing: GPUs from MUSA 3.1 on have the types that vLLM serves."""
+        """Refuse nothing: from MUSA 3.1 on GPUs have all types."""
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
@@ -196,7 +196,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
         define_missing(cls.dispatch_key)
 
     def is_cumem_allocator_available(self) -> bool:
-        """Return False, where vLLM asks from 0.23 on: its sleep-mode allocator is for CUDA."""
+        """Return False: the allocator of sleep mode (0.23 on) is for CUDA."""
         return False
 
     @classmethod
@@ -224,7 +224,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """Refuse nothing, where vLLM asks from 0.28 on: the model runner is vLLM's for GPUs."""
+        """Refuse nothing (asked from 0.28 on): the runner is for GPUs."""
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:

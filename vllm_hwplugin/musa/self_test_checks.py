@@ -178,7 +178,7 @@ def _mate(length: int, device: torch.device) -> str:
 
     def change() -> torch.Tensor:
         used.copy_(torch.tensor(lengths, dtype=torch.int32))
-        # Of each request all its pages, of which a query sees those up to its own position.
+        # All pages of each request; a query sees them up to its own position.
         keys, values = (tensor[table.long()].flatten(1, 2).transpose(1, 2).float() for tensor in cache)
         positions = torch.tensor(lengths)[:, None] - length + torch.arange(length)
         seen = torch.arange(keys.shape[2]) <= positions[:, None, :, None]
@@ -192,14 +192,14 @@ def _mate(length: int, device: torch.device) -> str:
 def _uses(config: Any) -> set[str]:
     """Return what an engine with this `VllmConfig` uses."""
     mode, spec = config.compilation_config.cudagraph_mode, config.speculative_config
-    found = {
+    wanted = {
         "graphs": mode.name != "NONE",
         "full graphs": mode.has_full_cudagraphs(),
         "drafts": spec is not None and spec.method in CACHED_METHODS,
         "async": config.scheduler_config.async_scheduling,
         "hybrid": config.model_config.is_hybrid,
     }
-    return {name for name, used in found.items() if used}
+    return {name for name, is_used in wanted.items() if is_used}
 
 
 _NO_FULL: Final = """set --compilation-config '{"cudagraph_mode": "PIECEWISE"}'"""
@@ -284,7 +284,7 @@ def this_host(device: torch.device) -> dict[str, str]:
 
 
 def check_config(config: Any) -> None:
-    """Raise ValueError for an engine that needs a check with a wrong result."""
+    """Raise ValueError if an engine needs a check that failed."""
     used = _uses(config)
     for check in CHECKS:
         if check.uses and check.uses <= used and (reason := find_wrong(check.name)):

@@ -44,7 +44,7 @@ def install() -> None:
 
 
 def fix_aliases() -> None:
-    """Make Triton number the arguments that share memory as its compiler does: without constants."""
+    """Leave constants out where Triton numbers arguments that share memory."""
     try:
         jit: Any = importlib.import_module("triton.runtime.jit")
         theirs = jit._make_pointer_alias_spec
@@ -52,19 +52,19 @@ def fix_aliases() -> None:
         return
 
     def name_pairs(params: Iterable[Any], values: Iterable[Any]) -> str:
-        kept = [pair for pair in zip(params, values, strict=False) if not _is_constant(*pair)]
+        passed = [pair for pair in zip(params, values, strict=False) if not _is_constant(*pair)]
         # How many arguments the compiler makes of a tuple is not known, so nothing is promised.
-        if any(isinstance(value, tuple) for _, value in kept):
+        if any(isinstance(value, tuple) for _, value in passed):
             return ""
-        return str(theirs([param for param, _ in kept], [value for _, value in kept]))
+        return str(theirs([param for param, _ in passed], [value for _, value in passed]))
 
     jit._make_pointer_alias_spec = name_pairs
 
 
 def _is_constant(param: Any, value: Any) -> bool:
     """Whether Triton compiles an argument of a launch into the kernel."""
-    one = type(value) is int and value == 1 and not param.do_not_specialize
-    return param.is_constexpr or ((value is None or one) and not param.annotation_type)
+    is_one = type(value) is int and value == 1 and not param.do_not_specialize
+    return param.is_constexpr or ((value is None or is_one) and not param.annotation_type)
 
 
 def give_benchmark() -> None:

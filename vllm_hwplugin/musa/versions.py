@@ -109,7 +109,7 @@ def installed(distribution: str) -> str | None:
 
 
 def triton_trouble(version: str | None) -> str:
-    """Return why this Triton (None: not installed) does not fit; empty: it does."""
+    """Return why this Triton (None: not installed) does not fit, or nothing."""
     if version is None:
         return f"Triton is not installed, and vLLM's kernels need it; install MUSA's build {_INDEX}"
     if not older(version, MIN_TRITON):
