@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_hwplugin.musa.versions import MIN_MATE, MIN_MTML, MIN_TORCHADA, MIN_TRITON, PINS, PYTHON
+from vllm_hwplugin.musa.versions import (
+    MIN_MATE,
+    MIN_MTML,
+    MIN_TORCHADA,
+    MIN_TRITON,
+    PYTHON,
+    TORCH_BY_VLLM,
+    TORCH_MUSA,
+)
 from vllm_hwplugin.ops.compile.plan import MIN_TORCH
 
 from ._text import head, row
@@ -52,5 +60,7 @@ _STACKS: Final = (
 def markdown() -> str:
     """Return both tables."""
     lines = head(("vLLM", "torch that it requires", "torch_musa that it runs with"))
-    lines += [row((str(pin), pin.torch, pin.torch_musa or "none")) for pin in PINS]
+    lines += [
+        row((str(vllm), torch, "none" if torch == "2.14" else TORCH_MUSA)) for vllm, torch in TORCH_BY_VLLM.items()
+    ]
     return "\n".join([*lines, "", *head(_COLUMNS), *map(row, _STACKS)])

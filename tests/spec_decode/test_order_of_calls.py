@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("vllm.v1.worker.gpu_model_runner", exc_type=ImportError)
 
 from vllm_hwplugin.base.features import gate_of
+from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v1 import draft_phase_graphs
 
@@ -52,11 +53,13 @@ def test_nothing_differs_whatever_happens_to_requests(vllm_here: Any, how: dict[
     assert sum(graphs - stock == 3 for stock, graphs in sides.replays) > 2 * walks
     phase, inputs = runner.draft_phase, runner.step_inputs._step_counts.outcomes()
     sampling, drafting = phase._sampling.outcomes(), phase._drafting.outcomes()
-    assert sampling.keys() >= {"served", "prompt", "sampling_parameters"}
+    assert sampling.keys() >= {"prompt", "sampling_parameters"}
+    # vLLM 0.21.0 gives each batch its output tokens, also where no request asks for what needs them.
+    assert "served" in sampling or Versions("==0.21.0").covers(vllm_here.version)
     assert not (drafting.keys() | inputs.keys()) & {"sampling_parameters", "structured_output"}
     assert inputs.keys() >= {"served", "prompt"}
     # A graph that samples leaves the KV cache to nwor, as vLLM's sampler does.
-    assert len(restored) == sampling["served"]
+    assert len(restored) == sampling.get("served", 0)
 
 
 def test_a_step_is_left_to_vllm_where_one_thing_is_not_as_before(vllm_here: Any) -> None:

@@ -30,8 +30,8 @@ _WHOLE: Final = 10
 def fit(vllm_config: VllmConfig, *, named: bool) -> None:
     """Drop capture sizes until an engine has at most `MOST` graphs.
 
-    `named` sizes of the user stay, with a warning. The plugin's sizes for batches with prompts are dropped first, then the sizes whose loss adds least padding. The
-    largest decode size stays.
+    `named` sizes of the user stay, with a warning. The plugin's sizes for batches with prompts are dropped first, then
+    the sizes whose loss adds least padding. The largest decode size stays.
     """
     compilation = vllm_config.compilation_config
     if not compilation.cudagraph_capture_sizes:

@@ -50,7 +50,7 @@ PYTHON: Final = "3.10"
 #: The torch_musa that is known to fit vLLM before 0.33, although vLLM requires a later torch from 0.27 on: 0.27 to 0.32
 #: ran with torch 2.11 on the simulated device, and vllm-musa uses it for 0.28.
 TORCH_MUSA: Final = "2.11.0.post2"
-_TORCH_BY_VLLM: Final = {
+TORCH_BY_VLLM: Final = {
     Versions(">=0.20,<0.27"): "2.11",
     Versions(">=0.27,<0.33"): "2.13",
     Versions(">=0.33,<0.34"): "2.14",
@@ -80,7 +80,7 @@ class MusaHost:
     @property
     def other_torch(self) -> str:
         """The minor version of torch that vLLM requires, if another is installed that is not known to serve."""
-        required = next((torch for vllm, torch in _TORCH_BY_VLLM.items() if self.vllm and vllm.covers(self.vllm)), "")
+        required = next((torch for vllm, torch in TORCH_BY_VLLM.items() if self.vllm and vllm.covers(self.vllm)), "")
         fitting = (required, "2.11" if required != "2.14" else "")
         return required if self.has("torch") and _minor(self.versions["torch"]) not in fitting else ""
 

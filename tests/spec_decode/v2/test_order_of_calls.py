@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
+from vllm_hwplugin.base.features import gate_of
 from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.spec_decode import obstacles
@@ -73,11 +74,16 @@ def vllm_with_schedules(vllm_here: Any) -> Any:
     return vllm_here
 
 
+#: Else a batch whose number of drafts goes by that of requests may have no graph in vLLM, and no padding.
+GRAPHS_OF_COUNTS = {gate_of("backport-draft-count-graphs"): "auto"}
+
+
 @contextmanager
 def both(tree: Any, kind: Callable[[ReleasedModules], Side] = Side) -> Iterator[Sides]:
     with host_of_graphs() as monkeypatch:
         kernels = {"language": plain_triton.LANGUAGE, "jit": partial(jit, make=plain_triton.Kernel)}
-        stock, patched = (ReleasedModules(tree, STAND_INS, **kernels, **choices) for choices in (UNPATCHED, ALIKE))
+        choices = (UNPATCHED | GRAPHS_OF_COUNTS, ALIKE)
+        stock, patched = (ReleasedModules(tree, STAND_INS, **kernels, **chosen) for chosen in choices)
         read_by_the_plugin(patched, monkeypatch)
         # The largest graph samples its requests in two chunks.
         monkeypatch.setattr(recording, "_MOST_LOGITS_BYTES", 4 * VOCAB * 2 * (1 + DRAFTS))
