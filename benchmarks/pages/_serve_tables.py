@@ -232,22 +232,17 @@ def features(files: Sequence[Found], variable: str) -> str:
     """
     names = ["target and drafts", "with", "concurrency", "tokens/s", *(f"{name} P50" for name in ("ITL", "TTFT"))]
     names += ["TTFT P99", "rounds", "measured"]
-    lines, files = (
-        [],
-        [file for file in over_http(files) if variable in file.results["settings"]["patched_environment"]],
-    )
+    lines = []
+    files = [file for file in over_http(files) if variable in file.results["settings"]["patched_environment"]]
     for file in files:
         settings = file.results["settings"]
+        value = settings["patched_environment"][variable]
         for case in file.results["cases"]:
+            target = f"{_target(settings)}, {_drafter(file, case)}"
             for load in (_Load(file, *both) for both in _pairs(case, "mrv2-plugin", "mrv2-patched")):
-                tokens, rounds = f"{load.speedup:.2f}", str(load.before["rounds"])
-                ratios = [f"{load.ratio(*asked):.2f}" for asked in (("itl_ms",), ("ttft_ms",), ("ttft_ms", "p99"))]
-                value, target = (
-                    settings["patched_environment"][variable],
-                    f"{_target(settings)}, {_drafter(file, case)}",
-                )
-                at = str(load.before["concurrency"])
-                lines.append([target, f"`{value}`", at, tokens, *ratios, rounds, file.day])
+                ratios = (load.speedup, load.ratio("itl_ms"), load.ratio("ttft_ms"), load.ratio("ttft_ms", "p99"))
+                at, rounds = (str(load.before[name]) for name in ("concurrency", "rounds"))
+                lines.append([target, f"`{value}`", at, *(f"{ratio:.2f}" for ratio in ratios), rounds, file.day])
     how = "Ratios, with / without the feature, both with the plugin: more tokens/s and less time are better. "
     sources = "; ".join(dict.fromkeys(f"`{file.name}` ({file.source})" for file in files))
     return "\n".join([*table(names, lines), "", paragraph(f"{how}Dummy weights, equal acceptance. {sources}.")])

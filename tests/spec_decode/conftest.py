@@ -36,6 +36,19 @@ def patched_module() -> Callable[..., types.ModuleType]:
     return module
 
 
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """By feature, whether the engine uses it, as the run record was told last; where there is no capture to leave."""
+    from vllm_hwplugin.base import run_records
+    from vllm_hwplugin.spec_decode import graph_recording
+
+    told: dict[str, bool] = {}
+    monkeypatch.setattr(graph_recording, "leave_capture", lambda pool, *, broken: None)
+    monkeypatch.setattr(graph_recording, "reserved_memory", lambda: 0)
+    monkeypatch.setattr(run_records, "use", lambda feature, used, reason="": told.__setitem__(feature, used))
+    return told
+
+
 @pytest.fixture(scope="session")
 def vllm_here() -> Any:
     """The text of the vLLM that this process imports."""

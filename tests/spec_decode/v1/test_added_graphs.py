@@ -10,10 +10,8 @@ import pytest
 
 pytest.importorskip("vllm.v1.worker.gpu_model_runner", exc_type=ImportError)
 
-from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.fallback import FeatureRequired
 from vllm_hwplugin.base.features import gate_of
-from vllm_hwplugin.spec_decode import graph_recording
 from vllm_hwplugin.spec_decode.v1 import draft_full_graph, draft_phase, step_inputs
 from vllm_hwplugin.spec_decode.v1.draft_loop_graph import ChainGraphs
 from vllm_hwplugin.spec_decode.v1.draft_phase_graphs import PhaseRecorder
@@ -47,16 +45,6 @@ def raising(function: Callable[..., Any], at: int, captured: bool) -> Callable[.
         return function(*args, **kwargs)
 
     return fails
-
-
-@pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """By feature, whether the engine uses it, as the run record was told last."""
-    told: dict[str, bool] = {}
-    monkeypatch.setattr(graph_recording, "leave_capture", lambda pool, *, broken: None)
-    monkeypatch.setattr(graph_recording, "reserved_memory", lambda: 0)
-    monkeypatch.setattr(run_records, "use", lambda feature, used, reason="": told.__setitem__(feature, used))
-    return told
 
 
 @pytest.mark.parametrize("capture", CAPTURES)

@@ -82,15 +82,6 @@ CAPTURES: dict[str, tuple[tuple[Any, str], Callable[..., bool], set[str]]] = {
 }
 
 
-@pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """By feature, whether the engine uses it, as the run record was told last; where there is no capture to leave."""
-    told: dict[str, bool] = {}
-    monkeypatch.setattr(graph_recording, "leave_capture", lambda pool, *, broken: None)
-    monkeypatch.setattr(run_records, "use", lambda feature, used, reason="": told.__setitem__(feature, used))
-    return told
-
-
 @pytest.mark.parametrize("capture", CAPTURES)
 def test_a_capture_that_raises_costs_its_graphs_and_not_the_start(
     vllm_tree: Any, capture: str, used: dict[str, bool], caplog: pytest.LogCaptureFixture
