@@ -241,15 +241,35 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
         nwor.restore_sampled(runner, spec_decode_metadata, output)
         return output
 
-    def propose(self, *arguments: Any) -> Any:
+    def propose(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor | None,
+        aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: Any,
+        metadata: Any,
+        slot_mappings: Any,
+    ) -> Any:
         """Return the next drafts, int64 [batch, num_speculative_tokens], as `propose_draft_token_ids`."""
-        scheduled, sampled_token_ids, sampling_metadata, hidden_states, _, aux_states, _, metadata, _ = arguments
         runner, step = self._owner, self._step
-        states = TargetStates(hidden_states, tuple(aux_states or ()))
+        states = TargetStates(hidden_states, tuple(aux_hidden_states or ()))
         if not isinstance(step, Reason):
-            step = self._against(step.graphs, scheduled, states, metadata) or step
+            step = self._against(step.graphs, scheduler_output, states, metadata) or step
         if self._drafting.missed(step):
-            return runner.propose_draft_token_ids(*arguments)
+            return runner.propose_draft_token_ids(
+                scheduler_output,
+                sampled_token_ids,
+                sampling_metadata,
+                hidden_states,
+                sample_hidden_states,
+                aux_hidden_states,
+                spec_decode_metadata,
+                metadata,
+                slot_mappings,
+            )
         buffers, count = step.plan.buffers, metadata.num_reqs
         if isinstance(step.kind, Reason):
             _wait_for(runner.async_output_copy_stream)
