@@ -26,10 +26,10 @@ def operation(kernel: KernelSpec, writes: tuple[str, ...]) -> Callable[[Referenc
     """Decorate the torch reference of an operation that returns nothing.
 
     The reference is the operation's only description in Python: its signature becomes the schema, it runs on every
-    device without a loaded kernel, and its docstring tells what tensors callers pass; for any other it raises
-    RuntimeError. The decorated function calls the operation, so a loaded kernel runs. The first call with a GPU's
-    tensor loads the kernel, which may compile it. ``__wrapped__`` is the reference. `writes` names its written
-    arguments.
+    device without a loaded kernel, and its docstring tells what tensors the kernel takes. A kernel checks its arguments
+    in C++; a reference computes what torch can. The decorated function calls the operation, so a loaded kernel runs.
+    The first call with a GPU's tensor loads the kernel, which may compile it. ``__wrapped__`` is the reference.
+    `writes` names its written arguments.
     """
 
     def make(reference: Reference) -> Reference:

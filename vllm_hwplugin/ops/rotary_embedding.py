@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import torch
 
-from .arguments import FLOATS, Checks
 from .compile.spec import KERNELS
 from .define import operation
 
@@ -35,40 +34,11 @@ def rotary_embedding(
         rope_dim_offset: the first rotated element of a head.
         inverse: rotate back.
     """
-    checks = Checks("rotary_embedding", "query", query)
-    checks.tensor("query", query, *FLOATS, contiguous=False)
-    checks.that(positions.dim() == 1, f"positions has {positions.dim()} dimensions; expected [tokens]")
-    checks.tensor("positions", positions, torch.int64)
-    checks.that(head_size > 0, f"head_size is {head_size}; expected a positive number")
-    checks.tensor("cos_sin_cache", cos_sin_cache, query.dtype, torch.float32, contiguous=False)
-    checks.that(cos_sin_cache.dim() == 2, f"cos_sin_cache has {cos_sin_cache.dim()} dimensions; expected 2")
-    checks.last_stride("cos_sin_cache", cos_sin_cache)
     rotary_dim = cos_sin_cache.shape[1]
-    checks.that(
-        rotary_dim % 2 == 0 and rotary_dim <= head_size,
-        f"rotary_dim is {rotary_dim}; expected an even number of at most head_size={head_size}",
-    )
-    checks.that(
-        0 <= rope_dim_offset <= head_size - rotary_dim,
-        f"rope_dim_offset is {rope_dim_offset}; expected 0 to {head_size - rotary_dim}",
-    )
-    tensors = {"query": query} if key is None else {"query": query, "key": key}
-    for name, tensor in tensors.items():
-        checks.tensor(name, tensor, query.dtype, contiguous=False)
-        last = tensor.shape[-1]
-        checks.that(
-            tensor.dim() in (2, 3)
-            and tensor.shape[0] == len(positions)
-            and (last == head_size if tensor.dim() == 3 else last % head_size == 0),
-            f"{name} has shape {tuple(tensor.shape)}; expected [{len(positions)}, heads * {head_size}] or "
-            f"[{len(positions)}, heads, {head_size}]",
-        )
-        checks.written(name, tensor)
-        checks.last_stride(name, tensor)
     cos, sin = cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     if inverse:
         sin = -sin
-    for tensor in tensors.values():
+    for tensor in (query,) if key is None else (query, key):
         heads = tensor if tensor.dim() == 3 else tensor.unflatten(-1, (-1, head_size))
         part = heads[..., rope_dim_offset : rope_dim_offset + rotary_dim]
         first, second = part.chunk(2, dim=-1) if is_neox else (part[..., ::2], part[..., 1::2])

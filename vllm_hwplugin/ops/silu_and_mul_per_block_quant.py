@@ -15,17 +15,11 @@ NaN is ``scale_ub`` or the smallest.
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
-from .arguments import HALVES, QUANTISED, Checks, quantise
 from .compile.spec import KERNELS
 from .define import operation
-
-_GROUP_SIZES: Final = (64, 128)
-
-_MAX_TOKENS: Final = 1 << 30
+from .quantise import QUANTISED, quantise
 
 
 # vLLM's declaration (csrc/torch_bindings.cpp, since 0.24 csrc/libtorch_stable/torch_bindings.cpp), 0.20.0 to 0.33.0.
@@ -50,28 +44,9 @@ def silu_and_mul_per_block_quant(
         scale_ub: one float32, only for float8: upper bound of the scales.
         is_scale_transposed: tokens are contiguous in ``scales``, not groups.
     """
-    checks = Checks("silu_and_mul_per_block_quant", "input", input)
-    checks.tensor("input", input, *HALVES, contiguous=False)
-    checks.tensor("out", out, *QUANTISED)
-    checks.tensor("scales", scales, torch.float32, contiguous=False)
-    checks.bound(scale_ub, out)
-    checks.that(group_size in _GROUP_SIZES, f"group_size is {group_size}; expected 64 or 128")
-    checks.that(
-        input.dim() == 2 and out.dim() == 2,
-        f"input has {input.dim()} dimensions and out has {out.dim()}; expected [tokens, 2 * hidden_size] and "
-        "[tokens, hidden_size]",
-    )
-    tokens, hidden = out.shape
-    checks.that(
-        input.shape == (tokens, 2 * hidden),
-        f"input is {list(input.shape)} and out is {list(out.shape)}; expected [tokens, 2 * hidden_size] and "
-        "[tokens, hidden_size]",
-    )
-    checks.that(hidden % group_size == 0, f"hidden_size is {hidden}; expected a multiple of group_size={group_size}")
-    checks.last_stride("input", input)
-    checks.that(tokens <= _MAX_TOKENS, f"input has {tokens} tokens; expected at most {_MAX_TOKENS}")
-    checks.that(scales.dim() == 2, f"scales has {scales.dim()} dimensions; expected 2")
-    by_token = _by_token(scales, tokens, hidden // group_size, is_scale_transposed)
+    tokens, groups = out.shape[0], out.shape[1] // group_size
+    turned = scales.shape != (tokens, groups) or (tokens == groups > 1 and scales.stride(1) == 1)
+    by_token = scales.t() if is_scale_transposed and turned else scales
     if out.numel() == 0:
         return
     gate, up = input.float().chunk(2, dim=-1)
@@ -86,21 +61,3 @@ def silu_and_mul_per_block_quant(
     scale = torch.fmax(scale, smallest)
     by_token.copy_(scale)
     quantise(out, (value / scale.unsqueeze(-1)).flatten(-2))
-
-
-def _by_token(scales: torch.Tensor, tokens: int, groups: int, transposed: bool) -> torch.Tensor:
-    """Return the scales as [tokens, groups], whichever form they have."""
-    turned = scales.shape != (tokens, groups) or (tokens == groups > 1 and scales.stride(1) == 1)
-    result = scales.t() if transposed and turned else scales
-    if result.shape != (tokens, groups):
-        raise RuntimeError(
-            f"silu_and_mul_per_block_quant: scales has shape {list(scales.shape)}; expected [{tokens}, {groups}], "
-            "tokens and groups"
-        )
-    rows = result.t() if transposed else result
-    if (rows.shape[1] > 1 and rows.stride(1) != 1) or (rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]):
-        raise RuntimeError(
-            f"silu_and_mul_per_block_quant: scales has strides {scales.stride(0)} and {scales.stride(1)}; expected "
-            f"strides of a {'transposed' if transposed else 'contiguous'} tensor"
-        )
-    return result

@@ -12,16 +12,10 @@ expert, and this operation the expert with the larger logit. The weights are the
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
-from .arguments import FLOATS, Checks
 from .compile.spec import KERNELS
 from .define import operation
-
-_INDEX_DTYPES: Final = (torch.int32, torch.int64, torch.uint32)
-_INT32_MAX: Final = torch.iinfo(torch.int32).max
 
 
 # vLLM's declaration (csrc/moe/torch_bindings.cpp). It ends with bias in 0.20.2 to 0.26.0, and with is_padding from
@@ -49,25 +43,7 @@ def topk_softmax(
         is_padding: [tokens], bool, contiguous. The indices of padding become -1.
 
     """
-    checks = Checks("topk_softmax", "gating_output", gating_output)
-    checks.that(
-        gating_output.dim() == 2, f"gating_output has {gating_output.dim()} dimensions; expected [tokens, experts]"
-    )
-    checks.tensor("gating_output", gating_output, *FLOATS, contiguous=False)
-    checks.last_stride("gating_output", gating_output)
-    checks.that(topk_weights.dim() == 2, f"topk_weights has {topk_weights.dim()} dimensions; expected [tokens, topk]")
-    (tokens, experts), topk = gating_output.shape, topk_weights.shape[1]
-    checks.that(topk <= experts, f"topk is {topk}; expected at most the number of experts, {experts}")
-    checks.that(
-        experts <= _INT32_MAX and tokens * topk <= _INT32_MAX,
-        f"{tokens} tokens, {experts} experts and topk={topk}; expected numbers of 32 bits for experts and for "
-        "tokens * topk",
-    )
-    checks.tensor("topk_weights", topk_weights, torch.float32, shape=(tokens, topk))
-    checks.tensor("topk_indices", topk_indices, *_INDEX_DTYPES, shape=(tokens, topk))
-    checks.tensor("token_expert_indices", token_expert_indices, torch.int32, shape=(tokens, topk))
-    checks.tensor("bias", bias, torch.float32, shape=(experts,))
-    checks.tensor("is_padding", is_padding, torch.bool, shape=(tokens,))
+    tokens, topk = topk_weights.shape
     softmax = torch.softmax(gating_output, dim=-1, dtype=torch.float32)
     broken = softmax.isnan().any(dim=-1, keepdim=True)
     probabilities = softmax.masked_fill(broken, 0.0)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels refuse what their references do, and write nothing but results: dispatcher and graphs reach them past
-Python.
-"""
+"""The kernels refuse mistaken calls, and write nothing but results: dispatcher and graphs reach them past Python."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ torch: Any = pytest.importorskip("torch")
 from vllm_hwplugin.ops.compile.spec import KERNELS  # noqa: E402
 
 from ...ops.operation_checks import assert_refused  # noqa: E402
-from ...ops.test_refusals import MISTAKES, NOTHING, TESTS  # noqa: E402
+from ...ops.test_operations import MISTAKES, NOTHING, TESTS  # noqa: E402
 from .kernel_checks import load_kernel  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,6 @@ from typing import Final
 
 import torch
 
-from vllm_hwplugin.ops.arguments import Checks
-
 from ..backends import CUDA
 from ._plan import SCRATCH_ROWS
 
@@ -98,16 +96,12 @@ def refuse_heads(num_heads: int, num_kv_heads: int) -> str | None:
     return None
 
 
-def check_heads(query: torch.Tensor, keys: torch.Tensor) -> Checks:
-    """Check the shapes that a plan divides; return further checks."""
-    checks = Checks("paged_attention", "query", query, ValueError)
-    checks.that(query.dim() == 3, f"query has shape {tuple(query.shape)}, expected [tokens, heads, head size]")
-    checks.that(
-        keys.dim() == 4, f"keys have shape {tuple(keys.shape)}, expected [blocks, block size, KV heads, head size]"
-    )
+def check_heads(query: torch.Tensor, keys: torch.Tensor) -> None:
+    """Check the shapes that a plan divides, or raise ValueError."""
+    _expect(query.dim() == 3, f"query has shape {tuple(query.shape)}, expected [tokens, heads, head size]")
+    _expect(keys.dim() == 4, f"keys have shape {tuple(keys.shape)}, expected [blocks, block size, KV heads, head size]")
     reason = refuse_heads(query.shape[1], keys.shape[2])
-    checks.that(reason is None, str(reason))
-    return checks
+    _expect(reason is None, str(reason))
 
 
 def check(given: Arguments) -> None:
@@ -117,15 +111,15 @@ def check(given: Arguments) -> None:
         ValueError: a kernel would read or write wrongly.
     """
     query, keys, values, out = given.query, given.keys, given.values, given.out
-    checks = check_heads(query, keys)
+    check_heads(query, keys)
     num_heads, head_size = query.shape[1:]
-    checks.that(keys.shape[3] == head_size, f"keys have head size {keys.shape[3]}, query has {head_size}")
+    _expect(keys.shape[3] == head_size, f"keys have head size {keys.shape[3]}, query has {head_size}")
     reason = refuse(head_size, query.dtype, keys.dtype, keys.shape[1])
-    checks.that(reason is None, str(reason))
+    _expect(reason is None, str(reason))
     tensors = (("query", query, query), ("keys", keys, keys), ("values", values, keys), ("out", out, query))
     for name, tensor, like in tensors:
-        checks.tensor(name, tensor, query.dtype, shape=tuple(like.shape), contiguous=False)
-        checks.that(
+        _check_tensor(name, tensor, query, query.dtype, tuple(like.shape))
+        _expect(
             tensor.stride(-1) == 1
             and all(
                 size == 1 or (stride > 0 and stride % _ALIGNMENT == 0)
@@ -134,13 +128,29 @@ def check(given: Arguments) -> None:
             f"{name} has strides {tensor.stride()}, expected 1 in the last dimension and multiples of {_ALIGNMENT} "
             "before it",
         )
-        checks.that(tensor.data_ptr() % _ACCESS == 0, f"{name} does not start at a multiple of {_ACCESS} bytes")
-    requests = given.seq_lens.shape[0]
+        _expect(tensor.data_ptr() % _ACCESS == 0, f"{name} does not start at a multiple of {_ACCESS} bytes")
+    requests, sinks = given.seq_lens.shape[0], given.sinks
+    blocks = given.block_table[:requests]
     for name, tensor, shape in (
         ("query_start_loc", given.query_start_loc, (requests + 1,)),
         ("seq_lens", given.seq_lens, (requests,)),
-        ("block_table", given.block_table[:requests], (requests, *given.block_table.shape[1:2])),
+        ("block_table", blocks, (requests, *blocks.shape[1:2])),
     ):
-        checks.tensor(name, tensor, torch.int32, shape=shape, contiguous=False)
-        checks.last_stride(name, tensor)
-    checks.tensor("sinks", given.sinks, torch.float32, shape=(num_heads,))
+        _check_tensor(name, tensor, query, torch.int32, shape)
+        _expect(tensor.shape[-1] <= 1 or tensor.stride(-1) == 1, f"{name} is not contiguous in its last dimension")
+    if sinks is not None:
+        _check_tensor("sinks", sinks, query, torch.float32, (num_heads,))
+        _expect(sinks.is_contiguous(), "sinks is not contiguous")
+
+
+def _check_tensor(
+    name: str, tensor: torch.Tensor, query: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    _expect(tensor.device == query.device, f"{name} is on {tensor.device}; expected query's device, {query.device}")
+    _expect(tensor.dtype == dtype, f"{name} is {tensor.dtype}; expected {dtype}")
+    _expect(tensor.shape == shape, f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
+
+
+def _expect(good: bool, text: str) -> None:
+    if not good:
+        raise ValueError(f"paged_attention: {text}")
