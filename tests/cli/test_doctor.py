@@ -377,7 +377,6 @@ def test_processes_of_one_engine_with_different_patches_are_said(diagnose: Diagn
 def _poison(place: Path) -> list[str]:
     """A cache folder full of what must be neither believed nor waited for; returns the names of the records."""
     records = cachedir.private_folder(place / "records")
-    _write_record(records, "kind-1.json", features=5)
     _write_record(records, "cut-1.json")
     (records / "cut-1.json").write_text((records / "cut-1.json").read_text()[:-9])
     (records / "list-1.json").write_text("[1]")

@@ -69,7 +69,7 @@ def places(environ: Mapping[str, str] | None = None, notes: list[str] | None = N
     return (*folders, *(folder / f"{APPLICATION}-{os.geteuid()}" for folder in shared))
 
 
-def own_folder() -> Path:
+def own_folder(*, writable_only: bool = False) -> Path:
     """Return the first place that only this user can change.
 
     Raises:
@@ -78,7 +78,9 @@ def own_folder() -> Path:
     notes: list[str] = []
     for place in places(notes=notes):
         try:
-            return private_folder(place)
+            folder = private_folder(place)
+            if writable(folder) or not writable_only:
+                return folder
         except (UntrustedFolder, OSError) as error:
             notes.append(str(error))
     raise UntrustedFolder(f"no cache folder: {'; '.join(notes)}: {_WAY_OUT}")

@@ -16,19 +16,16 @@ import multiprocessing
 import multiprocessing.util
 import os
 import re
-import reprlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from inspect import formatannotation
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+from typing import TypedDict
 
-from . import gates
-from .cachedir import UntrustedFolder, places, private_folder, read_private, trusted_folder, writable, write_atomically
+from . import cachedir, gates
+from .cachedir import UntrustedFolder, places, private_folder, read_private, trusted_folder, write_atomically
 from .errors import HwpluginError
 
 logger = logging.getLogger("vllm.hwplugin")
@@ -239,19 +236,11 @@ def begin_off(plugin_version: str) -> RunRecord:
     if (vllm := sys.modules.get("vllm")) is not None:
         record.vllm_version = getattr(vllm, "__version__", None)
         record.vllm_root = next((os.path.dirname(folder) for folder in getattr(vllm, "__path__", ())), None)
-    begin(record, _first_writable())
+    base = None
+    with contextlib.suppress(HwpluginError):
+        base = cachedir.own_folder(writable_only=True)
+    begin(record, base)
     return record
-
-
-def _first_writable() -> Path | None:
-    try:
-        for place in places():
-            with contextlib.suppress(OSError, UntrustedFolder):
-                if writable(folder := private_folder(place)):
-                    return folder
-    except HwpluginError as error:
-        logger.debug("no run record: %s", error)
-    return None
 
 
 def current() -> RunRecord | None:
@@ -467,31 +456,11 @@ def _load(path: Path) -> RunRecord | None:
         raise ValueError("it is no run record")
     if entry["format"] != FORMAT:
         return None
-    kinds = get_type_hints(RunRecord)
-    entry = {name: value for name, value in entry.items() if name in kinds}
-    for name, value in entry.items():
-        if not _is_a(value, kinds[name]):
-            raise TypeError(f"its {name} is {reprlib.repr(value)}, expected {formatannotation(kinds[name])}")
-    record = RunRecord(**entry)
+    # Another release may have written further fields.
+    known = {known.name for known in fields(RunRecord)}
+    record = RunRecord(**{name: value for name, value in entry.items() if name in known})
     datetime.datetime.fromisoformat(record.started)
     return record
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    if is_typeddict(kind):
-        kinds = get_type_hints(kind)
-        required: frozenset[str] = getattr(kind, "__required_keys__")  # noqa: B009
-        return isinstance(value, dict) and all(
-            _is_a(value.get(name), part) for name, part in kinds.items() if name in value or name in required
-        )
-    origin, of = get_origin(kind), get_args(kind)
-    if origin is UnionType:
-        return any(_is_a(value, part) for part in of)
-    if origin is list:
-        return isinstance(value, list) and all(_is_a(element, of[0]) for element in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(_is_a(element, of[1]) for element in value.values())
-    return isinstance(value, kind)
 
 
 def _renew_lock() -> None:
