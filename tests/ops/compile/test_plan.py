@@ -104,7 +104,6 @@ NOT_IN_THE_KEY = {
     "chosen.toolchain": "its flags count",
     "chosen.versions": "its flags count",
     "chosen.reason": "its flags count",
-    "chosen.source": "its flags count",
     "chosen.changes_numerics": "its flags count",
     "chosen.gate": "its flags count",
     "chosen.gate_is": "its flags count",

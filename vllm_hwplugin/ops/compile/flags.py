@@ -21,13 +21,6 @@ from .spec import ToolchainName
 SLP: Final = "VLLM_HWPLUGIN_SLP"
 LOAD_CLUSTER: Final = "VLLM_HWPLUGIN_LOAD_CLUSTER"
 
-_VLLM_MUSA: Final = "MooreThreads/vllm-musa, setup.py"
-_MATE: Final = "MooreThreads/mate 0.2.2, mate/jit/attention"
-_PR_50: Final = "MooreThreads/vllm-musa, pull request 50"
-_CLANG: Final = "clang, controlling floating-point behaviour; mcc is based on it"
-_NVCC: Final = "CUDA compiler driver nvcc, command options"
-_STABLE_ABI: Final = "PyTorch, LibTorch stable ABI"
-
 
 @dataclass(frozen=True, slots=True)
 class FlagRow:
@@ -37,7 +30,6 @@ class FlagRow:
         versions: compiler versions, a range for ``packaging``; empty for all.
         flags: in order; an ``-mllvm`` and its value belong together.
         changes_numerics: the same source may give other results with it.
-        source: where the flag is documented.
         gate: the variable that decides, if any; the row applies if its value is ``gate_is``.
     """
 
@@ -45,7 +37,6 @@ class FlagRow:
     versions: str
     flags: tuple[str, ...]
     reason: str
-    source: str
     changes_numerics: bool = False
     gate: str | None = None
     gate_is: bool = True
@@ -62,42 +53,40 @@ _LIBRARY: Final = "the object becomes part of a shared library"
 _ABI_REASON: Final = "calls only what PyTorch 2.10 has, so that one library works with it and later releases"
 _ABI: Final = ("-DTORCH_TARGET_VERSION=0x020a000000000000",)
 
+# Sources, next to nvcc's manual and PyTorch's pages on the stable ABI: setup.py of MooreThreads/vllm-musa, its pull
+# request 50 (signed zeros, SLP vectorisation), MooreThreads/mate 0.2.2 (mate/jit/attention: -Od3, -DNDEBUG, aliasing,
+# load clusters), and the manual of clang, on which mcc is based.
 TABLE: Final[tuple[FlagRow, ...]] = (
-    FlagRow("nvcc", "", ("-O3",), _OPTIMISE, _NVCC),
-    FlagRow("nvcc", "", ("-std=c++17",), _CPLUSPLUS, _STABLE_ABI),
-    FlagRow("nvcc", "", ("-Xcompiler=-fPIC",), _LIBRARY, _NVCC),
-    FlagRow("nvcc", "", _ABI, _ABI_REASON, _STABLE_ABI),
-    FlagRow(
-        "nvcc", "", ("-lineinfo",), "profilers and compute-sanitizer name source lines; code stays the same", _NVCC
-    ),
+    FlagRow("nvcc", "", ("-O3",), _OPTIMISE),
+    FlagRow("nvcc", "", ("-std=c++17",), _CPLUSPLUS),
+    FlagRow("nvcc", "", ("-Xcompiler=-fPIC",), _LIBRARY),
+    FlagRow("nvcc", "", _ABI, _ABI_REASON),
+    FlagRow("nvcc", "", ("-lineinfo",), "profilers and compute-sanitizer name source lines; code stays the same"),
     FlagRow(
         "nvcc",
         ">=13.0",
         ("-frandom-seed=hwplugin",),
         "names unnamed symbols after the source, not the process, so that builds can be compared",
-        _NVCC,
     ),
-    FlagRow("mcc", "", ("-mtgpu",), "device code for Moore Threads' GPUs; mate relies on the default", _VLLM_MUSA),
-    FlagRow("mcc", "", ("-O3",), _OPTIMISE, _VLLM_MUSA),
-    FlagRow("mcc", "", ("-Od3",), "the same for device code, which has a separate level in mcc", _MATE),
-    FlagRow("mcc", "", ("-std=c++17",), _CPLUSPLUS, _STABLE_ABI),
-    FlagRow("mcc", "", ("-fPIC",), _LIBRARY, _VLLM_MUSA),
-    FlagRow("mcc", "", _ABI, _ABI_REASON, _STABLE_ABI),
-    FlagRow("mcc", "", ("-DNDEBUG",), "no assertions in device code, as in vllm-musa and mate", _MATE),
+    FlagRow("mcc", "", ("-mtgpu",), "device code for Moore Threads' GPUs; mate relies on the default"),
+    FlagRow("mcc", "", ("-O3",), _OPTIMISE),
+    FlagRow("mcc", "", ("-Od3",), "the same for device code, which has a separate level in mcc"),
+    FlagRow("mcc", "", ("-std=c++17",), _CPLUSPLUS),
+    FlagRow("mcc", "", ("-fPIC",), _LIBRARY),
+    FlagRow("mcc", "", _ABI, _ABI_REASON),
+    FlagRow("mcc", "", ("-DNDEBUG",), "no assertions in device code, as in vllm-musa and mate"),
     FlagRow(
         "mcc",
         "",
         ("-fno-strict-aliasing",),
         "kernels read packs of 16 bytes as values of other types; vllm-musa and mate are built with it",
-        _MATE,
     ),
-    FlagRow("mcc", "", ("-DUSE_MUSA",), "names the platform to sources that serve two", _VLLM_MUSA),
+    FlagRow("mcc", "", ("-DUSE_MUSA",), "names the platform to sources that serve two"),
     FlagRow(
         "mcc",
         "",
         ("-fno-signed-zeros",),
         "the sign of zero does not matter; part of the set that was measured together",
-        _PR_50,
         changes_numerics=True,
     ),
     FlagRow(
@@ -105,7 +94,6 @@ TABLE: Final[tuple[FlagRow, ...]] = (
         "",
         ("-ffast-math", "-fmusa-flush-denormals-to-zero"),
         "approximate mathematics, denormals flushed: how vllm-musa builds every kernel",
-        _VLLM_MUSA,
         changes_numerics=True,
     ),
     FlagRow(
@@ -113,7 +101,6 @@ TABLE: Final[tuple[FlagRow, ...]] = (
         "",
         ("-fno-finite-math-only",),
         "undoes the part of -ffast-math that ignores infinities and NaN, which the kernels test for",
-        _CLANG,
         changes_numerics=True,
     ),
     FlagRow(
@@ -121,7 +108,6 @@ TABLE: Final[tuple[FlagRow, ...]] = (
         "<=5.0.0",
         ("-mllvm", "-vectorize-slp=false"),
         "workaround: SLP vectorisation stays off up to this compiler",
-        _PR_50,
         changes_numerics=True,
     ),
     FlagRow(
@@ -129,7 +115,6 @@ TABLE: Final[tuple[FlagRow, ...]] = (
         ">5.0.0",
         ("-mllvm", "-vectorize-slp=false"),
         "opted out of SLP vectorisation, which changes how kernels accumulate and with it draft acceptance",
-        _PR_50,
         changes_numerics=True,
         gate=SLP,
         gate_is=False,
@@ -140,7 +125,6 @@ TABLE: Final[tuple[FlagRow, ...]] = (
         ("-mllvm", "-mtgpu-load-cluster-mutation=1", "-mllvm", "--num-dwords-of-load-in-mutation=64"),
         "clusters loads; mate passes the options to every compiler from its oldest on, and vllm-musa, out of caution, "
         "only after 5.0.0: a compiler without them fails, and nothing is known about earlier compilers",
-        _MATE,
         gate=LOAD_CLUSTER,
     ),
 )
