@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import vllm.envs as envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -29,7 +28,7 @@ from vllm.version import __version__
 from .backends import CUDA
 from .capabilities import LARGEST_OF_VLLM, declared, explain
 from .classes import declares
-from .flash import captures_short_queries, has_images, split, symmetric
+from .flash import Decoder, captures_short_queries, has_images, split, symmetric
 
 _IMAGES = (
     "FLASH_ATTN with heads above 256 has no mask for images whose tokens see each other in both directions; start with "
@@ -108,7 +107,7 @@ class CudaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type:
         return not self.large and bool(super().use_cascade_attention(*args, **kwargs))
 
 
-class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as below
+class LargeHeadAttentionImpl(Decoder, FlashAttentionImpl):  # type: ignore[misc]  # as below
     """Decoder attention with heads above 256; refuses layers that need more than is declared for large heads.
 
     A subclass for vLLM's ``do_kv_cache_update``, and because vLLM's metadata builders plan schedules by the windows of
@@ -119,54 +118,30 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
     supports_dcp = False
     supports_pcp = False
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        asked = {"head_size": head_size, "kv_cache_dtype": kv_cache_dtype, "attn_type": attn_type}
+    title = "FLASH_ATTN with heads above 256"
+
+    def __init__(self, *layer: Any, **settings: Any) -> None:
+        super().__init__(*layer, **settings)
+        num_heads, sinks = self.num_heads, self.sinks
+        asked = {name: getattr(self, name) for name in ("head_size", "kv_cache_dtype", "attn_type")}
         refused = explain(declared(CUDA.large.declared, __version__), asked)
-        if alibi_slopes is not None:
-            refused.append("FLASH_ATTN with heads above 256 has no ALiBi; use TRITON_ATTN")
         if self.dcp_world_size > 1 or self.pcp_world_size > 1:
-            refused.append(
-                "FLASH_ATTN with heads above 256 does not run in context parallelism; use tensor parallelism"
-            )
+            refused.append(f"{self.title} does not run in context parallelism; use tensor parallelism")
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
             refused.append(f"sinks have shape {tuple(sinks.shape)}, expected one for each head: ({num_heads},)")
         from .paged import Arguments, kernel_for, paged_attention, refuse_heads
 
-        self.num_heads = num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if (reason := refuse_heads(self.num_heads, self.num_kv_heads)) is not None:
-            refused.append(f"FLASH_ATTN with heads above 256: {reason}; use --attention-backend TRITON_ATTN")
+        if (reason := refuse_heads(num_heads, self.num_kv_heads)) is not None:
+            refused.append(f"{self.title}: {reason}; use --attention-backend TRITON_ATTN")
         if refused:
             raise ValueError("; ".join(refused))
         self._attention, self._arguments = paged_attention, Arguments
-        self.num_queries_per_kv = self.num_heads // self.num_kv_heads
-        self.head_size = head_size
-        self.scale = float(scale)
+        self.num_queries_per_kv = num_heads // self.num_kv_heads
         self.alibi_slopes = None
-        self.sliding_window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
-        self.kv_cache_dtype = kv_cache_dtype
-        self.logits_soft_cap = logits_soft_cap or 0.0
-        self.attn_type = attn_type
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sinks = sinks
         # The kernel reads float32. The sinks are loaded later, so the device copies them in each step.
         self._float32_sinks = None if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
         self.vllm_flash_attn_version = None
         self.supports_quant_query_input = False
-        self.batch_invariant_enabled = bool(envs.VLLM_BATCH_INVARIANT)
         device = this_device()
         self._kernel = kernel_for(device)
         self._scratch = reserve(device)
@@ -184,20 +159,15 @@ class LargeHeadAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the attention of ``query`` [tokens, heads, head size] into ``output``."""
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("FLASH_ATTN with heads above 256 does not quantize its output")
         if attn_metadata is None:
             # vLLM's memory profiling has no cache yet.
             return output.fill_(0)
+        self.refuse_call(attn_metadata, output_scale, output_block_scale)
         causal = attn_metadata.causal
-        if not isinstance(causal, bool):
-            raise NotImplementedError(
-                "FLASH_ATTN with heads above 256 has one mask for all requests, causal or not; use TRITON_ATTN"
-            )
         if has_images(getattr(attn_metadata, "mm_prefix_range", None)):
             raise NotImplementedError(_IMAGES)
         if getattr(attn_metadata, "rswa_prefix_lens", None) is not None:
-            raise NotImplementedError("FLASH_ATTN with heads above 256 has no mask for reference sliding windows")
+            raise NotImplementedError(f"{self.title} has no mask for reference sliding windows")
         sinks = self.sinks
         if sinks is not None and self._float32_sinks is not None and sinks.dtype != torch.float32:
             sinks = self._float32_sinks.copy_(sinks)

@@ -7,13 +7,57 @@ Shared by the plugin's backends that keep vLLM's metadata and cache and have the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import vllm.envs as envs
 from packaging.version import Version
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.version import __version__
+
+
+class Decoder:
+    """A decoder layer of an implementation over vLLM's FLASH_ATTN cache; `title` names it in messages."""
+
+    title: ClassVar[str]
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if alibi_slopes is not None:
+            raise ValueError(f"{self.title} has no ALiBi; use TRITON_ATTN")
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.sliding_window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.logits_soft_cap = logits_soft_cap or 0.0
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks: Any = sinks
+        self.batch_invariant_enabled = bool(envs.VLLM_BATCH_INVARIANT)
+
+    def refuse_call(self, metadata: Any, *output_scales: torch.Tensor | None) -> None:
+        """Raise NotImplementedError for a quantized output or a mask for each request."""
+        if any(scale is not None for scale in output_scales):
+            raise NotImplementedError(f"{self.title} does not quantize its output")
+        if not isinstance(metadata.causal, bool):
+            raise NotImplementedError(
+                f"{self.title} has one mask for all requests, causal or not, found one per request; use TRITON_ATTN"
+            )
 
 
 def split(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-import vllm.envs as envs
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionImpl, AttentionType
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionImpl
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionMetadataBuilder,
@@ -22,7 +21,7 @@ from vllm.version import __version__
 
 from ..attention.backends import MUSA
 from ..attention.classes import declares
-from ..attention.flash import has_images, split, symmetric
+from ..attention.flash import Decoder, has_images, split, symmetric
 from ._mate import FP8, cache_trouble, checked
 
 _attend = checked(
@@ -54,39 +53,16 @@ class MusaFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type:
         return False
 
 
-class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
+class MusaFlashAttentionImpl(Decoder, AttentionImpl):  # type: ignore[misc]  # as below
     """Attention of decoder layers that the backend's declarations allow; raises ValueError with ALiBi."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        if alibi_slopes is not None:
-            raise ValueError("FLASH_ATTN on MUSA has no ALiBi; use TRITON_ATTN")
-        self.num_heads = num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_size = head_size
-        self.scale = float(scale)
-        self.sliding_window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
-        self.kv_cache_dtype = kv_cache_dtype
+    title = "FLASH_ATTN on MUSA"
+
+    def __init__(self, *layer: Any, **settings: Any) -> None:
+        super().__init__(*layer, **settings)
         # Then vLLM quantizes the queries.
-        self.supports_quant_query_input = kv_cache_dtype in FP8
-        self.logits_soft_cap = logits_soft_cap or 0.0
-        self.attn_type = attn_type
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sinks: Any = sinks
-        self._loaded_sinks = sinks
-        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.supports_quant_query_input = self.kv_cache_dtype in FP8
+        self._loaded_sinks = self.sinks
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Convert the layer's sinks to bfloat16, the only type mate takes.
@@ -116,17 +92,11 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
 
         Raises NotImplementedError if the backend does not support the batch.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("FLASH_ATTN on MUSA does not quantize its output")
         if attn_metadata is None:
             # vLLM's memory profiling, which has no cache.
             return output.fill_(0)
+        self.refuse_call(attn_metadata, output_scale, output_block_scale)
         causal = attn_metadata.causal
-        if not isinstance(causal, bool):
-            raise NotImplementedError(
-                "FLASH_ATTN on MUSA needs one mask for all requests (causal or not), found one per request; use "
-                "TRITON_ATTN"
-            )
         _refuse_images(getattr(attn_metadata, "mm_prefix_range", None))
         tokens = attn_metadata.num_actual_tokens
         keys, values = split(kv_cache, self.head_size)
@@ -151,8 +121,8 @@ class MusaFlashAttentionImpl(AttentionImpl):  # type: ignore[misc]  # as below
             window_size=symmetric(self.sliding_window, causal),
             softcap=self.logits_soft_cap,
             learnable_sink=self.sinks,
-            deterministic=self.batch_invariant,
-            num_splits=1 if self.batch_invariant else 0,
+            deterministic=self.batch_invariant_enabled,
+            num_splits=1 if self.batch_invariant_enabled else 0,
             **descales,
         )
         return output
