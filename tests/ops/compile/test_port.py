@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,57 +23,35 @@ MakePlan = Callable[..., BuildPlan]
 TABLE = {"cuda_fp16.h": "musa_fp16.h", "cudaStream_t": "musaStream_t", "cudaStream": "musaStream", "cuda.h": "musa.h"}
 
 
-@pytest.fixture
-def torchada(tmp_path: Path) -> Path:
-    """A folder laid out as torchada's: its table is merged from modules beside it."""
-    folder = tmp_path / "site" / "torchada"
-    (folder / "_mappings").mkdir(parents=True)
-    (folder / "__init__.py").write_text("raise RuntimeError('it is not to be imported')\n")
-    (folder / "_mappings" / "__init__.py").write_text("from . import all as _all\nMAPPING_RULE = {**_all.MAPPING}\n")
-    rules = {**TABLE, "asm volatile": "if(0) asm volatile", "same": "same"}
-    (folder / "_mappings" / "all.py").write_text(f"MAPPING = {rules!r}\n")
-    return folder
+RULES = {**TABLE, "asm volatile": "if(0) asm volatile", "same": "same"}
 
 
 @pytest.fixture
-def rules(torchada: Path) -> Port:
-    return port.read_rules(torchada, "torchada 9")
+def rules() -> Port:
+    return port.make_port(RULES, "torchada 9")
 
 
-def test_the_table_is_read_without_importing_torchada(torchada: Path) -> None:
-    before = set(sys.modules)
-    found = port.read_rules(torchada, "torchada 9")
-    assert set(sys.modules) == before
-    assert found.origin == "torchada 9"
-    # The longest first; a rule that changes nothing, and the one that compiles instructions away, are left out.
-    assert [old for old, _ in found.table] == ["cudaStream_t", "cuda_fp16.h", "cudaStream", '"cuda.h"', "<cuda.h>"]
+def test_the_longest_rule_comes_first(rules: Port) -> None:
+    # A rule that changes nothing, and the one that compiles instructions away, are left out.
+    assert [old for old, _ in rules.table] == ["cudaStream_t", "cuda_fp16.h", "cudaStream", '"cuda.h"', "<cuda.h>"]
 
 
-@pytest.mark.parametrize("text", ["", "MAPPING_RULE = 5\n", "import there_is_no_such_module\n", "(\n"])
-def test_a_table_that_is_not_known_is_said(torchada: Path, text: str) -> None:
-    (torchada / "_mappings" / "__init__.py").write_text(text)
-    with pytest.raises(KernelUnavailable, match=r"torchada 9 has no table of names at .*; expected MAPPING_RULE"):
-        port.read_rules(torchada, "torchada 9")
-
-
-def test_the_installed_torchada_is_found(torchada: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = torchada.parent / "torchada-9.9.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchada\nVersion: 9.9\n")
-    monkeypatch.delitem(sys.modules, "torchada", raising=False)
-    monkeypatch.syspath_prepend(torchada.parent)
-    assert port.installed_rules().origin == "torchada 9.9"
+def test_the_installed_torchada_is_asked(rules: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    torchada, mappings = ModuleType("torchada"), ModuleType("torchada._mappings")
+    monkeypatch.setitem(sys.modules, "torchada", torchada)
+    monkeypatch.setitem(sys.modules, "torchada._mappings", mappings)
+    vars(torchada)["__version__"] = "9"
+    with pytest.raises(KernelUnavailable, match=r"torchada's table of names cannot be read .*MAPPING_RULE"):
+        port.port_for("mcc")
+    vars(mappings)["MAPPING_RULE"] = RULES
+    assert port.port_for("mcc") == rules
     assert port.port_for("nvcc") is None
-    assert port.port_for("mcc") == port.installed_rules()
 
 
 def test_without_torchada_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setitem(sys.modules, "torchada", None)
     assert port.port_for("nvcc") is None
-    with pytest.raises(KernelUnavailable, match="torchada is not installed"):
+    with pytest.raises(KernelUnavailable, match="install torchada"):
         port.port_for("mcc")
 
 

@@ -2,8 +2,7 @@
 """Translate CUDA C++ for mcc, in a copy of a kernel's folders. Not run on MUSA hardware.
 
 The names come from torchada's table, because a MUSA host's PyTorch and its extensions already depend on torchada. Only
-the table is read: importing torchada changes functions of torch, and its own porting works in place and needs
-torch_musa. Rules that the table lacks, for the stable ABI, are below.
+the table is taken: torchada's own porting works in place. Rules that the table lacks, for the stable ABI, are below.
 
 The port replaces text, so a name without a rule would stay, and mcc might compile something else. So a copy with a CUDA
 name left in it is refused.
@@ -12,15 +11,14 @@ name left in it is refused.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import importlib.util
+import importlib
 import json
 import re
 import shutil
-import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from .spec import KernelUnavailable, ToolchainName
 
@@ -115,46 +113,22 @@ def port_for(toolchain: ToolchainName) -> Port | None:
 
 
 def installed_rules() -> Port:
-    """Read the rules of the installed torchada, without importing it.
-
-    Raises:
-        KernelUnavailable: torchada or its table is missing.
-    """
+    """Return the rules of the installed torchada, or raise KernelUnavailable."""
     try:
-        version = importlib.metadata.version("torchada")
-        spec = importlib.util.find_spec("torchada")
-    except (importlib.metadata.PackageNotFoundError, ValueError) as error:
-        raise KernelUnavailable(
-            f"torchada is not installed: {error}; install it, because its table maps CUDA names to MUSA"
-        ) from error
-    if spec is None or spec.origin is None:
-        raise KernelUnavailable("torchada cannot be found, though it is installed; install it again")
-    return read_rules(Path(spec.origin).parent, f"torchada {version}")
-
-
-def read_rules(package: Path, origin: str) -> Port:
-    """Read the rules in a folder ``torchada``."""
-    folder = package / "_mappings"
-    # Under another name, because the module is private to torchada, which may also be imported.
-    name = f"{__name__}._table"
-    location = importlib.util.spec_from_file_location(
-        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    assert location is not None  # a path that ends in .py has a loader
-    assert location.loader is not None
-    module = importlib.util.module_from_spec(location)
-    sys.modules[name] = module
-    try:
-        location.loader.exec_module(module)
-        rules = dict(module.MAPPING_RULE)
+        torchada: Any = importlib.import_module("torchada")
+        rules = dict(importlib.import_module("torchada._mappings").MAPPING_RULE)
     except Exception as error:
         # Another release of torchada may do anything there.
         raise KernelUnavailable(
-            f"{origin} has no table of names at {folder}: {error!r}; expected MAPPING_RULE"
+            f"torchada's table of names cannot be read ({type(error).__name__}: {error}); install torchada, which maps "
+            "CUDA names to MUSA"
         ) from error
-    finally:
-        for loaded in [loaded for loaded in sys.modules if loaded == name or loaded.startswith(f"{name}.")]:
-            del sys.modules[loaded]
+    return make_port(rules, f"torchada {torchada.__version__}")
+
+
+def make_port(rules: Mapping[str, str], origin: str) -> Port:
+    """Return the port by torchada's rules, without what would be wrong here."""
+    rules = dict(rules)
     for header in _TOO_SHORT:
         if (other := rules.pop(header, None)) is not None:
             rules |= {f"<{header}>": f"<{other}>", f'"{header}"': f'"{other}"'}
