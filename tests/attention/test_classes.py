@@ -14,10 +14,10 @@ import pytest
 from packaging.version import Version
 
 from vllm_hwplugin.attention import capabilities, classes
+from vllm_hwplugin.attention.backends import FLASH_ATTN_LARGE
 from vllm_hwplugin.attention.capabilities import (
     CAPABILITIES,
     FLASH_ATTN,
-    FLASH_ATTN_LARGE,
     FLASH_ATTN_MUSA,
     VLLM,
     Declaration,

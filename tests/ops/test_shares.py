@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.attention.backends import CUDA
+from vllm_hwplugin.attention.backends import CUDA, LARGEST_GROUP
 from vllm_hwplugin.attention.paged import HopperKernel
 from vllm_hwplugin.attention.paged._plan import MAX_SPLITS, balance, plan_launch
 from vllm_hwplugin.ops.compile import toolchain
@@ -71,12 +71,11 @@ def share(tmp_path_factory: pytest.TempPathFactory) -> Share:
     program = tmp_path_factory.mktemp("shares") / "shares"
     source = Path(__file__).with_name("shares_on_cpu.cpp")
     folders = f"-I{source_root()}", f"-I{source_root() / 'paged_attention'}"
-    limits = CUDA.large.limits
     facts = (
-        f"-DLARGEST_HEAD={limits.largest_head}",
-        f"-DHEAD_MULTIPLE={limits.head_multiple}",
-        f"-DPAGE_MULTIPLE={limits.page_multiple}",
-        f"-DLARGEST_GROUP={CUDA.large.largest_group}",
+        f"-DLARGEST_HEAD={CUDA.largest_head}",
+        f"-DHEAD_MULTIPLE={CUDA.head_multiple}",
+        f"-DPAGE_MULTIPLE={CUDA.page_multiple}",
+        f"-DLARGEST_GROUP={LARGEST_GROUP}",
         f"-DMAX_SPLITS={MAX_SPLITS}",
         f"-DTILE_ROWS={HopperKernel.heights[-1][0]}",
     )

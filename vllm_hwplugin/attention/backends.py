@@ -15,48 +15,26 @@ from typing import Final
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
-    """Limits of kernels: elements of a head, tokens of a page, torch's names of dtypes.
+class Backend:
+    """A backend of vLLM for which the plugin has its own class, with the limits of the plugin's kernels.
 
     A head is a multiple of `head_multiple`, 16 bytes, one access; a page of `page_multiple`, one copy of keys.
-    """
-
-    largest_head: int
-    head_multiple: int
-    page_multiple: int
-    dtypes: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class LargeHeads:
-    """A backend's layers that run on the plugin's kernels.
 
     Args:
-        above: the largest head size of vLLM's own kernels.
-        declared: the name of their declarations.
-        limits: of every kernel that may run them. A test compares them with the CUDA kernel's source.
-        largest_group: most query heads that share a KV head: the rows of the CUDA kernel's tile.
-        kernel: the CUDA kernel's name (``ops/compile/spec.py``).
-        faster: (major compute capability, backend of vLLM) that the CUDA kernel is faster than, and the source of the
-            measurement. The plugin's Triton kernels are not; elsewhere vLLM's choice stays if it works.
+        declared: the name of its declarations.
+        largest_head: elements of a head.
+        page_multiple: tokens of a page.
+        dtypes: torch's names.
     """
-
-    above: int
-    declared: str
-    limits: Limits
-    largest_group: int
-    kernel: str
-    faster: Mapping[tuple[int, str | None], str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Backend:
-    """A backend of vLLM for which the plugin has its own class; `declared` is the name of its declarations."""
 
     name: str
     module: str
     cls: str
     declared: str
+    largest_head: int = 512
+    head_multiple: int = 8
+    page_multiple: int = 16
+    dtypes: tuple[str, ...] = ("float16", "bfloat16")
 
     @property
     def path(self) -> str:
@@ -64,59 +42,33 @@ class Backend:
         return f"{self.module}.{self.cls}"
 
 
-@dataclasses.dataclass(frozen=True)
-class CudaBackend(Backend):
-    """On CUDA; ``large`` are the layers that vLLM's own kernels do not run."""
+CUDA: Final = Backend("FLASH_ATTN", "vllm_hwplugin.attention.cuda", "CudaFlashAttentionBackend", declared="FLASH_ATTN")
+"""vLLM's FlashAttention 2 and 3 up to their largest head, the plugin's kernels above it.
 
-    large: LargeHeads
+The limits are the plugin's kernels'. A test compares them with the CUDA kernel's source.
+"""
 
-
-@dataclasses.dataclass(frozen=True)
-class MusaBackend(Backend):
-    """On MUSA.
-
-    Args:
-        needs: what importing the class needs, for a message.
-        page: tokens of the pages that mate copies by the copy engine; it loads other pages more slowly.
-    """
-
-    needs: str
-    limits: Limits
-    page: int
-
-
-CUDA: Final = CudaBackend(
-    name="FLASH_ATTN",
-    module="vllm_hwplugin.attention.cuda",
-    cls="CudaFlashAttentionBackend",
-    declared="FLASH_ATTN",
-    large=LargeHeads(
-        above=256,
-        declared="FLASH_ATTN>256",
-        limits=Limits(
-            largest_head=512,
-            head_multiple=8,
-            page_multiple=16,
-            dtypes=("float16", "bfloat16"),
-        ),
-        largest_group=64,
-        kernel="paged_attention",
-        # FlashAttention 4 was not measured.
-        faster=MappingProxyType(
-            {(9, "TRITON_ATTN"): "docs/kernel-benchmarks.md", (9, "FLEX_ATTENTION"): "docs/kernel-benchmarks.md"}
-        ),
-    ),
+#: The largest head of vLLM's FlashAttention 2 and 3, and the declarations of layers with larger heads.
+LARGEST_OF_VLLM: Final = 256
+FLASH_ATTN_LARGE: Final = "FLASH_ATTN>256"
+#: Most query heads that share a KV head: the rows of the CUDA kernel's tile.
+LARGEST_GROUP: Final = 64
+#: The CUDA kernel's name (``ops/compile/spec.py``).
+KERNEL: Final = "paged_attention"
+#: (major compute capability, backend of vLLM) that the CUDA kernel is faster than -> source of the measurement. The
+#: plugin's Triton kernels are not; elsewhere vLLM's choice stays if it works. FlashAttention 4 was not measured.
+FASTER: Final[Mapping[tuple[int, str | None], str]] = MappingProxyType(
+    {(9, "TRITON_ATTN"): "docs/kernel-benchmarks.md", (9, "FLEX_ATTENTION"): "docs/kernel-benchmarks.md"}
 )
-"""vLLM's FlashAttention 2 and 3 up to their largest head, the plugin's kernels above it."""
 
-MUSA: Final = MusaBackend(
-    name="FLASH_ATTN",
-    module="vllm_hwplugin.musa.attention",
-    cls="MusaFlashAttentionBackend",
-    declared="FLASH_ATTN@musa",
-    needs="Moore Threads' mate, from their own index, and a GPU that is visible; the public `mate` is another project",
-    limits=Limits(largest_head=512, head_multiple=8, page_multiple=16, dtypes=("float16", "bfloat16")),
-    # In mate 0.2.2.
-    page=64,
+MUSA: Final = Backend(
+    "FLASH_ATTN", "vllm_hwplugin.musa.attention", "MusaFlashAttentionBackend", declared="FLASH_ATTN@musa"
 )
 """mate.flash_attn_varlen_func, with vLLM's FlashAttention for metadata and the shape of the KV cache."""
+
+#: What importing the class needs, for a message.
+MUSA_NEEDS: Final = (
+    "Moore Threads' mate, from their own index, and a GPU that is visible; the public `mate` is another project"
+)
+#: Tokens of the pages that mate (0.2.2) copies by the copy engine; it loads other pages more slowly.
+MUSA_PAGE: Final = 64

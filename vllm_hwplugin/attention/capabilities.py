@@ -15,16 +15,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..base.versions import SUPPORTED, UNKNOWN_FROM, Versions
-from .backends import CUDA, MUSA
+from .backends import CUDA, FLASH_ATTN_LARGE, MUSA, MUSA_PAGE
 
 FLASH_ATTN: Final = CUDA.declared
 """The plugin's FLASH_ATTN on CUDA."""
-
-FLASH_ATTN_LARGE: Final = CUDA.large.declared
-"""The same for layers with heads above :data:`LARGEST_OF_VLLM`, on the plugin's kernel."""
-
-LARGEST_OF_VLLM: Final = CUDA.large.above
-"""The largest head of vLLM's FlashAttention 2 and 3."""
 
 FLASH_ATTN_MUSA: Final = MUSA.declared
 """The plugin's FLASH_ATTN on MUSA."""
@@ -165,7 +159,6 @@ _READ = "read in vLLM's source"
 _KIND = "what the backend is"
 _TRIED = "compared with float64 by the kernel's tests"
 
-_LIMITS = CUDA.large.limits
 _OF_OTHERS: Final = {
     "mla": "MLA has its own backends",
     "sparse": "sparse MLA has its own backends",
@@ -199,20 +192,20 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     # -- FLASH_ATTN on CUDA. Up to 256 it is vLLM's own kernels, so what vLLM decides by the device stays vLLM's.
     _cuda(
         "head_sizes",
-        Multiples(_LIMITS.head_multiple, _LIMITS.largest_head),
+        Multiples(CUDA.head_multiple, CUDA.largest_head),
         "up to 256 on vLLM's kernels, above on the plugin's",
         _TRIED,
         before="0.26",
     ),
     _cuda(
         "head_sizes",
-        Multiples(_LIMITS.head_multiple, _LIMITS.largest_head, least=32),
+        Multiples(CUDA.head_multiple, CUDA.largest_head, least=32),
         "up to 256 on vLLM's kernels, above on the plugin's; with the KV cache of 0.26 FlashAttention 3 hangs at 8 and "
         "16",
         "vllm-hwplugin probe on an H200 with vLLM 0.26.0, which tries 8, 16, 32 and larger sizes",
         since="0.26.0",
     ),
-    _cuda("block_sizes", Multiples(_LIMITS.page_multiple), "the pages of vLLM's FLASH_ATTN cache", _READ),
+    _cuda("block_sizes", Multiples(CUDA.page_multiple), "the pages of vLLM's FLASH_ATTN cache", _READ),
     _cuda("dtypes", VLLM, _DEVICE),
     _cuda(
         "kv_cache_dtypes",
@@ -245,20 +238,20 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     # -- FLASH_ATTN on CUDA with heads above 256: the plugin's kernel.
     _large(
         "head_sizes",
-        Multiples(_LIMITS.head_multiple, _LIMITS.largest_head),
+        Multiples(CUDA.head_multiple, CUDA.largest_head),
         "the kernel's range; TRITON_ATTN and FLEX_ATTENTION have none",
         _TRIED,
     ),
-    _large("dtypes", _LIMITS.dtypes, "the kernel multiplies on tensor cores; use --dtype bfloat16", _TRIED),
+    _large("dtypes", CUDA.dtypes, "the kernel multiplies on tensor cores; use --dtype bfloat16", _TRIED),
     _large(
         "kv_cache_dtypes",
-        ("auto", *_LIMITS.dtypes),
+        ("auto", *CUDA.dtypes),
         "the kernel reads keys as they are stored; use --kv-cache-dtype auto, or TRITON_ATTN",
         _TRIED,
     ),
     _large(
         "block_sizes",
-        Multiples(_LIMITS.page_multiple),
+        Multiples(CUDA.page_multiple),
         "vLLM's FLASH_ATTN cache has pages of such sizes; leave --block-size out",
         _TRIED,
     ),
@@ -292,21 +285,21 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
     # -- FLASH_ATTN on MUSA: mate.flash_attn_varlen_func.
     _musa(
         "head_sizes",
-        Multiples(MUSA.limits.head_multiple, MUSA.limits.largest_head),
+        Multiples(MUSA.head_multiple, MUSA.largest_head),
         "the range that mate's FlashAttention 3 wrapper takes",
         f"256 and 512: {_SERVED}",
     ),
-    _musa("dtypes", MUSA.limits.dtypes, "mate says 'inputs must be float16 or bfloat16'", _PROBED),
+    _musa("dtypes", MUSA.dtypes, "mate says 'inputs must be float16 or bfloat16'", _PROBED),
     _musa(
         "kv_cache_dtypes",
-        ("auto", *MUSA.limits.dtypes, "fp8", "fp8_e4m3"),
+        ("auto", *MUSA.dtypes, "fp8", "fp8_e4m3"),
         "mate reads keys of the queries' type; fp8 is e4m3, from mate 0.2.7 on",
         "vllm-musa's FLASH_ATTN (pull request 101); not repeated here",
     ),
     _musa(
         "block_sizes",
-        Multiples(MUSA.limits.page_multiple),
-        f"vLLM's FLASH_ATTN cache has pages of such sizes; without --block-size they have {MUSA.page} tokens, which "
+        Multiples(MUSA.page_multiple),
+        f"vLLM's FLASH_ATTN cache has pages of such sizes; without --block-size they have {MUSA_PAGE} tokens, which "
         "mate loads fastest",
         "read in vLLM's source, and in mate's (0.2.2)",
     ),

@@ -25,8 +25,8 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 from vllm.version import __version__
 
-from .backends import CUDA
-from .capabilities import LARGEST_OF_VLLM, declared, explain
+from .backends import CUDA, FLASH_ATTN_LARGE, LARGEST_OF_VLLM
+from .capabilities import declared, explain
 from .classes import declares
 from .flash import Decoder, captures_short_queries, has_images, split, symmetric
 
@@ -124,7 +124,7 @@ class LargeHeadAttentionImpl(Decoder, FlashAttentionImpl):  # type: ignore[misc]
         super().__init__(*layer, **settings)
         num_heads, sinks = self.num_heads, self.sinks
         asked = {name: getattr(self, name) for name in ("head_size", "kv_cache_dtype", "attn_type")}
-        refused = explain(declared(CUDA.large.declared, __version__), asked)
+        refused = explain(declared(FLASH_ATTN_LARGE, __version__), asked)
         if self.dcp_world_size > 1 or self.pcp_world_size > 1:
             refused.append(f"{self.title} does not run in context parallelism; use tensor parallelism")
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
@@ -205,7 +205,7 @@ class CudaFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]  # as be
         return made(num_heads, head_size, *args, **kwargs)
 
 
-@declares(CUDA.declared, __version__, above=(CUDA.large.above, CUDA.large.declared))
+@declares(CUDA.declared, __version__, above=(LARGEST_OF_VLLM, FLASH_ATTN_LARGE))
 class CudaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  # vLLM is not there where types are checked
     """vLLM's FlashAttention with larger heads, and its cache and metadata."""
 
@@ -236,7 +236,7 @@ class CudaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  #
 
 
 # If the user leaves the block size to vLLM, vLLM takes a declared size.
-_ANY_BLOCK_SIZE = CUDA.large.limits.page_multiple
+_ANY_BLOCK_SIZE = CUDA.page_multiple
 
 
 def _head_sizes(kv_cache_spec: Any) -> list[int]:

@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Sequence
 from typing import Any, Final
 
-from vllm_hwplugin.attention.backends import MUSA
+from vllm_hwplugin.attention.backends import MUSA, MUSA_NEEDS
 from vllm_hwplugin.attention.capabilities import reserves
 
 from . import versions
@@ -62,7 +62,7 @@ def _first(members: Sequence[Any], config: Any, capability: Any, *, named: bool)
         except Exception as error:
             # The import loads mate or Triton, which raise any error without a device or in a wrong build. That refuses
             # only this backend.
-            reason = f"{type(error).__name__}: {error}" + (f"; it needs {MUSA.needs}" if own else "")
+            reason = f"{type(error).__name__}: {error}" + (f"; it needs {MUSA_NEEDS}" if own else "")
             if not isinstance(error, ModuleNotFoundError):
                 logger.warning("no %s on this host: %s", member.name, reason)
             refused[member.name] = [reason]

@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
 from vllm.version import __version__
 
-from ..attention.backends import MUSA
+from ..attention.backends import MUSA, MUSA_PAGE
 from ..attention.classes import declares
 from ..attention.flash import Decoder, has_images, split, symmetric
 from ._mate import FP8, cache_trouble, checked
@@ -160,7 +160,7 @@ class MusaFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]  #
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Return the block size if the user names none: whole pages."""
-        return -(-default_block_size // MUSA.page) * MUSA.page
+        return -(-default_block_size // MUSA_PAGE) * MUSA_PAGE
 
     @classmethod
     def supports_combination(

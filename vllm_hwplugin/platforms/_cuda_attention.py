@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from vllm_hwplugin.attention.backends import CUDA
+from vllm_hwplugin.attention.backends import CUDA, FASTER, KERNEL, LARGEST_OF_VLLM
 from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.ops.compile import jit
 from vllm_hwplugin.ops.compile.spec import KERNELS
@@ -101,7 +101,7 @@ def decide(
     if baseline.broken:
         return LayerChoice(True, f"vLLM's {baseline.backend} cannot run here: {baseline.broken}{kernels}")
     than = f"{baseline.backend} on compute capability {asked.major}.x"
-    measured = CUDA.large.faster.get((asked.major, baseline.backend))
+    measured = FASTER.get((asked.major, baseline.backend))
     if measured is None:
         return LayerChoice(False, f"not known to be faster than {than}")
     if not asked.obstacle:
@@ -143,8 +143,8 @@ def choose(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None, 
     # Of vLLM's fast backends only FlashAttention 4 has the mask for images. If it cannot run, vLLM must not choose it
     # for a mask that no batch needs.
     wanted = text if missing_for_fa4() else config
-    if config.head_size <= CUDA.large.above:
-        if text is config or largest_head(_model_config()) <= CUDA.large.above:
+    if config.head_size <= LARGEST_OF_VLLM:
+        if text is config or largest_head(_model_config()) <= LARGEST_OF_VLLM:
             return vllm(selected, config, num_heads)
         path, error = _ask(vllm, selected, wanted, num_heads)
         if error is not None:
@@ -203,7 +203,7 @@ def _refused(config: Any, capability: Any) -> tuple[list[str], str]:
 @functools.cache
 def _obstacle(major: int, minor: int) -> str:
     try:
-        return jit.obstacle(KERNELS[CUDA.large.kernel], (major, minor))
+        return jit.obstacle(KERNELS[KERNEL], (major, minor))
     except Exception as error:
         # A failed search for a compiler must not end a start that needs none.
         logger.debug("the search for the plugin's CUDA kernel failed", exc_info=True)

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-from vllm_hwplugin.attention.capabilities import LARGEST_OF_VLLM
+from vllm_hwplugin.attention.backends import LARGEST_OF_VLLM
 from vllm_hwplugin.base import run_records
 
 from ._cuda_attention import GATE, largest_head, missing_for_fa4, setting

@@ -8,13 +8,12 @@ from typing import Final
 
 import torch
 
-from ..backends import CUDA
+from ..backends import CUDA, LARGEST_GROUP
 from ._plan import SCRATCH_ROWS
 
-_LIMITS: Final = CUDA.large.limits
-MAX_HEAD_SIZE: Final = _LIMITS.largest_head
-_ALIGNMENT: Final = _LIMITS.head_multiple
-_DTYPES: Final = tuple(getattr(torch, name) for name in _LIMITS.dtypes)
+MAX_HEAD_SIZE: Final = CUDA.largest_head
+_ALIGNMENT: Final = CUDA.head_multiple
+_DTYPES: Final = tuple(getattr(torch, name) for name in CUDA.dtypes)
 _ACCESS: Final = 16  # bytes
 
 
@@ -82,15 +81,15 @@ def refuse(head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size
         return f"queries are {dtype}, expected {' or '.join(map(str, _DTYPES))}"
     if kv_dtype != dtype:
         return f"the KV cache is {kv_dtype}, expected the queries' type, {dtype}"
-    if block_size <= 0 or block_size % _LIMITS.page_multiple:
-        return f"a page has {block_size} tokens, expected a multiple of {_LIMITS.page_multiple}"
+    if block_size <= 0 or block_size % CUDA.page_multiple:
+        return f"a page has {block_size} tokens, expected a multiple of {CUDA.page_multiple}"
     return None
 
 
 def refuse_heads(num_heads: int, num_kv_heads: int) -> str | None:
     """Return why query heads cannot share KV heads, or None."""
     # vLLM's selector does not know these numbers.
-    most = CUDA.large.largest_group
+    most = LARGEST_GROUP
     if num_heads <= 0 or num_kv_heads <= 0 or num_heads % num_kv_heads or num_heads // num_kv_heads > most:
         return f"{num_heads} query heads and {num_kv_heads} KV heads, expected a multiple, and at most {most} times"
     return None
