@@ -31,12 +31,7 @@ class OperationRow:
 
 
 def operation_rows(
-    kind: str,
-    settings: gates.Settings,
-    tools: Sequence[Tool],
-    libraries: Sequence[Built],
-    *,
-    extension: bool,
+    kind: str, settings: gates.Settings, tools: Sequence[Tool], libraries: Sequence[Built], *, extension: bool
 ) -> tuple[OperationRow, ...]:
     """Return a row for each operation with a kernel or a definition.
 

@@ -11,17 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..base.versions import SUPPORTED, is_supported, is_version, supported_as
 from ._apply import Edit, Hint, Text, apply_edits, edits_of, first_clash, locate
 from ._errors import NOT_COMPILED, UnreadableFile
-from ._model import (
-    VLLM,
-    Conflict,
-    Feature,
-    FeatureVerdict,
-    HunkVerdict,
-    Overridden,
-    Source,
-    Status,
-    blob_of,
-)
+from ._model import VLLM, Conflict, Feature, FeatureVerdict, HunkVerdict, Overridden, Source, Status, blob_of
 
 if TYPE_CHECKING:
     import ast

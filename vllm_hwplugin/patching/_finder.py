@@ -50,10 +50,7 @@ class CopyFinder:
     """
 
     def __init__(
-        self,
-        roots: Mapping[str, Path],
-        copies: Mapping[str, Copy],
-        on_load: Callable[[str], None] = lambda _: None,
+        self, roots: Mapping[str, Path], copies: Mapping[str, Copy], on_load: Callable[[str], None] = lambda _: None
     ) -> None:
         self._roots = roots
         self._on_load = on_load

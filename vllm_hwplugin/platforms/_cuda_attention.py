@@ -71,13 +71,7 @@ class LayerChoice:
     error: str = ""
 
 
-def decide(
-    gate: str,
-    asked: Asked,
-    baseline: Baseline,
-    refused: Sequence[str],
-    broken: str = "",
-) -> LayerChoice:
+def decide(gate: str, asked: Asked, baseline: Baseline, refused: Sequence[str], broken: str = "") -> LayerChoice:
     """Choose the plugin's class or vLLM's choice for large heads.
 
     Args:

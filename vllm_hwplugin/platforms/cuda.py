@@ -51,9 +51,5 @@ class CudaPlatform(_CudaPlatform):  # type: ignore[misc]  # vLLM is not there wh
         from . import _cuda_attention
 
         return _cuda_attention.choose(
-            super().get_attn_backend_cls,
-            selected_backend,
-            attn_selector_config,
-            num_heads,
-            cls.get_device_capability(),
+            super().get_attn_backend_cls, selected_backend, attn_selector_config, num_heads, cls.get_device_capability()
         )

@@ -371,10 +371,7 @@ class PhaseRecorder:
         """Compute what the drafter must know of the sampled tokens."""
         runner, proposer, buffers, num_reqs = self._runner, self._proposer, self._buffers, shape.num_reqs
         next_token_ids, num_valid = proposer.prepare_next_token_ids_padded(
-            buffers.sampled_token_ids[:num_reqs],
-            runner.requests,
-            runner.input_batch,
-            buffers.none_discarded[:num_reqs],
+            buffers.sampled_token_ids[:num_reqs], runner.requests, runner.input_batch, buffers.none_discarded[:num_reqs]
         )
         # Without a token a padded request's draft would follow the last token of the request before it.
         num_valid.masked_fill_(buffers.dead(num_reqs), 1)

@@ -226,9 +226,7 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         runner, query_len = self._owner, self._query_len
         num_reqs_padded = num_reqs if desc.num_reqs is None else desc.num_reqs
         slot_mappings, _ = runner._get_slot_mappings(
-            num_tokens_padded=desc.num_tokens,
-            num_reqs_padded=num_reqs_padded,
-            num_tokens_unpadded=num_reqs * query_len,
+            num_tokens_padded=desc.num_tokens, num_reqs_padded=num_reqs_padded, num_tokens_unpadded=num_reqs * query_len
         )
         runner._build_attention_metadata(
             num_tokens=num_reqs * query_len,
