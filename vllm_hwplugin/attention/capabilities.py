@@ -114,8 +114,6 @@ class Vllm:
         return "vLLM's own answer" + (f", but not for {' or '.join(self.but_not)}" if self.but_not else "")
 
 
-VLLM: Final = Vllm()
-
 Value = bool | Multiples | tuple[str, ...] | Vllm
 
 
@@ -127,7 +125,7 @@ class Declaration:
         backend: vLLM's name, with ``@device`` only for that device, with ``>size`` only for larger heads.
         capability: a name in :data:`CAPABILITIES`.
         value: True or False; the accepted numbers; the accepted names (of types, as torch and vLLM write them); or
-            :data:`VLLM`, perhaps with exceptions.
+            vLLM's own answer, perhaps with exceptions.
         since: the first version of vLLM in which it holds.
         before: the first in which it does not, or about which nothing is known.
         reason: for this value.
@@ -149,8 +147,6 @@ class Declaration:
         return Versions(f">={self.since},<{self.before}")
 
 
-_COMPARED = "vLLM's constant, compared with its source by a test"
-_DEVICE = "depends on the device and on the FlashAttention versions that vLLM was built with"
 # The commit messages of https://github.com/MooreThreads/vllm-musa/pull/52 say what was tried.
 _PROBED = "vllm-musa's comparison of mate with torch on MUSA hardware (pull request 52); not repeated here"
 _SERVED = "vllm-musa runs gemma-4 like this (pull request 52); not repeated here"
@@ -171,14 +167,12 @@ def _declare(
     capability: str,
     value: Value,
     reason: str,
-    verified: str = "",
+    verified: str = _UNTRIED,
     *,
     since: str = "",
     before: str = UNKNOWN_FROM,
     limit: str = "",
 ) -> Declaration:
-    if not verified:
-        verified = _UNTRIED if backend != FLASH_ATTN else "vLLM's class is asked" if value == VLLM else _COMPARED
     return Declaration(
         backend, capability, value, since or CAPABILITIES[capability].since, before, reason, verified, limit
     )
@@ -189,7 +183,7 @@ _large = functools.partial(_declare, FLASH_ATTN_LARGE)
 _musa = functools.partial(_declare, FLASH_ATTN_MUSA)
 
 DECLARATIONS: Final[tuple[Declaration, ...]] = (
-    # -- FLASH_ATTN on CUDA. Up to 256 it is vLLM's own kernels, so what vLLM decides by the device stays vLLM's.
+    # -- FLASH_ATTN on CUDA. Up to 256 it is vLLM's own kernels, so every other answer is vLLM's class's.
     _cuda(
         "head_sizes",
         Multiples(CUDA.head_multiple, CUDA.largest_head),
@@ -206,7 +200,6 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
         since="0.26.0",
     ),
     _cuda("block_sizes", Multiples(CUDA.page_multiple), "the pages of vLLM's FLASH_ATTN cache", _READ),
-    _cuda("dtypes", VLLM, _DEVICE),
     _cuda(
         "kv_cache_dtypes",
         Vllm(("fp8_e5m2", "fp8_inc", "fp8_ds_mla", "fp8_per_token_head", "int8_per_token_head", "nvfp4")),
@@ -215,22 +208,6 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
         "vLLM's class is asked, and compared with its layer by a test",
         before="0.22",
     ),
-    _cuda("kv_cache_dtypes", VLLM, _DEVICE, since="0.22.0"),
-    *(_cuda(name, VLLM, _DEVICE) for name in ("attn_types", "compute_capability", "sink")),
-    _cuda("mm_prefix", VLLM, "no before 0.24.0; from then on if FlashAttention 4 resolves, which takes a mask"),
-    _cuda("per_head_quant_scales", VLLM, "needs FlashAttention 3 or later"),
-    *(_cuda(name, False, reason) for name, reason in _OF_OTHERS.items()),
-    _cuda("alibi_sqrt", False, "the kernels know linear ALiBi only"),
-    _cuda("non_causal", True, "causal is an argument of the kernels"),
-    _cuda("batch_invariance", True, "vLLM allows no splits over the KV length then"),
-    _cuda("kv_connector", True, "the KV cache is an ordinary tensor of blocks"),
-    _cuda("sliding_window", True, "the window is an argument of the kernels"),
-    _cuda("pcp", VLLM, "a property of vLLM's implementation class"),
-    _cuda("device_cpu_query_lens_mismatch", VLLM, "the base class says yes if there is no state-space layer"),
-    _cuda("non_causal_dcp", VLLM, "a property of vLLM's metadata builder"),
-    _cuda("dcp", VLLM, "a property of vLLM's implementation class"),
-    _cuda("rswa", True, "vLLM's implementation has a mask for it"),
-    _cuda("kv_cache_update_bypass", True, "forward reads keys and values from the cache"),
     # -- FLASH_ATTN on CUDA with heads above 256: the plugin's kernel.
     _large(
         "head_sizes",
@@ -252,7 +229,7 @@ DECLARATIONS: Final[tuple[Declaration, ...]] = (
         _TRIED,
     ),
     _large("attn_types", ("decoder",), "encoder layers have no paged cache, and the kernel reads one; use TRITON_ATTN"),
-    _large("compute_capability", VLLM, "8.0 or later", "vLLM's class is asked"),
+    _large("compute_capability", Vllm(), "8.0 or later", "vLLM's class is asked"),
     *(_large(name, False, reason, _KIND) for name, reason in _OF_OTHERS.items()),
     _large("sink", True, "the kernel takes one value for each head", _TRIED),
     _large("alibi_sqrt", False, "the kernel has no ALiBi"),

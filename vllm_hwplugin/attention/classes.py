@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from .capabilities import (
     CAPABILITIES,
     GAPS,
-    VLLM,
     Declaration,
     Multiples,
     Value,
@@ -34,27 +33,27 @@ _B = TypeVar("_B", bound=type)
 def declares(backend: str, version: str, above: tuple[int, str] | None = None) -> Callable[[_B], _B]:
     """Decorate a subclass of a backend of vLLM with declared capabilities.
 
-    A declared value becomes the class's answer, in place of the inherited one. If vLLM's own answer is declared, the
-    inherited one stays, except for declared exceptions. ``validate_configuration`` is vLLM's, and its reasons also say
-    what was expected. ``declarations`` of the class are those it was made from.
+    A declared value becomes the class's answer, in place of the inherited one; a declared exception limits the
+    inherited one. ``validate_configuration`` is vLLM's, and its reasons also say what was expected. ``declarations`` of
+    the class are those it was made from.
 
     Args:
         backend: a name with declarations.
         version: of the vLLM whose class is the base.
-        above: a head size and a name with declarations for larger heads. They apply together with the class's
+        above: a head size up to which vLLM's own kernels run, so that vLLM's answers are right where nothing is
+            declared; and a name with declarations for larger heads. They apply together with the class's
             ``refuse_above``, which takes a mapping of the arguments of ``validate_configuration`` and returns reasons.
 
     Raises:
         ImportError: the declarations for that version are missing or incomplete. vLLM and the plugin's platforms take
             an ImportError for "this backend is not available here".
     """
-    declarations = _complete(backend, version)
-    larger = None if above is None else (above[0], _complete(above[1], version))
+    declarations = _declared(backend, version, whole=above is None)
+    larger = None if above is None else (above[0], _declared(above[1], version, whole=True))
 
     def make(cls: _B) -> _B:
         for declaration in declarations.values():
-            if declaration.value != VLLM:
-                _give(cls, declaration, declaration.value)
+            _give(cls, declaration, declaration.value)
         cls.declarations = declarations  # type: ignore[attr-defined]
         cls.validate_configuration = _validation(cls, declarations, larger)  # type: ignore[attr-defined]
         for name in sorted(undeclared(cls)):
@@ -64,9 +63,9 @@ def declares(backend: str, version: str, above: tuple[int, str] | None = None) -
     return make
 
 
-def _complete(backend: str, version: str) -> Mapping[str, Declaration]:
+def _declared(backend: str, version: str, *, whole: bool) -> Mapping[str, Declaration]:
     declarations = declared(backend, version)
-    missing = sorted(asked_in(version) - declarations.keys())
+    missing = sorted(asked_in(version) - declarations.keys()) if whole else []
     if missing or not declarations:
         raise ImportError(
             f"{backend} has no declaration of {', '.join(missing) or 'anything'} for vLLM {version}; use a version in "
