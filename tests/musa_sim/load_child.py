@@ -331,7 +331,8 @@ def building_on_the_host() -> Iterator[None]:
 def attention_of_any_batch(what: str) -> Iterator[None]:
     """While it lasts, the stand-in for mate has graphs of any batch, as it computes what a batch's tensors say.
 
-    `what` may also name that the draft takes images.
+    `what` may also name that the draft takes images, or that KV cache groups with states share their metadata, as vLLM
+    has them do on CUDA from 0.32 on.
     """
     from vllm.v1.attention.backend import AttentionCGSupport
 
@@ -342,9 +343,24 @@ def attention_of_any_batch(what: str) -> Iterator[None]:
         stack.enter_context(supported)
         if "draft takes images" in what:
             stack.enter_context(drafting_with_images())
+        if "metadata is shared" in what:
+            stack.enter_context(sharing_metadata())
         # What is put before vLLM's methods stays for the steps.
         stack.pop_all()
         yield
+
+
+def sharing_metadata() -> contextlib.AbstractContextManager:
+    """While it lasts, vLLM makes a group's metadata of another group's."""
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder as Builder
+
+    begin = Builder.__init__
+
+    def __init__(self, *args, **kwargs) -> None:
+        begin(self, *args, **kwargs)
+        self.supports_update_block_table = self.vllm_config.cache_config.mamba_cache_mode == "none"
+
+    return mock.patch.object(Builder, "__init__", __init__)
 
 
 def drafting_with_images() -> contextlib.AbstractContextManager:

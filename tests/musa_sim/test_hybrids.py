@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_hwplugin.base.features import gate_of
-from vllm_hwplugin.base.gates import PLAIN_DECODE
+from vllm_hwplugin.base.gates import DELTA_RULE_GRAPHS, PLAIN_DECODE
 from vllm_hwplugin_lab.bench._shapes import NO_DRAFTS, SHAPES, Recurrent, write_configs
 
 from .. import releases
@@ -137,6 +137,49 @@ def test_nor_do_they_without_a_drafter(musa_host: None, newest: tuple[str, Path]
     assert found.counted["v2-tail-graph sampling"]["served"] > 5
     assert found.counted["v2-step-inputs inputs"]["served"] > 10
     assert "attention metadata is vLLM's" in found.noted["v2-step-inputs"]
+
+
+def with_prompts() -> list[Request]:
+    """Prompts of one token and more, in pieces of 20, that come alone, together, and while others decode."""
+    chosen = random.Random(7)
+    lengths = ((0, 26), (1, 45), (3, 1), (3, 13), (6, 63), (8, 21), (8, 5), (14, 40), (17, 2), (19, 30))
+    return [
+        Request(
+            f"r{number}",
+            [chosen.randrange(1, 4000) for _ in range(length)],
+            at,
+            {"max_tokens": 12 + number % 5, "temperature": 0.8 if number % 4 == 3 else 0.0, "seed": number},
+        )
+        for number, (at, length) in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("keeps_prefixes", [False, True])
+def test_steps_with_prompts_are_replays(
+    musa_host: None, newest: tuple[str, Path], tmp_path: Path, keeps_prefixes: bool
+) -> None:
+    """Of target and draft, but for steps with more prompts than a graph holds, or with as many tokens as it has."""
+    made = options(tmp_path / "model") | {
+        "enable_prefix_caching": keeps_prefixes,
+        "long_prefill_token_threshold": 20,
+        "num_gpu_blocks_override": 60,
+    }
+    sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16, 24, 64]}
+    load = Load(
+        made | {"compilation_config": sizes},
+        with_prompts(),
+        delta_rule=True,
+        autotuned=False,
+        initialised=True,
+        unknown="any batch, metadata is shared",
+    )
+    mixed = {gate_of(one): "on" for one in ("v2-mixed-graphs", "backport-mixed-graphs")} | {DELTA_RULE_GRAPHS: "1"}
+    expected, found = loads.compare_runs(load, V2, V2 | GRAPHS | mixed, tmp_path, newest)
+    assert "v2-mixed-graphs" in found.used
+    assert 0 < expected.accepted()[-1] < expected.accepted()[0]
+    assert not found.preempted
+    before, after = (run.counts["graph_replays"]["target"] for run in (expected, found))
+    assert before + 10 < after == found.counts["steps"]
 
 
 NAMED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16]}

@@ -403,6 +403,3 @@ def test_a_child_says_that_a_feature_of_a_catalogue_came_or_went_since_the_start
     assert patched.run(CHILD, SAID, **variables) == "WARNING INFO live\n"
     done = patched.start(CHILD, "install()", VLLM_HWPLUGIN_STRICT="1", **variables)
     assert "runs other patches" in done.stderr
-
-
-PARTS = ("VLLM_HWPLUGIN_OPS", "VLLM_HWPLUGIN_ATTENTION", "VLLM_HWPLUGIN_PLAIN_DECODE", "VLLM_HWPLUGIN_TRTLLM_GRAPHS")

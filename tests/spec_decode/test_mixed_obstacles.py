@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps graphs of mixed batches away no more: FlashAttention 2 and 4, and drafters that graphs do not hold."""
+"""What keeps graphs of mixed batches away no more: FlashAttention 2 and 4, drafters that graphs do not hold, and layers
+with a gated delta rule.
+"""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,7 +14,9 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
+from vllm_hwplugin.base import gates
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 
 from .test_obstacles import MIXED, TAIL, change, group, refused, runner_v2
@@ -50,3 +55,36 @@ def test_a_drafter_that_graphs_do_not_hold_leaves_the_target_its_graphs() -> Non
     made.speculator = type("AnotherSpeculator", (SimpleNamespace,), {})()
     assert refused(made, runner_v2) == Part.V2_DRAFTING
     assert refused(change(made, "adaptive_verification", object()), runner_v2, "verified") == TAIL | MIXED
+
+
+#: Layers of the first KV cache group, and what else is not as graphs need it.
+REFUSED = [
+    ({gates.DELTA_RULE_GRAPHS: "0"}, {}, "=1 asks for graphs that were not run"),
+    ({}, {"compilation_config.static_forward_context": {}}, "its layers are NoneType"),
+    ({}, {"prefill": "flashinfer"}, "gdn_prefill_backend is flashinfer"),
+    ({}, {"older": True}, "up to 0.31"),
+    ({}, {"max_num_reqs": 1}, "there is one request at a time"),
+    ({}, {"dp_size": 2}, "ranks of data parallelism"),
+    ({}, {}, ""),
+]
+
+
+@pytest.mark.parametrize(("variables", "changed", "words"), REFUSED, ids=[words or "served" for *_, words in REFUSED])
+def test_layers_with_a_gated_delta_rule_are_served_where_their_kernels_are_known(
+    variables: dict[str, str], changed: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = dict(changed)
+    more = {"gdn_prefill_backend": changed.pop("prefill", "triton")}
+    if not changed.pop("older", False):
+        more["checkpoint_builder"] = None
+    for name, value in ({gates.DELTA_RULE_GRAPHS: "1"} | variables).items():
+        monkeypatch.setenv(name, value)
+    made = group(GDNAttentionMetadataBuilder, "layers.1", **more)
+    type(made.get_metadata_builder()).__qualname__ = GDNAttentionMetadataBuilder.__qualname__
+    runner = change(runner_v2(), "attn_groups", [[made]])
+    layers = {"layers.1": type("QwenGatedDeltaNetAttention", (), {})()}
+    standard = {"compilation_config.static_forward_context": layers, "max_num_reqs": 8, "dp_size": 1}
+    for path, value in (standard | changed).items():
+        change(runner, path, value)
+    reason = why_not(runner, MIXED)
+    assert words in str(reason) if words else reason is None

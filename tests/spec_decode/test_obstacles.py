@@ -289,7 +289,7 @@ CASES: Final = [
     (runner_v2, "aux_output_connector", object(), "hidden states leave", TAIL),
     (runner_v2, "batch_sharder", object(), "part of the batch", Part.V2_SAMPLING),
     (runner_v2, "sampler.return_sampling_mask", True, "sampling masks", Part.V2_SAMPLING),
-    (runner_v2, "attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V2_METADATA | MIXED),
+    (runner_v2, "attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V2_METADATA),
     (runner_v2, "attn_groups", [[group(Uniform)] * 2], ": Uniform supports UNIFORM_BATCH", MIXED),
     # Its batches of text have mixed graphs.
     (runner_v2, "model_config.is_mm_prefix_lm", True, "see each other", Part.V2_METADATA),
@@ -396,7 +396,7 @@ WITHOUT_DRAFTS = Part.V2_SAMPLING | Part.V2_INPUTS | Part.V2_METADATA | Part.V2_
     [
         ("sampler", type("DiffusionSampler", (), {})(), "DiffusionSampler samples", Part.V2_SAMPLING),
         ("sampler.trace_replay_state", object(), "bring the tokens", Part.V2_SAMPLING),
-        ("attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V2_METADATA | Part.V2_MIXED),
+        ("attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V2_METADATA),
         ("vllm_config.parallel_config.enable_eplb", True, "experts", Part.V2_SAMPLING),
         # It embeds, and samples nothing.
         ("sampler", None, "does not draft", WITHOUT_DRAFTS),
@@ -553,7 +553,8 @@ def test_hybrids_are_served_where_a_graph_holds_what_moves_their_states(state: d
     vars(made.model_state).update(state)
     assert refused(made, runner_v2, "after each step") == (Part(0) if served else TAIL)
     assert refused(made, runner_v2, "before each step") == Part(0)
-    assert refused(made, runner_v2, "on the host") == Part.V2_METADATA | MIXED
+    assert refused(made, runner_v2, "on the host") == Part.V2_METADATA
+    assert refused(made, runner_v2, "only some batches") == MIXED
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ CATALOGUE_PREFIX: Final = "VLLM_HWPLUGIN_PATCH_"
 FINGERPRINT: Final = "VLLM_HWPLUGIN_FINGERPRINT"
 
 PLAIN_DECODE: Final = "VLLM_HWPLUGIN_PLAIN_DECODE"
+DELTA_RULE_GRAPHS: Final = "VLLM_HWPLUGIN_DELTA_RULE_GRAPHS"
 
 STRICT: Final = "VLLM_HWPLUGIN_STRICT"
 COMPILE_KEY: Final = "compile key"
@@ -266,6 +267,15 @@ GATES: Final[tuple[Gate, ...]] = (
         "Blackwell (Model Runner V2). Not run on a GPU.",
         affects=("graphs",),
         since="0.2.0",
+    ),
+    Gate(
+        DELTA_RULE_GRAPHS,
+        "bool",
+        False,
+        "Graphs of mixed batches of models with a gated delta rule (Qwen3-Next, Qwen3.5, Qwen3.6) and MTP, with "
+        "--gdn-prefill-backend triton (Model Runner V2, vLLM 0.32 and 0.33). Not run on a GPU.",
+        affects=("graphs",),
+        since="0.3.0",
     ),
     Gate(
         PLAIN_DECODE,

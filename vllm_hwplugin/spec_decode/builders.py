@@ -232,6 +232,12 @@ def flash_versions(group: Any, compilation_config: Any) -> frozenset[int]:
     return frozenset(0 if version is None else version for version in versions)
 
 
+def is_delta_rule(builder: Any) -> bool:
+    """Whether a builder is vLLM's `GDNAttentionMetadataBuilder`, and no subclass."""
+    cls = type(builder)
+    return f"{cls.__module__}.{cls.__qualname__}" == f"{_BACKENDS}.gdn_attn.GDNAttentionMetadataBuilder"
+
+
 def host_work(builder: Any) -> str | None:
     """Return why a graph cannot make this builder's decode metadata, or None."""
     if not _of(builder, causal=True).decode:

@@ -28,6 +28,7 @@ from vllm_hwplugin.spec_decode.builders import (
     builders_of,
     flash_versions,
     host_work,
+    is_delta_rule,
     known,
     refusing,
     serves_prompts,
@@ -325,6 +326,10 @@ def _some_batches_only(runner: Any) -> str:
     for group in (group for groups in runner.attn_groups for group in groups):
         builder = group.get_metadata_builder(0)
         name, support = type(builder).__name__, builder.get_cudagraph_support(runner.vllm_config, group.kv_cache_spec)
+        if is_delta_rule(builder):
+            if reason := _delta_rule_refused(runner, group, builder):
+                refused.append(f"{name} supports {support.name}, and {reason}")
+            continue
         if support == AttentionCGSupport.UNIFORM_BATCH and _flash_2_or_4(runner, group):
             continue
         if support != AttentionCGSupport.ALWAYS:
@@ -333,6 +338,26 @@ def _some_batches_only(runner: Any) -> str:
             # ALWAYS may also mean any mix of decodes.
             refused.append(f"{name} is not known to serve prompts in one")
     return ", ".join(dict.fromkeys(refused))
+
+
+def _delta_rule_refused(runner: Any, group: Any, builder: Any) -> str:
+    """Return why mixed graphs cannot hold gated-delta-rule layers, or ""."""
+    if not gates.is_on(gates.DELTA_RULE_GRAPHS):
+        return f"{gates.DELTA_RULE_GRAPHS}=1 asks for graphs that were not run on a GPU"
+    layers = runner.compilation_config.static_forward_context
+    others = {type(layers.get(name)).__name__ for name in group.layer_names} - {"QwenGatedDeltaNetAttention"}
+    if others:
+        return f"its layers are {', '.join(sorted(others))}"
+    if not hasattr(builder, "checkpoint_builder"):
+        return "up to 0.31 it makes other metadata"
+    if builder.gdn_prefill_backend != "triton":
+        # FlashInfer's kernels may read the lengths of prompts on the host.
+        return f"gdn_prefill_backend is {builder.gdn_prefill_backend}, and only triton's kernels are known to suit"
+    if runner.speculator is None:
+        return "there is no drafter"
+    if runner.max_num_reqs == 1:
+        return "there is one request at a time"
+    return "ranks of data parallelism do not know of each other's prompts" if runner.dp_size > 1 else ""
 
 
 def _flash_2_or_4(runner: Any, group: Any) -> bool:
@@ -562,7 +587,7 @@ OBSTACLES: Final = (
     # From 0.32 on, where a backend needs smaller blocks than the KV cache's, as it may in hybrids.
     Obstacle("block tables of the draft layers are made again in each step", _PHASE, _other_blocks),
     Obstacle("metadata must be built in each step ({})", _DRAFTS, _not_in_graph),
-    Obstacle("{} may make metadata on the host", _METADATA | Part.V2_METADATA | _MIXED, _host_builders),
+    Obstacle("{} may make metadata on the host", _METADATA | Part.V2_METADATA, _host_builders),
     Obstacle("a schedule for windows depends on the longest sequence", _METADATA, _plans_by_window),
     Obstacle(
         "tokens of an image see each other",

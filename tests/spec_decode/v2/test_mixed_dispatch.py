@@ -13,7 +13,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin.spec_decode.v2 import mixed_dispatch, mixed_graphs
-from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch, computes_media
+from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch, computes_media, prompts_of
 
 from ..walks import live_load
 from .test_mixed_graphs import with_them
@@ -49,6 +49,17 @@ def test_a_step_has_media_if_it_computes_their_tokens(computed: int, count: int,
     assert not computes_media(runner, {"text": 7}, ahead)
 
 
+def test_requests_in_their_prompt_are_counted() -> None:
+    states = SimpleNamespace(
+        req_id_to_index={"begins": 3, "decodes": 1, "goes on": 2},
+        num_computed_prefill_tokens=np.array([0, 30, 20, 0]),
+        prefill_len=SimpleNamespace(np=np.array([30, 30, 30, 30])),
+    )
+    runner = SimpleNamespace(req_states=states)
+    assert prompts_of(runner, {"begins": 4, "decodes": 4, "goes on": 4}) == 2
+    assert prompts_of(runner, {"decodes": 4}) == 0
+
+
 class Dispatched:
     """Takes down what vLLM dispatches to in each step, target and first pass, and whether the step has an image."""
 
@@ -80,8 +91,8 @@ def images_in_every_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_dispatch, "computes_media", lambda *_: next(answers))
     attach = MixedDispatch.attach
 
-    def attached(self: MixedDispatch, shares_first_pass: bool) -> None:
-        attach(self, shares_first_pass)
+    def attached(self: MixedDispatch, *arguments: Any) -> None:
+        attach(self, *arguments)
         mixed_dispatch.put_before(self._runner, "update_requests", self._see_requests)
 
     monkeypatch.setattr(MixedDispatch, "attach", attached)
@@ -146,8 +157,8 @@ def test_a_model_that_takes_images_keeps_its_piecewise_graphs(vllm_here: Any, mo
                 patch.setattr(mixed_graphs, "KEEPS_PIECES", "unused")
                 settle = mixed_dispatch.MixedDispatch.attach
 
-                def attach(self: MixedDispatch, shares_first_pass: bool, settle: Any = settle) -> None:
-                    settle(self, shares_first_pass)
+                def attach(self: MixedDispatch, *arguments: Any, settle: Any = settle) -> None:
+                    settle(self, *arguments)
                     vars(self._runner.compilation_config)["_hwplugin_keeps_pieces"] = True
 
                 patch.setattr(MixedDispatch, "attach", attach)

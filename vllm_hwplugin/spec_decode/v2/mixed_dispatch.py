@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide which steps replay a graph of a mixed batch (Model Runner V2).
 
-vLLM's `CudaGraphManager.dispatch` decides by counts. Two rules are added:
+vLLM's `CudaGraphManager.dispatch` decides by counts. Three rules are added:
 
 - A step that computes a part of an image, a video or audio replays none. A replay runs no Python, and models do more
   with an image than embed it: Qwen3-VL keeps features for later layers in a buffer, and clears it after the forward.
 - A draft's first pass replays one only if the target does. It reads the target's attention metadata, and FlashAttention
   3's schedule is laid out for a mixed batch's graph only if the target replays it.
+- A step with more prompts than the metadata of `delta_rule` holds replays none.
 
 Such a step runs in a PIECEWISE graph, or without one.
 """
@@ -14,7 +15,7 @@ Such a step runs in a PIECEWISE graph, or without one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
@@ -27,31 +28,40 @@ class MixedDispatch:
 
     def __init__(self, runner: Any):
         self._runner = runner
+        self._most_prompts: int | None = None
         # Of the current step.
-        self._has_media = self._replays = False
+        self._has_media = self._too_many = self._replays = False
         self._num_tokens = 0
 
-    def attach(self, shares_first_pass: bool) -> None:
+    def attach(self, shares_first_pass: bool, most_prompts: int | None = None) -> None:
         """Put the rules before vLLM's dispatch of target and draft."""
-        runner = self._runner
-        if runner.supports_mm_inputs:
+        runner, self._most_prompts = self._runner, most_prompts
+        if runner.supports_mm_inputs or most_prompts is not None:
             put_before(runner, "update_requests", self._see_requests)
         put_before(runner.cudagraph_manager, "dispatch", self._dispatch_target)
         if shares_first_pass:
             put_before(runner.speculator.prefill_cudagraph_manager, "dispatch", self._dispatch_first_pass)
 
+    def replays(self) -> bool:
+        """Whether the target replays a mixed batch's graph in this step."""
+        return self._replays
+
     def _see_requests(self, vllms: Callable[..., None], scheduler_output: Any) -> None:
         vllms(scheduler_output)
+        runner, tokens = self._runner, scheduler_output.num_scheduled_tokens
         # A draft that takes images has them one token before the target.
-        ahead = int(getattr(self._runner.speculator, "supports_mm_inputs", False))
-        self._has_media = computes_media(self._runner, scheduler_output.num_scheduled_tokens, ahead)
+        ahead = int(getattr(runner.speculator, "supports_mm_inputs", False))
+        most = self._most_prompts
+        # Without a limit of prompts, only a model that takes images is asked.
+        self._has_media = (most is None or runner.supports_mm_inputs) and computes_media(runner, tokens, ahead)
+        self._too_many = most is not None and prompts_of(runner, tokens) > most
 
     def _dispatch_target(
         self, vllms: Callable[..., Any], num_reqs: int, num_tokens: int, *more: Any, **named: Any
     ) -> Any:
         desc = vllms(num_reqs, num_tokens, *more, **named)
         self._replays, self._num_tokens = is_mixed(desc), num_tokens
-        if self._replays and self._has_media:
+        if self._replays and (self._has_media or self._too_many):
             self._replays = False
             return _other_than(desc, self._runner.cudagraph_manager, num_reqs, num_tokens)
         return desc
@@ -99,6 +109,13 @@ def computes_media(runner: Any, num_scheduled_tokens: Mapping[str, int], ahead: 
         if any(place.offset < start + count + ahead and start < place.offset + place.length for place in places):
             return True
     return False
+
+
+def prompts_of(runner: Any, requests: Iterable[str]) -> int:
+    """Return how many requests of a step compute prompt tokens."""
+    states = runner.req_states
+    rows = [states.req_id_to_index[name] for name in requests]
+    return int((states.num_computed_prefill_tokens[rows] < states.prefill_len.np[rows]).sum())
 
 
 def _other_than(mixed: Any, manager: Any, num_reqs: int, num_tokens: int) -> Any:

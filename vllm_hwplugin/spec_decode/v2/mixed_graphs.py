@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.fallback import report_unused
 from vllm_hwplugin.base.features import BACKPORT_MIXED_GRAPHS, V2_MIXED_GRAPHS
-from vllm_hwplugin.spec_decode.builders import flash_versions
+from vllm_hwplugin.spec_decode.builders import builders_of, flash_versions, is_delta_rule
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.drafters import SHARED_FIRST_PASS
 from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
@@ -95,6 +95,13 @@ def add_mixed_graphs(runner: Any) -> None:
         report_unused(V2_MIXED_GRAPHS, _STOCK, reason or f"graphs have {most_tokens} tokens at most")
         return
     most, grid = runner.max_num_reqs, _FLASH_2_GRID if _over_flash_2(runner) else None
+    delta_rules = [builder for builder in builders_of(runner.attn_groups) if is_delta_rule(builder)]
+    most_prompts = None
+    if delta_rules:
+        # It needs parts of vLLM that 0.31 has not.
+        from vllm_hwplugin.spec_decode.v2 import delta_rule
+
+        most, most_prompts = min(most, delta_rule.MOST_REQUESTS), delta_rule.MOST_PROMPTS
     if runner.dp_size == 1:
         most = min(most, MAX_NUM_REQS)
     elif grid:
@@ -109,11 +116,15 @@ def add_mixed_graphs(runner: Any) -> None:
     ]
     # With LoRA a draft may share adapted layers with the target, and its graphs hold one number of adapters.
     shares_first_pass = type(runner.speculator).__name__ in SHARED_FIRST_PASS and runner.lora_config is None
-    _offer(runner.cudagraph_manager, graphs)
+    _offer(runner.cudagraph_manager, graphs, spare=1 if delta_rules else 0)
     if shares_first_pass:
+        # Its batch is padded to the target's graph.
         _offer(runner.speculator.prefill_cudagraph_manager, graphs)
-    vars(runner).setdefault(_DISPATCH, MixedDispatch(runner)).attach(shares_first_pass)
-    vars(runner.compilation_config)[KEEPS_PIECES] = runner.supports_mm_inputs
+    dispatch = vars(runner).setdefault(_DISPATCH, MixedDispatch(runner))
+    dispatch.attach(shares_first_pass, most_prompts)
+    for builder in delta_rules:
+        delta_rule.attach(builder, sizes[-1], most, dispatch.replays)
+    vars(runner.compilation_config)[KEEPS_PIECES] = runner.supports_mm_inputs or bool(delta_rules)
     vars(runner.compilation_config)[_ADDED] = True
     bound = f", and {grid} tokens × requests over FlashAttention 2" if grid else ""
     run_records.note(V2_MIXED_GRAPHS, f"{len(graphs)} shapes of at most {sizes[-1]} tokens and {most} requests{bound}")
@@ -126,8 +137,12 @@ def _over_flash_2(runner: Any) -> bool:
     return any(2 in flash_versions(group, runner.compilation_config) for group in groups)
 
 
-def _offer(manager: Any, graphs: Sequence[Any]) -> None:
-    """Plan `graphs`, in ascending order of tokens, and make them candidates."""
+def _offer(manager: Any, graphs: Sequence[Any], spare: int = 0) -> None:
+    """Plan `graphs`, in ascending order of tokens, and make them candidates.
+
+    Args:
+        spare: tokens of a graph that no batch has.
+    """
     # A batch gets the smallest graph that holds it. vLLM's FULL graphs come first, because they have a fixed shape and
     # pad less. PIECEWISE graphs come last. Each number of adapters (LoRA) that vLLM captures has its own graphs.
     planned = manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
@@ -135,10 +150,10 @@ def _offer(manager: Any, graphs: Sequence[Any]) -> None:
         start = 1
         for graph in (replace(graph, num_active_loras=num_loras) for graph in graphs):
             planned.append(graph)
-            for num_tokens in range(start, graph.num_tokens + 1):
+            for num_tokens in range(start, graph.num_tokens + 1 - spare):
                 own = manager._candidates.get((num_tokens, num_loras), [])
                 manager._candidates[num_tokens, num_loras] = [*_of(own, True), graph, *_of(own, False)]
-            start = graph.num_tokens + 1
+            start = graph.num_tokens + 1 - spare
     planned.sort(key=lambda desc: desc.num_tokens, reverse=True)
 
 
