@@ -5,10 +5,11 @@ them."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin.spec_decode import capture_sizes as feature
@@ -18,6 +19,17 @@ from .graph_manager import MODE
 
 V2 = ("vllm/config/vllm.py", "vllm/v1/worker/gpu/cudagraph_utils.py")
 V1 = ("vllm/config/vllm.py", "vllm/v1/cudagraph_dispatcher.py")
+
+
+def crossed(versions: Sequence[Any], values: Sequence[Any], *more: Any) -> list[Any]:
+    """Return parameters: the first and the last version with each value, and every other version with one of them."""
+    made = []
+    for number, version in enumerate(versions):
+        ends = number in (0, len(versions) - 1)
+        name, marks = (version, ()) if isinstance(version, str) else (version.values[0], version.marks)
+        chosen = values if ends else [values[number % len(values)]]
+        made += [pytest.param(name, value, *more, marks=marks) for value in chosen]
+    return made
 
 
 def own_of(block: int, max_num_seqs: int, max_num_batched_tokens: int, ceiling: int = 512) -> list[int]:

@@ -31,6 +31,7 @@ from .sized_configs import (
     V1,
     V2,
     config_of,
+    crossed,
     dispatcher_of,
     fill_of,
     made,
@@ -278,8 +279,7 @@ def test_which_models_vllm_sets_a_largest_size_for(version: str, vllm_tree: Any)
     assert {name: by_class[hook] for name, hook in pairs if hook in by_class} == feature.MODEL_DEFAULTS
 
 
-@pytest.mark.parametrize("k", [2, 3, 6, 15])
-@pytest.mark.parametrize("version", versions(*V2))
+@pytest.mark.parametrize(("version", "k"), crossed(versions(*V2), [2, 3, 6, 15]))
 def test_released_v2_runners_decode_in_full_graphs(
     entry: run_records.RunRecord, version: str, k: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,12 +304,22 @@ def test_released_v2_runners_decode_in_full_graphs(
     assert len(manager.captured("PIECEWISE")) <= len(before.captured("PIECEWISE"))
 
 
-@pytest.mark.parametrize(("k", "seqs"), [(2, 64), (2, 256), (4, 64), (4, 251), (5, 256), (3, 250)])
-@pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.26.0") :]))
+@pytest.mark.parametrize(
+    ("version", "engine"),
+    crossed(
+        versions(*V2, among=SUPPORTED[SUPPORTED.index("0.26.0") :]),
+        [(2, 64), (2, 256), (4, 64), (4, 251), (5, 256), (3, 250)],
+    ),
+)
 def test_the_fullest_batches_draft_in_graphs_too(
-    entry: run_records.RunRecord, version: str, k: int, seqs: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+    entry: run_records.RunRecord,
+    version: str,
+    engine: tuple[int, int],
+    vllm_tree: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whose draft steps have one token a request."""
+    k, seqs = engine
     monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "decode")
     tree = vllm_tree(version)
     manager = Manager(tree, made(config_of(k, seqs, v2=True), fill_of(tree)), monkeypatch)
@@ -324,8 +334,7 @@ def test_the_fullest_batches_draft_in_graphs_too(
         assert not manager.serves(5, tokens).startswith("NONE"), tokens
 
 
-@pytest.mark.parametrize("k", [2, 3, 6, 15])
-@pytest.mark.parametrize("version", versions(*V1))
+@pytest.mark.parametrize(("version", "k"), crossed(versions(*V1), [2, 3, 6, 15]))
 def test_released_v1_runners_decode_in_full_graphs(
     entry: run_records.RunRecord, version: str, k: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,79 +353,61 @@ def test_released_v1_runners_decode_in_full_graphs(
     assert dispatcher.dispatch(own + 1)[0] == CUDAGraphMode.NONE
 
 
-#: Drafts, requests, and the largest size that is named.
-LIMITS = [(6, 6, 42), (6, 6, 41), (3, 64, 250), (2, 100, 600), (6, 6, 6)]
-
-
-@pytest.mark.parametrize(("k", "seqs", "limit"), LIMITS)
-@pytest.mark.parametrize("version", versions(*V2))
-def test_up_to_the_largest_size_that_is_named_each_whole_block_has_a_graph_on_v2(
-    entry: run_records.RunRecord,
-    version: str,
-    k: int,
-    seqs: int,
-    limit: int,
-    vllm_tree: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    entry.vllm_version = version
-    tree, block = vllm_tree(version), 1 + k
-    config = made(config_of(k, seqs, largest=limit, v2=True), fill_of(tree))
-    manager = Manager(tree, config, monkeypatch)
-    served = {one for one in range(1, seqs + 1) if manager.serves(one, one * block).startswith("FULL")}
-    assert served == set(range(1, min(seqs, limit // block) + 1))
-    assert config.compilation_config.cudagraph_capture_sizes[-1] <= limit
-    assert (feature.UNSERVED in entry.decisions) is (len(served) < seqs)
-
-
-@pytest.mark.parametrize(("k", "seqs", "limit"), LIMITS[:-1])
-@pytest.mark.parametrize("version", versions(*V1))
-def test_up_to_the_largest_size_that_is_named_each_whole_block_has_a_graph_on_v1(
-    entry: run_records.RunRecord, version: str, k: int, seqs: int, limit: int, vllm_tree: Any
-) -> None:
-    entry.vllm_version = version
-    tree, block = vllm_tree(version), 1 + k
-    config = made(config_of(k, seqs, largest=limit), fill_of(tree))
+def served_by(tree: Any, config: Any, monkeypatch: pytest.MonkeyPatch, **choices: str) -> set[int]:
+    """Return how many requests may decode in a FULL graph."""
+    block, counts = config.uniform_decode_query_len, range(1, config.scheduler_config.max_num_seqs + 1)
+    if config.use_v2_model_runner:
+        manager = Manager(tree, config, monkeypatch, **choices)
+        return {count for count in counts if manager.serves(count, count * block).startswith("FULL")}
     round_up_sizes(tree, config.compilation_config, block)
     dispatcher = dispatcher_of(tree, config)
-    served = {
-        one
-        for one in range(1, seqs + 1)
-        if dispatcher.dispatch(one * block, uniform_decode=True)[0] == CUDAGraphMode.FULL
-    }
-    assert served == set(range(1, min(seqs, limit // block) + 1))
-    assert config.compilation_config.cudagraph_capture_sizes[-1] <= limit
+    full = CUDAGraphMode.FULL
+    return {count for count in counts if dispatcher.dispatch(count * block, uniform_decode=True)[0] == full}
 
 
+#: Drafts, requests, and the largest size that is named.
+LIMITS = [(6, 6, 42), (6, 6, 41), (3, 64, 250), (2, 100, 600), (6, 6, 6)]
 #: Lists of a user, with holes, without whole blocks, and past the fullest batch.
 LISTS = [(2, 8, [1, 2, 4, 8, 16]), (6, 6, [8, 16, 40, 48]), (3, 64, [1, 30, 250]), (2, 16, [64]), (6, 6, [4])]
 
 
-@pytest.mark.parametrize(("k", "seqs", "sizes"), LISTS)
-@pytest.mark.parametrize("version", versions(*V2))
-def test_which_batches_a_list_serves_is_what_released_v2_runners_do(
-    entry: run_records.RunRecord, version: str, k: int, seqs: int, sizes: list[int], vllm_tree: Any, monkeypatch: Any
-) -> None:
-    tree, block = vllm_tree(version), 1 + k
-    config = made(config_of(k, seqs, sizes=list(sizes), v2=True), fill_of(tree))
-    manager = Manager(tree, config, monkeypatch, **OFF)
-    found = feature.served_requests(block, seqs, sizes, separate=True, v2=True, vllm=Version(version))
-    assert found == {one for one in range(1, seqs + 1) if manager.serves(one, one * block).startswith("FULL")}
+def on_both_runners(engines: list[Any]) -> list[Any]:
+    """Return versions and engines; the last engine only for V2."""
+    v1, v2 = crossed(versions(*V1), engines[:-1], False), crossed(versions(*V2), engines, True)
+    return v1 + v2
 
 
-@pytest.mark.parametrize(("k", "seqs", "sizes"), LISTS[:-1])
-@pytest.mark.parametrize("version", versions(*V1))
-def test_which_batches_a_list_serves_is_what_released_v1_runners_do(
-    entry: run_records.RunRecord, version: str, k: int, seqs: int, sizes: list[int], vllm_tree: Any
+@pytest.mark.parametrize(("version", "engine", "v2"), on_both_runners(LIMITS))
+def test_up_to_the_largest_size_that_is_named_each_whole_block_has_a_graph(
+    entry: run_records.RunRecord,
+    version: str,
+    engine: tuple[int, int, int],
+    v2: bool,
+    vllm_tree: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tree, block = vllm_tree(version), 1 + k
-    config = made(config_of(k, seqs, sizes=list(sizes)), fill_of(tree))
-    round_up_sizes(tree, config.compilation_config, block)
-    dispatcher = dispatcher_of(tree, config)
-    found = feature.served_requests(block, seqs, sizes, separate=True, v2=False, vllm=Version(version))
-    counts = range(1, seqs + 1)
-    full = {n for n in counts if dispatcher.dispatch(n * block, uniform_decode=True)[0] == CUDAGraphMode.FULL}
-    assert found == full
+    entry.vllm_version, (k, seqs, limit) = version, engine
+    tree = vllm_tree(version)
+    config = made(config_of(k, seqs, largest=limit, v2=v2), fill_of(tree))
+    served = served_by(tree, config, monkeypatch)
+    assert served == set(range(1, min(seqs, limit // (1 + k)) + 1))
+    assert config.compilation_config.cudagraph_capture_sizes[-1] <= limit
+    assert not v2 or (feature.UNSERVED in entry.decisions) is (len(served) < seqs)
+
+
+@pytest.mark.parametrize(("version", "engine", "v2"), on_both_runners(LISTS))
+def test_which_batches_a_list_serves_is_what_released_runners_do(
+    entry: run_records.RunRecord,
+    version: str,
+    engine: tuple[int, int, list[int]],
+    v2: bool,
+    vllm_tree: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree, (k, seqs, sizes) = vllm_tree(version), engine
+    config = made(config_of(k, seqs, sizes=list(sizes), v2=v2), fill_of(tree))
+    found = feature.served_requests(1 + k, seqs, sizes, separate=True, v2=v2, vllm=Version(version))
+    assert found == served_by(tree, config, monkeypatch, **OFF)
 
 
 # -- FlashAttention's buffers -----------------------------------------------------------------------------------------

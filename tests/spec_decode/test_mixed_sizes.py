@@ -27,7 +27,7 @@ from vllm_hwplugin.spec_decode.v2 import mixed_sizes as v2_mixed_sizes
 from ..conftest import versions
 from ..released import texts
 from .graph_manager import MODE, Manager, Memory
-from .sized_configs import V1, V2, config_of, dispatcher_of, fill_of, made, method_of, methods
+from .sized_configs import V1, V2, config_of, crossed, dispatcher_of, fill_of, made, method_of, methods
 
 
 def engine_of(tree: Any, **engine: Any) -> Any:
@@ -64,8 +64,7 @@ def test_graphs_of_mixed_batches_reach_4096_tokens(
     )
 
 
-@pytest.mark.parametrize("sizes", [[], [1, 2, 4]])
-@pytest.mark.parametrize("version", versions(*V1))
+@pytest.mark.parametrize(("version", "sizes"), crossed(versions(*V1), [[], [1, 2, 4]]))
 def test_sizes_of_the_user_stay_as_they_are(version: str, sizes: list[int], vllm_tree: Any) -> None:
     """None at all, too: vLLM starts without graphs then."""
     config = config_of()
@@ -103,8 +102,7 @@ class Runner:
         return {mode.name: descs[0].num_tokens for mode, descs in found}
 
 
-@pytest.mark.parametrize("seqs", [64, 1024])
-@pytest.mark.parametrize("version", versions(*V1))
+@pytest.mark.parametrize(("version", "seqs"), crossed(versions(*V1), [64, 1024]))
 def test_graphs_of_mixed_batches_reach_4096_tokens_on_the_v1_runner(
     entry: run_records.RunRecord, version: str, seqs: int, vllm_tree: Any
 ) -> None:
@@ -177,8 +175,9 @@ def estimated(manager: Manager) -> int:
     return found_bytes
 
 
-@pytest.mark.parametrize("seqs", [64, 1024])
-@pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.26.0") :]))
+@pytest.mark.parametrize(
+    ("version", "seqs"), crossed(versions(*V2, among=SUPPORTED[SUPPORTED.index("0.26.0") :]), [64, 1024])
+)
 def test_graphs_that_no_batch_would_get_are_not_captured(
     entry: run_records.RunRecord, version: str, seqs: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from vllm_hwplugin.spec_decode.v1 import added_sizes, mixed_sizes
 
 from ...conftest import versions
 from ...released import texts
-from ..sized_configs import V1, config_of, dispatcher_of, fill_of, made, methods, round_up_sizes
+from ..sized_configs import V1, config_of, crossed, dispatcher_of, fill_of, made, methods, round_up_sizes
 
 RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 
@@ -98,18 +98,16 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return pools
 
 
-@pytest.mark.parametrize(("engine", "failing"), CASES)
-@pytest.mark.parametrize("version", versions(*V1))
+@pytest.mark.parametrize(("version", "case"), crossed(versions(*V1), CASES))
 def test_sizes_that_fail_are_those_of_the_plugin(
     vllm_tree: Any,
     version: str,
-    engine: dict[str, int],
-    failing: range,
+    case: tuple[dict[str, int], range],
     entry: run_records.RunRecord,
     left: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tree = vllm_tree(version)
+    tree, (engine, failing) = vllm_tree(version), case
     plain = config_of(**engine)
     fill_of(tree)(plain)
     by_vllm = Runner(tree, plain, (), monkeypatch).capture()
