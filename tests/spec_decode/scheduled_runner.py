@@ -99,7 +99,13 @@ def read_by_the_plugin(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Side(Engine):
-    """vLLM of `modules` with its models, its KV cache and its graphs."""
+    """vLLM of `modules` with its models, its KV cache and its graphs.
+
+    Attributes:
+        native: whether torch samples within top-k and top-p, not FlashInfer.
+    """
+
+    native = True
 
     def __init__(self, modules: Modules, **how: bool) -> None:
         super().__init__(**how)
@@ -110,7 +116,7 @@ class Side(Engine):
         runner = self.runner = modules.load(RUNNER).GPUModelRunner(self.config, DEVICE)
         # As on a device.
         sampler = runner.sampler.topk_topp_sampler
-        sampler.forward = sampler.forward_native
+        sampler.forward = sampler.forward_native if self.native else lambda *given: sampler.forward_native(*given)
         runner._freeze_gc = contextlib.nullcontext
         runner.drafter.load_model = lambda _: vars(runner.drafter).update(
             model=draft, _draft_attn_layer_names={"draft"}

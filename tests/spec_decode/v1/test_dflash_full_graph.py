@@ -69,28 +69,6 @@ def test_drafts_are_those_of_stock(pair, k, mode):
     assert len(context.replayed) > 25
 
 
-@pytest.mark.parametrize("kind", ["decode", "mixed", "prefill"])
-@pytest.mark.parametrize(("size", "rung"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8)])
-def test_every_kind_of_batch_is_one_replay_of_its_own_rung(pair, kind, size, rung):
-    k = 3
-    stock, graphed, runner = pair(k)
-    queries, context = graphs_of(graphed)
-    batch = runner.batch(k, kind, size=size)
-    compare(stock, graphed, batch)
-    assert queries.replayed == [BatchDescriptor(num_tokens=rung * (1 + k), num_reqs=rung, uniform=True)]
-    count = batch["common_attn_metadata"].num_actual_tokens
-    padded = next((held for held in (4, 8, 16, 32) if held >= count), None)
-    assert context.replayed == ([] if padded is None else [BatchDescriptor(num_tokens=padded)])
-
-
-def test_a_batch_above_the_ladder_runs_without_graphs(pair):
-    stock, graphed, runner = pair(3)
-    queries, context = graphs_of(graphed)
-    compare(stock, graphed, runner.batch(3, size=MAX_REQS))
-    assert queries.replayed == []
-    assert context.replayed == []
-
-
 def test_no_mixed_graphs_and_no_steps(make_dflash, notes):
     proposer = make_dflash("graphs", 3)
     boot(proposer, FULL, Runner(0))
@@ -185,30 +163,6 @@ def test_a_context_that_cannot_be_recorded_is_stored_as_in_stock(make_dflash, fa
     compare_over_many(runner, 3, functools.partial(compare, stock, graphed))
     # The passes alone.
     assert sum(bool(graphs.replayed) for graphs in RecordedGraphs.instances) == 1
-
-
-def test_an_obstacle_leaves_the_context_stock_too(make_dflash, notes):
-    stock, proposer, runner = make_dflash("stock", 3), make_dflash("graphs", 3), Runner(1)
-    boot(stock, NONE, runner)
-    boot(proposer, PIECEWISE, runner)
-    reason = "it needs draft-full-graph's graphs, and the target's cudagraph_mode is PIECEWISE"
-    assert reason in notes["dflash-full-graph"]
-    RecordedGraphs.sealed = True
-    compare(stock, proposer, runner.batch(3))
-    assert RecordedGraphs.instances == []
-
-
-def test_graphs_that_are_turned_off_take_the_context_with_them(pair, notes):
-    stock, graphed, runner = pair(3)
-    compare(stock, graphed, runner.batch(3, size=2))
-    _, context = graphs_of(graphed)
-    runner.table = runner.table.clone()
-    before = len(context.replayed)
-    # The context is stored once more before the moved table is seen.
-    compare(stock, graphed, runner.batch(3, size=2))
-    compare(stock, graphed, runner.batch(3, size=2))
-    assert "block table moved" in notes["draft-full-graph"]
-    assert len(context.replayed) <= before + 1
 
 
 # -- the shape of the pass, and the buffers ---------------------------------------------------------------------------

@@ -195,14 +195,6 @@ def test_what_cannot_be_captured_leaves_the_drafter_stock(make, notes, prepare, 
     assert RecordedGraphs.instances == []
 
 
-def test_a_required_feature_that_cannot_be_captured_ends_the_start(make, monkeypatch):
-    monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "on")
-    proposer, runner = make("loop", EAGLE, 2), Runner(0)
-    template = planning(proposer, runner)
-    with pytest.raises(FeatureRequired, match="FlexAttentionMetadataBuilder"):
-        proposer.host.start(DECODE_ONLY, template)
-
-
 def test_a_required_chain_over_a_planning_builder_ends_the_start(make, monkeypatch):
     monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH", "on")
     proposer, runner = make("loop", EAGLE, 3), Runner(0)

@@ -125,13 +125,6 @@ def test_every_shape_is_captured_once_after_a_run_without_a_graph(make):
     assert graphs.captured == before
 
 
-def test_capture_writes_nothing_to_the_cache(make):
-    proposer = make("loop", EAGLE, 3)
-    proposer.model.cache.fill_(5)
-    boot(proposer, FULL, Runner(0))
-    assert (proposer.model.cache[:-1] == 5).all()
-
-
 def test_graphs_have_a_pool_of_their_own(make):
     proposers = [make("loop", EAGLE, 2) for _ in range(2)]
     for proposer in proposers:
@@ -220,17 +213,6 @@ def test_requests_with_fewer_drafts_are_no_smaller_batch_of_whole_ones(pair, len
     """As many tokens as two requests with all their drafts, or three."""
     stock, graphed, runner = pair("passes", EAGLE, 3, DECODE_ONLY)
     compare(stock, graphed, runner.batch(3, lengths=lengths))
-
-
-def test_steps_above_the_ladder_use_a_mixed_graphs_own_buffers(pair):
-    stock, graphed, runner = pair("passes", EAGLE, 2, FULL)
-    graphs = RecordedGraphs.instances[0]
-    for _ in range(8):
-        graphs.replayed.clear()
-        compare(stock, graphed, runner.batch(2, size=MAX_REQS))
-        # 27 tokens are more than any graph holds; the steps' 9 fit a mixed one.
-        assert graphs.replayed == [BatchDescriptor(num_tokens=12, num_reqs=MAX_REQS, uniform=False)]
-        compare(stock, graphed, runner.batch(2, "mixed", size=3))
 
 
 def test_a_moved_block_table_turns_the_graphs_off(pair, notes):

@@ -1,8 +1,6 @@
-"""The chain of one-token steps as one graph: when it is used, and that it drafts what stock vLLM drafts."""
+"""The chain of one-token steps as one graph: when it is replayed, and that it drafts what unpatched vLLM drafts."""
 
 from __future__ import annotations
-
-import types
 
 import pytest
 
@@ -11,46 +9,19 @@ pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode  # noqa: E402
 
-from vllm_hwplugin.base.fallback import FeatureRequired  # noqa: E402
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape  # noqa: E402
-from vllm_hwplugin.spec_decode.v1.draft_full_graph import capture_draft_graphs  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.pass_graphs import descriptor_of  # noqa: E402
 
-from ..drafters import EAGLE, MAX_REQS, P_EAGLE, Runner, boot, propose  # noqa: E402
+from ..drafters import EAGLE, MAX_REQS, Runner, boot, propose  # noqa: E402
 from ..recorded_graph import RecordedGraphs  # noqa: E402
 
 DECODE_ONLY = CUDAGraphMode.FULL_DECODE_ONLY
 
 
-# -- decisions --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("k", [2, 3])
-def test_parallel_drafting_captures_neither_steps_nor_a_chain(make, notes, k):
-    proposer = make("loop", P_EAGLE, k)
-    boot(proposer, DECODE_ONLY, Runner(0))
-    (passes,) = RecordedGraphs.instances
-    assert {key.num_tokens // key.num_reqs for key in passes.captured} == {2 * k}
-    assert "there is no chain" in notes["draft-loop-graph"]
-
-
-def test_wider_hidden_states_have_no_chain(make, notes):
-    proposer = make("loop", EAGLE, 3)
-    width = proposer.hidden_size
-    proposer.draft_model_config = types.SimpleNamespace(get_hidden_size=lambda: width // 2)
-    boot(proposer, DECODE_ONLY, Runner(0))
-    (passes,) = RecordedGraphs.instances
-    assert passes.captured
-    assert "wider than the states that it samples from" in notes["draft-loop-graph"]
-
-
-# -- the chain --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def pair(make):
-    def made(k, seed=1):
-        runner = Runner(seed)
+    def made(k):
+        runner = Runner(1)
         stock, graphed = make("stock", EAGLE, k), make("loop", EAGLE, k)
         boot(stock, CUDAGraphMode.NONE, runner)
         boot(graphed, DECODE_ONLY, runner)
@@ -58,19 +29,6 @@ def pair(make):
         return stock, graphed, runner
 
     return made
-
-
-def test_each_rung_is_captured_once_largest_first(make, notes):
-    proposer, runner = make("loop", EAGLE, 3), Runner(0)
-    boot(proposer, DECODE_ONLY, runner)
-    _, loop = RecordedGraphs.instances
-    rungs = [descriptor_of(uniform_shape(1, rung)) for rung in (8, 4, 2, 1)]
-    assert loop.captured == rungs
-    assert loop.without_graph == len(rungs)
-    assert notes["draft-loop-graph"] == "2 steps in one graph for [1, 2, 4, 8] requests"
-    RecordedGraphs.sealed = True
-    capture_draft_graphs(proposer, runner.template())
-    assert loop.captured == rungs
 
 
 @pytest.mark.parametrize("k", [2, 3, 5])
@@ -82,24 +40,6 @@ def test_a_decode_batch_is_two_launches(pair, k, size, rung):
     assert propose(graphed, batch).tolist() == propose(stock, batch).tolist()
     assert passes.replayed == [descriptor_of(uniform_shape(1 + k, rung))]
     assert loop.replayed == [descriptor_of(uniform_shape(1, rung))]
-
-
-def test_a_mixed_first_pass_still_has_its_chain(pair):
-    stock, graphed, runner = pair(3)
-    passes, loop = RecordedGraphs.instances
-    batch = runner.batch(3, "mixed", size=4)
-    assert propose(graphed, batch).tolist() == propose(stock, batch).tolist()
-    assert passes.replayed == []
-    assert len(loop.replayed) == 1
-
-
-def test_the_drafts_outlive_the_next_launch(pair):
-    _, graphed, runner = pair(3)
-    first = propose(graphed, runner.batch(3, size=2))
-    kept = first.tolist()
-    for _ in range(3):
-        propose(graphed, runner.batch(3, size=2))
-    assert first.tolist() == kept
 
 
 def test_rows_come_and_go(pair):
@@ -146,11 +86,3 @@ def test_each_draft_phase_is_counted_and_what_was_in_its_way(pair, make):
     propose(without, runner.batch(3, size=2))
     for part in (without.draft_graphs, without.draft_loop):
         assert part._step_counts.outcomes() == {"not_captured": 1}
-
-
-def test_a_required_chain_that_cannot_be_ends_the_start(make, monkeypatch):
-    monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH", "on")
-    proposer = make("loop", EAGLE, 3)
-    proposer.eplb_state = (int,)
-    with pytest.raises(FeatureRequired, match="host work between steps: eplb_state"):
-        boot(proposer, DECODE_ONLY, Runner(0))
