@@ -17,7 +17,7 @@ import pytest
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.patching import find_installed, load_catalogue
 
-from ..conftest import CHECKSUMS, cannot_run
+from ..conftest import CHECKSUMS, cannot_run, versions
 from ..releases import DOES_NOT_IMPORT, NEWEST
 from .stand_in import UnknownName
 
@@ -29,19 +29,21 @@ STEPPED = {
     for file in Path(__file__).parent.rglob("test_*.py")
     if (found := re.search(r'mark\.each_vllm\("(.+)"\)', file.read_text()))
 }
-#: The newest first. With `--all-versions` also the last of each other minor version, in few walks each; the installed
-#: one steps in this process.
-LAST = list({version.rpartition(".")[0]: version for version in SUPPORTED}.values())
-OLDER = [version for version in LAST[-2::-1] if version != find_installed().version] if CHECKSUMS else []
+#: The newest first. With `--all-versions` also the fewest of the others that have each hunk of the runners, in few
+#: walks each; the installed one steps in this process.
+LAST = tuple({version.rpartition(".")[0]: version for version in SUPPORTED}.values())
+RUNNERS = ("vllm/v1/worker/gpu_model_runner.py", "vllm/v1/worker/gpu/model_runner.py")
+CHOSEN = sorted({one for path in RUNNERS for one in versions(path, among=LAST, each_text=False)}, key=LAST.index)
+OLDER = [version for version in CHOSEN[-2::-1] if version != find_installed().version] if CHECKSUMS else []
 RELEASES = [NEWEST, *(pytest.param(version, marks=pytest.mark.slow) for version in OLDER)]
 
 
 def files_of(version: str) -> list[str]:
-    """Return the files to run: of an older release the order machines, and what no minor version before it has."""
+    """Return the files to run: of an older release the order machines, and what no chosen version before it has."""
     covered = [file for file, feature in STEPPED.items() if FEATURES[feature].versions.covers(version)]
     if version == NEWEST:
         return covered
-    before = LAST[max(0, LAST.index(version) - 1)]
+    before = CHOSEN[max(0, CHOSEN.index(version) - 1)]
     new = (file for file in covered if not FEATURES[STEPPED[file]].versions.covers(before))
     return sorted({*(file for file in covered if Path(file).name == "test_order_of_calls.py"), *new})
 

@@ -27,10 +27,10 @@ MODULES = (
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils",
 )
 SINCE_24 = SUPPORTED[SUPPORTED.index("0.24.0") :]
-#: Seconds each, for kernels that an interpreter runs: the last one quick.
+#: Seconds each, for kernels that an interpreter runs: the last one quick. `test_order_of_calls` runs those of others.
 VERSIONS = [
     pytest.param(version, marks=pytest.mark.slow) if version in SUPPORTED[:-1] else version
-    for version in versions(*(f"{name.replace('.', '/')}.py" for name in MODULES), among=SINCE_24)
+    for version in versions(*(f"{name.replace('.', '/')}.py" for name in MODULES), among=SINCE_24, each_text=False)
 ]
 
 
