@@ -194,20 +194,6 @@ def test_the_draft_is_not_asked_for_what_the_targets_images_need(released, versi
     assert (patched.target(config), patched.draft(config)) == ("TRITON_ATTN", "FLASH_ATTN")
 
 
-@pytest.mark.parametrize("version", versions(*FILES, among=OLD))
-def test_the_draft_has_a_configuration_of_its_own_and_shares_the_rest(released, version: str) -> None:
-    config = old(Backend.TRITON_ATTN, speculative_config=Speculative(moe_backend="triton"))
-    before = dataclasses.asdict(config)
-    _, draft = released(version).load(config)
-    assert dataclasses.asdict(config) == before
-    assert not dflash_draft_backend.needs_non_causal(config)
-    assert dflash_draft_backend.needs_non_causal(draft)
-    assert draft.attention_config.flash_attn_version == config.attention_config.flash_attn_version
-    assert draft.kernel_config.moe_backend == "triton"
-    # The draft's layers enter the table that the runner reads.
-    assert draft.compilation_config is config.compilation_config
-
-
 @pytest.mark.parametrize("version", versions(*FILES, among=TEXT_ONLY))
 def test_a_text_only_draft_is_not_left_with_flex_attention(released, version: str) -> None:
     config = new(Backend.TRITON_ATTN, model_config=seen_both_ways())
@@ -270,25 +256,3 @@ def test_the_targets_images_stay_seen_in_both_directions(vllm_tree: Callable, ve
 
     assert flags(**{GATE: "off"}) == (False, False)
     assert flags() == (True, False)
-
-
-def test_the_installed_proposer_clears_the_flag_in_a_copy(patched_module) -> None:
-    """The same with vLLM's own configuration classes, whose `replace` runs all of their checks again."""
-    from vllm.config import ModelConfig as RealModelConfig
-    from vllm.config import VllmConfig
-
-    from vllm_hwplugin_lab.bench import find_checkpoints
-
-    checkpoints = find_checkpoints(None)
-    model = RealModelConfig(model=str(checkpoints.target), dtype="bfloat16", max_model_len=256)
-    model.model_arch_config = dataclasses.replace(model.model_arch_config, is_mm_prefix_lm=True)
-    made = object.__new__(patched_module(DFLASH).DFlashProposer)
-    made.vllm_config, made.dflash_causal = VllmConfig(model_config=model), False
-    made.speculative_config = types.SimpleNamespace(moe_backend=None, attention_backend=None, kv_cache_dtype=None)
-    draft = made._create_draft_vllm_config()
-    assert isinstance(draft, VllmConfig)
-    assert not draft.model_config.is_mm_prefix_lm
-    assert draft.attention_config.use_non_causal
-    assert made.vllm_config.model_config is model
-    assert model.is_mm_prefix_lm
-    assert draft.compilation_config is made.vllm_config.compilation_config

@@ -191,17 +191,6 @@ def test_a_draft_does_not_write_into_the_targets_blocks(runner, notes, version, 
 
 
 @pytest.mark.parametrize("version", versions(RUNNER, "vllm/v1/attention/", among=CLASHING))
-def test_blocks_that_kernels_split_do_not_overlap_either(runner, version) -> None:
-    groups, shared = [{"draft": "FLASH_ATTN"}, {"sliding": "FLASHINFER"}], [["draft", "sliding"]]
-    caches = runner(version, groups, shared, kernel_block_size=16, block_size=32)
-    for mine, its in itertools.permutations(range(BLOCKS), 2):
-        caches["draft"].zero_()
-        for part in (2 * mine, 2 * mine + 1):
-            block_of(caches["draft"], part).fill_(1)
-        assert not any(block_of(caches["sliding"], part).any() for part in (2 * its, 2 * its + 1))
-
-
-@pytest.mark.parametrize("version", versions(RUNNER, "vllm/v1/attention/", among=CLASHING))
 @pytest.mark.parametrize(
     ("groups", "shared"),
     [
@@ -235,20 +224,3 @@ def test_groups_without_keys_and_values_are_passed_over(monkeypatch: pytest.Monk
     other = types.SimpleNamespace(kv_cache_spec=Spec(), kv_cache_group_id=0, layer_names=["other"], backend=int)
     config = types.SimpleNamespace(kv_cache_tensors=[types.SimpleNamespace(shared_by=["layer", "other"])])
     assert clash(config, [[group, other]], [BLOCK_SIZE]) is False
-
-
-def test_an_engine_of_one_backend_is_not_asked_for_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock asks only beside Mamba layers, and not every backend can tell which dimension counts its blocks."""
-    monkeypatch.setattr("vllm.v1.kv_cache_interface.AttentionSpec", Spec)
-
-    class Backend:
-        @classmethod
-        def get_kv_cache_block_dim(cls, *_: Any, **__: Any) -> int:
-            raise ValueError("1234567 is not in tuple")
-
-    groups = [
-        [types.SimpleNamespace(backend=Backend, layer_names=[name], kv_cache_spec=Spec(), kv_cache_group_id=index)]
-        for index, name in enumerate(("full", "sliding"))
-    ]
-    config = types.SimpleNamespace(kv_cache_tensors=[types.SimpleNamespace(shared_by=["full", "sliding"])])
-    assert not clash(config, groups, [BLOCK_SIZE] * 2)

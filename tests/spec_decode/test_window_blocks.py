@@ -199,31 +199,6 @@ def test_stock_frees_them(version: str, engine: Callable[..., Engine]) -> None:
     assert len(free) > STEPS // 2
 
 
-def test_mamba_layers_keep_their_own_count() -> None:
-    told: dict[str, Any] = {}
-
-    class Other:
-        pass
-
-    def manager(kind: type, name: str) -> Any:
-        made = object.__new__(kind)
-        made.remove_skipped_blocks = lambda request_id, computed, **more: told.update(
-            {name: (request_id, computed, more)}
-        )
-        return made
-
-    managers = (manager(Other, "window"), manager(MambaManager, "mamba"))
-    request = SimpleNamespace(request_id="r", num_output_placeholders=8)
-    for total, certain in ((100, 92), (5, 0)):
-        window_blocks.remove_skipped_blocks(
-            SimpleNamespace(single_type_managers=managers), request, total, num_prompt_tokens=3
-        )
-        assert told == {
-            "window": ("r", certain, {"num_prompt_tokens": 3}),
-            "mamba": ("r", total, {"num_prompt_tokens": 3}),
-        }
-
-
 # -- does an engine use it? -------------------------------------------------------------------------------------------
 
 

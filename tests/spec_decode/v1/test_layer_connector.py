@@ -1,4 +1,4 @@
-"""Which of vLLM's KV connectors do something at each layer, and what a DFlash drafter makes of it."""
+"""Which of vLLM's KV connectors do something at each layer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from vllm.config import CUDAGraphMode, KVTransferConfig
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from vllm_hwplugin.spec_decode.obstacles import working_by_layer
-
-from ..drafters import EAGLE, Runner, boot
-from ..recorded_graph import RecordedGraphs
-
-BOTH = CUDAGraphMode.FULL_AND_PIECEWISE
 
 
 class Late(KVConnectorBase_V1):
@@ -84,20 +79,3 @@ def test_others(asked, found):
 def test_of_several_each_is_looked_at(second, found):
     parts = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("OffloadingConnector", second)]
     assert working_by_layer(transfer("MultiConnector", kv_connector_extra_config={"connectors": parts})) == found
-
-
-@pytest.mark.parametrize(("name", "served"), [("ExampleConnector", False), ("OffloadingConnector", True)])
-def test_a_dflash_drafter_lets_one_save_its_keys_of_a_prompt(make_dflash, notes, name, served):
-    proposer = make_dflash("graphs", 3)
-    proposer.vllm_config.kv_transfer_config = transfer(name)
-    boot(proposer, BOTH, Runner(0))
-    assert proposer.draft_graphs.ready == served
-    assert bool(RecordedGraphs.instances) == served
-    assert ("ExampleConnector may load and save keys layer by layer" in notes["dflash-full-graph"]) != served
-
-
-def test_other_drafters_pass_over_prompts_as_the_target_does(make):
-    proposer = make("loop", EAGLE, 3)
-    proposer.vllm_config.kv_transfer_config = transfer("ExampleConnector")
-    boot(proposer, BOTH, Runner(0))
-    assert proposer.draft_graphs.ready

@@ -22,3 +22,18 @@ def modules(vllm_tree: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Graph.capturing is not None)
     monkeypatch.setattr(Graph, "replayed", [])
     return lambda version, **choices: ReleasedModules(vllm_tree(version), **choices)
+
+
+@pytest.fixture
+def known_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the plugin know the builders of `speculators` instead of vLLM's."""
+    from vllm_hwplugin.spec_decode import builders
+
+    from .speculators import DevicePlan, HostPlan, LazyPlan, Views
+
+    kinds = {Views: "", DevicePlan: "", LazyPlan: "", HostPlan: "each build plans on the host"}
+    known = {
+        f"{cls.__module__}.{cls.__qualname__}": builders.Builder(one_token=not why, why=why)
+        for cls, why in kinds.items()
+    }
+    monkeypatch.setattr(builders, "BUILDERS", known)

@@ -12,19 +12,10 @@ from vllm_hwplugin.spec_decode import builders, graph_recording
 from .released_modules import Graph
 from .speculators import DevicePlan, HostPlan, LazyPlan, Runner, Views
 
+pytestmark = pytest.mark.usefixtures("known_plans")
+
 VERSION, STOCK = "0.20.2", {"VLLM_HWPLUGIN_V2_DRAFT_METADATA": "off"}
 BATCHES = [([2], [20], [0]), ([2, 0, 5], [21, 30, 41], [0, 1, 3]), ([5, 3, 0, 1], [39, 6, 32, 50], [0, 2, 0, 1])]
-
-
-@pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The builders here, beside vLLM's."""
-    kinds = {Views: "", DevicePlan: "", LazyPlan: "", HostPlan: "each build plans on the host"}
-    known = {
-        f"{cls.__module__}.{cls.__qualname__}": builders.Builder(one_token=not why, why=why)
-        for cls, why in kinds.items()
-    }
-    monkeypatch.setattr(builders, "BUILDERS", known)
 
 
 def drafts_of(modules, builder: type[Views], k: int, captured: bool = True, **choices: str) -> list[torch.Tensor]:

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from vllm_hwplugin.base import run_records
-from vllm_hwplugin.base.fallback import FeatureRequired
 from vllm_hwplugin.frozen import fused_drafts
-from vllm_hwplugin.spec_decode import builders, graph_recording
+from vllm_hwplugin.spec_decode import graph_recording
 
 from .released_modules import Graph
 from .speculators import BLOCK, MAX_LEN, DevicePlan, HostPlan, LazyPlan, Runner, Views
+
+pytestmark = pytest.mark.usefixtures("known_plans")
 
 GATE = "VLLM_HWPLUGIN_V2_FUSED_DRAFTS"
 STOCK = {GATE: "off"}
@@ -28,17 +29,6 @@ BATCHES = [
     ([5, 3, 1], [47, MAX_LEN, 36], [1, 0, 0]),
     ([3], [15], [0]),
 ]
-
-
-@pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The builders here, beside vLLM's."""
-    kinds = {Views: "", DevicePlan: "", LazyPlan: "", HostPlan: "each build plans on the host"}
-    known = {
-        f"{cls.__module__}.{cls.__qualname__}": builders.Builder(one_token=not why, why=why)
-        for cls, why in kinds.items()
-    }
-    monkeypatch.setattr(builders, "BUILDERS", known)
 
 
 @pytest.fixture
@@ -87,13 +77,6 @@ def test_drafts_and_all_else_are_stocks(boot, notes, version: str, builder: type
     assert notes["v2-fused-drafts"] == "3 steps in one graph"
 
 
-@pytest.mark.parametrize("k", [3, 7])
-def test_other_numbers_of_drafts(boot, notes, k: int) -> None:
-    stock, fused = boot("0.26.0", Views(), k, **STOCK), boot("0.26.0", DevicePlan(), k)
-    for batch in BATCHES[:2]:
-        compare(stock, fused, batch, (k - 1, 1))
-
-
 def test_sampled_drafts_leave_their_logits(boot, notes) -> None:
     stock = boot("0.26.0", Views(), 4, sampled=True, **STOCK)
     fused = boot("0.26.0", DevicePlan(), 4, sampled=True)
@@ -123,36 +106,12 @@ def test_padded_rows_write_nothing(boot, notes, version: str, stale: int) -> Non
     assert (runner.speculator.input_buffers.seq_lens >= 0).all()
 
 
-def test_a_graph_is_for_the_longest_sequence(boot, notes, modules) -> None:
-    """What a batch before has left is not what the graphs are captured with, and stays."""
-    builder = Views()
-    runner = Runner(modules("0.26.0"), "0.26.0", builder, 3)
-    runner.speculator.draft_max_seq_len = 9
-    runner.speculator.idx_mapping.fill_(-1)
-    runner.capture()
-    assert set(builder.longest) == {MAX_LEN}
-    assert not runner.speculator.idx_mapping.any()
-    assert runner.speculator.draft_max_seq_len == 9
-
-
 @pytest.mark.parametrize("version", ["0.21.0", "0.26.0"])
 def test_what_the_host_plans_keeps_its_graph_for_each_step(boot, notes, version: str) -> None:
     stock, patched = boot(version, Views(), 4, **STOCK), boot(version, HostPlan(), 4)
     for batch in BATCHES[:2]:
         compare(stock, patched, batch, (3, 3))
     assert "HostPlan: each build plans on the host" in notes["v2-fused-drafts"]
-
-
-def test_two_drafts_are_left_alone(boot, notes) -> None:
-    stock, patched = boot("0.26.0", Views(), 2, **STOCK), boot("0.26.0", Views(), 2)
-    compare(stock, patched, BATCHES[1], (1, 1))
-    assert "no two steps" in notes["v2-fused-drafts"]
-
-
-def test_a_demand_that_cannot_be_met_ends_the_start(boot, notes, monkeypatch) -> None:
-    monkeypatch.setenv(GATE, "on")
-    with pytest.raises(FeatureRequired, match="no two steps"):
-        boot("0.26.0", Views(), 2)
 
 
 # -- sleep ------------------------------------------------------------------------------------------------------------

@@ -4,18 +4,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from packaging.version import Version
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 from vllm.sampling_params import SamplingParams
 
-from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode.v2.recording import (
     WALKS,
     SamplerParts,
@@ -26,7 +23,6 @@ from vllm_hwplugin.spec_decode.v2.recording import (
 )
 from vllm_hwplugin.spec_decode.v2.tail_buffers import Padding
 
-from ...conftest import versions
 from .samplers import sampler
 
 
@@ -83,13 +79,6 @@ def test_a_block_of_all_drafts_is_masked_where_fewer_are_verified() -> None:
     assert speculator.input_buffers.seq_lens.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("version", [version for version in SUPPORTED if Version(version) >= Version("0.28.0")])
-def test_a_draft_that_walks_through_candidates_is_known_by_what_it_has(vllm_tree: Any, version: str) -> None:
-    folder = "vllm/v1/worker/gpu/spec_decode"
-    plain, walks = (vllm_tree(version).read(f"{folder}/{name}/speculator.py") for name in ("dflash", "dflash2"))
-    assert [sum(f"self.{name} = " in text for name in WALKS) for text in (plain, walks)] == [0, 1]
-
-
 @pytest.mark.parametrize("name", ["_build_uniform_attn_metadata", "_build_draft_attn_metadata"])
 def test_a_recording_updates_the_metadata_of_the_run_before_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
@@ -127,16 +116,3 @@ def test_a_recording_updates_the_metadata_of_the_run_before_it(name: str, monkey
         *("built", "mapped", "metadata 2 updated"),
         "built",
     ]
-
-
-@pytest.mark.parametrize(
-    "version", versions("vllm/v1/worker/gpu/spec_decode/", among=SUPPORTED[SUPPORTED.index("0.28.0") :])
-)
-def test_released_drafters_build_by_one_of_these_names_and_update(version: str, vllm_tree: Any) -> None:
-    folder = "vllm/v1/worker/gpu/spec_decode"
-    files = ("speculator", "autoregressive/speculator", "target_dependent_ar/speculator")
-    text = "".join(vllm_tree(version).read(f"{folder}/{file}.py") or "" for file in files)
-    names = ("_build_uniform_attn_metadata", "_build_draft_attn_metadata")
-    assert [name for name in names if f"def {name}(" in text] == [names[Version(version) < Version("0.30")]]
-    assert "def _generate_fused_drafts(" in text
-    assert "group.update_draft_decode_metadata(attn_metadata)" in text
