@@ -229,29 +229,6 @@ def test_another_stream_is_captured_once_it_has_waited() -> None:
         captured(inside)
 
 
-@on_the_device
-def test_a_triton_kernel_is_launched_and_captured() -> None:
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def kernel(source, target, count, BLOCK: tl.constexpr):
-        offsets = tl.arange(0, BLOCK)
-        values = tl.load(source + offsets, mask=offsets < count)
-        tl.store(target + offsets, values + 1, mask=offsets < count)
-
-    source, target = torch.arange(5.0, device="musa"), torch.zeros(5, device="musa")
-    kernel[(1,)](source, target, 5, BLOCK=8)
-    assert target.tolist() == [1, 2, 3, 4, 5]
-    graph, _ = captured(lambda: kernel[(1,)](source, target, 3, BLOCK=8))
-    source.zero_()
-    assert target.tolist() == [1, 2, 3, 4, 5]
-    graph.replay()
-    assert target.tolist() == [1, 1, 1, 4, 5]
-    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
-        kernel[(1,)](torch.arange(5.0), target, 5, BLOCK=8)
-
-
 def test_keys_are_written_as_by_vllms_kernel(musa_host: None, tmp_path: Path) -> None:
     # vLLM puts names into torch.musa, so no other test has this process.
     process = DeviceProcess(simulated.environment(tmp_path))
@@ -279,27 +256,3 @@ def write_keys() -> None:
 
 
 # -- names
-
-
-@on_the_device
-def test_nothing_is_asked_of_a_norm_while_a_graph_is_captured() -> None:
-    """The answer is read on the host, which breaks a capture; so one call a layer is captured, until somebody asks."""
-    from vllm_hwplugin.spec_decode import dflash_context_norm
-
-    shapes: list[tuple[int, ...]] = []
-
-    def op(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-        shapes.append(tuple(weight.shape))
-        out.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.unsqueeze(-2))
-
-    x = torch.arange(1.0, 13.0, device="musa").reshape(2, 2, 3)
-    weights = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], device="musa")
-    out = torch.empty_like(x)
-    graph, _ = captured(lambda: dflash_context_norm.norm_rows(op, out, x, weights, 1e-6))
-    assert shapes == [(3,)] * 2
-    graph.replay()
-    # Outside of a capture it is asked, and the whole call is kept.
-    asked = torch.empty_like(x)
-    dflash_context_norm.norm_rows(op, asked, x, weights, 1e-6)
-    assert shapes[2:] == [(2, 3)] * 2
-    torch.testing.assert_close(out.cpu(), asked.cpu())

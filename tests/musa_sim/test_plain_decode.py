@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,8 @@ import pytest
 from vllm_hwplugin.base.features import gate_of
 from vllm_hwplugin.base.gates import PLAIN_DECODE
 
-from .. import releases
 from . import loads
-from .loads import Engine, Load, Run
+from .loads import Engine, Load
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
@@ -23,16 +21,16 @@ DEMANDED |= {PLAIN_DECODE: "on"}
 #: Fewer blocks than with drafts, so that requests lose theirs.
 LOAD = Load(
     Engine(None, more={"num_gpu_blocks_override": 15}).on_musa(),
-    [
-        *loads.mixed(),
-        *loads.two_alone(top_k=20, top_p=0.9),
-        *loads.rows_again(),
-        *loads.asking_for_more(),
-    ],
+    [*loads.mixed(), *loads.two_alone(top_k=20, top_p=0.9), *loads.rows_again(), *loads.asking_for_more()],
 )
 
 
-def assert_graphs_serve(expected: Run, found: Run) -> None:
+@pytest.mark.smoke
+def test_graphs_without_a_drafter_change_nothing(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
+    expected, found = loads.compare_runs(LOAD, loads.UNPATCHED, DEMANDED, tmp_path, newest)
+    assert expected.runner == "V2"
+    assert expected.widths() == {1, 2, 3, 4, 5, 6}
+    assert expected.preempted
     assert set(GRAPHS) <= set(found.used)
     assert found.counts["graph_replays"]["target"] == expected.counts["graph_replays"]["target"]
     sampling, inputs = found.counted["v2-tail-graph sampling"], found.counted["v2-step-inputs inputs"]
@@ -47,14 +45,3 @@ def assert_graphs_serve(expected: Run, found: Run) -> None:
     assert "draft" not in found.noted["v2-tail-graph"]
     # A graph makes attention metadata, too, or a note would say who does.
     assert "v2-step-inputs" not in found.noted
-
-
-@pytest.mark.parametrize("version", [pytest.param(releases.NEWEST, marks=pytest.mark.smoke), "0.26.0"])
-def test_graphs_without_a_drafter_change_nothing(
-    version: str, released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path: Path
-) -> None:
-    expected, found = loads.compare_runs(LOAD, loads.UNPATCHED, DEMANDED, tmp_path, released(version))
-    assert_graphs_serve(expected, found)
-    assert expected.runner == "V2"
-    assert expected.widths() == {1, 2, 3, 4, 5, 6}
-    assert expected.preempted
