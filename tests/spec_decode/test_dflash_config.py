@@ -99,7 +99,7 @@ def test_other_configs_are_not_looked_at() -> None:
     check(SimpleNamespace(speculative_config=SimpleNamespace(use_dflash=lambda: False)))
 
 
-# -- the block --------------------------------------------------------------------------------------------------------
+# -- block, layers and width ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -114,84 +114,70 @@ def test_more_tokens_than_the_block_holds(draft: dict, warned: Callable[[SimpleN
         assert part in said
 
 
-@pytest.mark.parametrize("stated", [None, 0, True, "16"])
-def test_where_no_block_size_is_stated_none_is_guessed(stated: object) -> None:
-    check(config(PLAIN, 99, block_size=stated))
-    check(config(CONVERTED, 99))
-
-
-# -- the layers -------------------------------------------------------------------------------------------------------
-
-
-def test_ids_of_checkpoints_count_layers_from_zero() -> None:
-    last = {"target_layer_ids": [1, 35]}
-    check(config(dflash_config=last))
-    said = problem(config(dflash_config={"target_layer_ids": [1, 36, 40]}))
-    for part in ("dflash_config.target_layer_ids [1, 36, 40]", "no layer 36, 40", "36 layers", "0 to 35", "target"):
-        assert part in said
-    assert "made for one of 36 layers" in said
-
-
-def test_ids_in_vllms_own_key_count_what_went_before() -> None:
-    """Id n is the stream after the last layer, which the converted format names."""
-    check(config(CONVERTED, eagle_aux_hidden_state_layer_ids=[0, 18, 36]))
-    said = problem(config(CONVERTED, eagle_aux_hidden_state_layer_ids=[2, 18, 37]))
-    assert "eagle_aux_hidden_state_layer_ids [2, 18, 37]" in said
-    assert "0 to 36" in said
-    assert "made for" not in said
-    assert "no layer -1" in problem(config(CONVERTED, eagle_aux_hidden_state_layer_ids=[-1, 18, 36]))
+AUX, EAGLE = "eagle_aux_hidden_state_layer_ids", "eagle_config"
+NO_AUX = {"use_aux_hidden_state": False}
 
 
 @pytest.mark.parametrize(
-    "where", ["eagle_config.eagle_aux_hidden_state_layer_ids", "dflash_config.layer_ids"], ids=["eagle", "layer_ids"]
+    "vllm_config",
+    [
+        # Where no block size is stated none is guessed.
+        *(config(PLAIN, 99, block_size=stated) for stated in (None, 0, True, "16")),
+        config(CONVERTED, 99),
+        config(dflash_config={"target_layer_ids": [1, 35]}),
+        # Id n is the stream after the last layer, which the converted format names.
+        config(CONVERTED, **{AUX: [0, 18, 36]}),
+        config(dflash_config={"layer_ids": [1, 36]}),
+        # A draft without aux layers has none to check.
+        config(dflash_config={**NO_AUX, "target_layer_ids": [99]}),
+        config(**NO_AUX, dflash_config={"target_layer_ids": [99]}),
+        config(CONVERTED, width=4096),
+        # vLLM reads a null as absent.
+        config(CONVERTED, target_hidden_size=None, width=2048),
+        # Without aux layers the draft's own width counts.
+        config(CONVERTED, width=2048, dflash_config=NO_AUX),
+    ],
 )
-def test_lists_that_only_some_versions_read_are_checked_too(where: str) -> None:
-    section, _, key = where.partition(".")
-    said = problem(config(**{"dflash_config": {}, section: {key: [1, 37]}}))
-    assert where in said
-    check(config(**{"dflash_config": {}, section: {key: [1, 36]}}))
+def test_what_fits_passes(vllm_config: SimpleNamespace) -> None:
+    check(vllm_config)
 
 
-@pytest.mark.parametrize("key", ["eagle_aux_hidden_state_layer_ids", "eagle_config"])
+@pytest.mark.parametrize(
+    ("vllm_config", "parts"),
+    [
+        # Ids of checkpoints count layers from zero.
+        (
+            config(dflash_config={"target_layer_ids": [1, 36, 40]}),
+            ("dflash_config.target_layer_ids [1, 36, 40]", "no layer 36, 40", "0 to 35", "made for one of 36 layers"),
+        ),
+        # Ids in vLLM's own key count what went before.
+        (config(CONVERTED, **{AUX: [2, 18, 37]}), (f"{AUX} [2, 18, 37]", "0 to 36")),
+        (config(CONVERTED, **{AUX: [-1, 18, 36]}), ("no layer -1",)),
+        # Lists that only some versions read.
+        (config(**{"dflash_config": {}, EAGLE: {AUX: [1, 37]}}), (f"{EAGLE}.{AUX}",)),
+        (config(dflash_config={"layer_ids": [1, 37]}), ("dflash_config.layer_ids",)),
+        (config(dflash_config={"target_layer_ids": [1, 40]}, **{EAGLE: {AUX: [1, 50]}}), ("no layer 40",)),
+        (config(width=2560), ("width 4096", "draft draft", "target target", "hidden_size 2560")),
+        (config(CONVERTED, width=2048), ("width 4096",)),
+        (config(CONVERTED, width=4096, dflash_config=NO_AUX), ("width 2048 (hidden_size",)),
+    ],
+)
+def test_what_does_not_fit_is_said(vllm_config: SimpleNamespace, parts: tuple[str, ...]) -> None:
+    said = problem(vllm_config)
+    assert all(part in said for part in parts), said
+
+
+@pytest.mark.parametrize("key", [AUX, EAGLE])
 def test_a_wrong_list_beside_the_one_that_is_read(key: str, warned: Callable[[SimpleNamespace], str]) -> None:
     """vLLM's own key goes before the others; of the others no version reads all."""
-    good = [1, 9] if key.startswith("eagle_aux") else {"eagle_aux_hidden_state_layer_ids": [1, 9]}
+    good = [1, 9] if key == AUX else {AUX: [1, 9]}
     assert "no layer 40" in warned(config(**{"dflash_config": {"target_layer_ids": [1, 40]}, key: good}))
-
-
-def test_wrong_lists_throughout() -> None:
-    wrong = {"eagle_aux_hidden_state_layer_ids": [1, 50]}
-    assert "no layer 40" in problem(config(dflash_config={"target_layer_ids": [1, 40]}, eagle_config=wrong))
-
-
-def test_a_draft_without_aux_layers_has_none_to_check() -> None:
-    check(config(dflash_config={"use_aux_hidden_state": False, "target_layer_ids": [99]}))
-    check(config(use_aux_hidden_state=False, dflash_config={"target_layer_ids": [99]}))
 
 
 def test_a_target_that_does_not_state_its_layers_is_not_checked_for_them() -> None:
     vllm_config = config(dflash_config={"target_layer_ids": [99]})
     del vllm_config.model_config.hf_text_config.num_hidden_layers
     check(vllm_config)
-
-
-# -- the width --------------------------------------------------------------------------------------------------------
-
-
-def test_states_of_another_width() -> None:
-    said = problem(config(width=2560))
-    for part in ("width 4096", "draft draft", "target target", "hidden_size 2560"):
-        assert part in said
-    check(config(CONVERTED, width=4096))
-    assert "width 4096" in problem(config(CONVERTED, width=2048))
-    # vLLM reads a null as absent.
-    check(config(CONVERTED, target_hidden_size=None, width=2048))
-
-
-def test_without_aux_layers_the_drafts_own_width_counts() -> None:
-    own = {"use_aux_hidden_state": False}
-    check(config(CONVERTED, width=2048, dflash_config=own))
-    assert "width 2048 (hidden_size" in problem(config(CONVERTED, width=4096, dflash_config=own))
 
 
 def test_the_target_is_the_one_of_the_speculative_config() -> None:
