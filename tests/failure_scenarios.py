@@ -19,31 +19,33 @@ ACME, FOLDERS = "VLLM_HWPLUGIN_PATCH_ACME_FIX", "VLLM_HWPLUGIN_PATCHES"
 LIMIT = [("LIMIT = 3", "LIMIT = 4")]
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """A failure.
-
-    Attributes:
-        attempt: code that defines ``attempt()``.
-        change: changes the project before the process starts.
-        gate: the switch of the affected feature.
-        variables: environment variables in every column.
-    """
-
-    attempt: str
-    change: Callable[[Project], None] = lambda project: None
-    gate: str = MADE_UP
-    variables: Mapping[str, str] = field(default_factory=dict)
-
-
 INSTALL = """
 def states(entry, affected):
     others = {name: feature["state"] for name, feature in entry.features.items()}
     return {affected: others.pop(affected, "none")}, others
 
 def attempt():
-    return states(install(), "made-up")
+    return states(install(), AFFECTED)
 """
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A failure.
+
+    Attributes:
+        attempt: code that defines ``attempt()``. For the default, `doctor` foretells what a process does.
+        change: changes the project before the process starts.
+        gate: the switch of the affected feature.
+        affected: this feature, or a catalogue that is left out.
+        variables: environment variables in every column.
+    """
+
+    attempt: str = INSTALL
+    change: Callable[[Project], None] = lambda project: None
+    gate: str = MADE_UP
+    affected: str = "made-up"
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def made_up(project: Project) -> None:
@@ -63,6 +65,12 @@ def made_up_with(*changes: Callable[[Project], None]) -> Callable[[Project], Non
 def _make_pipe(project: Project) -> None:
     (project.site / "vllm/v1/alpha.py").unlink()
     os.mkfifo(project.site / "vllm/v1/alpha.py")
+
+
+def _spoil(project: Project) -> None:
+    """The patched text is no Python."""
+    diff = project.patches / "made-up" / "edit.diff"
+    diff.write_text(diff.read_text().replace("+    return mul(", "+    return mul(("))
 
 
 def _relies(project: Project) -> None:
@@ -218,34 +226,26 @@ def attempt():
         diff.write_text(text)
 """
 
+ACME_FIX = {"gate": ACME, "affected": "acme/fix", "variables": {FOLDERS: "acme"}}
 PATCHES: dict[str, list[Scenario]] = {
-    "a diff does not fit": [Scenario(INSTALL, made_up_with(Project.drift))],
-    "reads but does not change": [Scenario(INSTALL, made_up_with(_relies))],
-    "overrides methods of a class": [Scenario(INSTALL, made_up_with(_overrides))],
-    "two features change the same lines": [
-        Scenario(INSTALL + 'attempt = lambda: states(install(), "rival")', made_up_with(_rival), THIRD)
-    ],
+    "a diff does not fit": [Scenario(change=made_up_with(change)) for change in (Project.drift, _spoil)],
+    "reads but does not change": [Scenario(change=made_up_with(_relies))],
+    "overrides methods of a class": [Scenario(change=made_up_with(_overrides))],
+    "two features change the same lines": [Scenario(change=made_up_with(_rival), gate=THIRD, affected="rival")],
     "a file that the feature changes cannot be read": [
-        Scenario(INSTALL, made_up_with(change)) for change in (Project.tear, _make_pipe)
+        Scenario(change=made_up_with(change)) for change in (Project.tear, _make_pipe)
     ],
     "imported before the plugin": [
         Scenario(INSTALL + IMPORTED, _state()),
         Scenario(INSTALL + IMPORTED.replace("import vllm.v1.alpha", 'sys.modules["vllm.v1.alpha"] = None'), _state()),
     ],
-    "the distribution that": [
-        Scenario(
-            INSTALL + 'attempt = lambda: states(install(), "acme/fix")',
-            made_up_with(_uninstall),
-            ACME,
-            {FOLDERS: "acme"},
-        )
-    ],
+    "the distribution that": [Scenario(change=made_up_with(_uninstall), **ACME_FIX)],
     "a catalogue of your own": [
         Scenario(
             INSTALL + f'import os; attempt = lambda: states(install(), os.environ["{FOLDERS}"])',
             made_up_with(_uninstall, _open_to_all),
-            ACME,
-            {FOLDERS: "acme"},
+            gate=ACME,
+            variables={FOLDERS: "acme"},
         )
     ],
     "requires cannot be patched in": [
@@ -263,31 +263,24 @@ def attempt():
         )
     ],
     "requires is switched off": [
-        Scenario(
-            INSTALL + 'attempt = lambda: states(install(), "needs")',
-            made_up_with(_needs),
-            THIRD,
-            variables={MADE_UP: "off"},
-        )
+        Scenario(change=made_up_with(_needs), gate=THIRD, affected="needs", variables={MADE_UP: "off"})
     ],
-    "has the change already": [Scenario(INSTALL, made_up_with(_apply))],
-    "does not know vLLM's version": [Scenario(INSTALL, made_up_with(Project.age))],
+    "has the change already": [Scenario(change=made_up_with(_apply))],
+    "does not know vLLM's version": [Scenario(change=made_up_with(Project.age))],
     "no plan can be made": [
-        Scenario(INSTALL, made_up_with(Project.forget_version)),
+        Scenario(change=made_up_with(Project.forget_version)),
         Scenario(INSTALL + "_runtime.make_plan = None", made_up),
         Scenario(INSTALL + "import tempfile; tempfile.tempdir = '/proc/nowhere'", made_up_with(Project.block_cache)),
     ],
-    "a variable for the whole plugin": [Scenario(INSTALL, made_up, variables={"VLLM_HWPLUGIN_SLP": "perhaps"})],
+    "a variable for the whole plugin": [Scenario(change=made_up, variables={"VLLM_HWPLUGIN_SLP": "perhaps"})],
     "(this part is off)": [
-        Scenario(INSTALL, made_up, variables={f"VLLM_HWPLUGIN_{part}": "perhaps"})
+        Scenario(change=made_up, variables={f"VLLM_HWPLUGIN_{part}": "perhaps"})
         for part in ("OPS", "ATTENTION", "PLAIN_DECODE", "TRTLLM_GRAPHS", "DELTA_RULE_GRAPHS")
     ],
     "the switch of a feature": [
-        Scenario(INSTALL, made_up, variables={MADE_UP: "perhaps"}),
+        Scenario(change=made_up, variables={MADE_UP: "perhaps"}),
         Scenario(
-            INSTALL + 'attempt = lambda: states(install(), "acme/fix")',
-            made_up_with(_own_catalogue),
-            variables={FOLDERS: "acme", ACME: "perhaps"},
+            change=made_up_with(_own_catalogue), affected="acme/fix", variables={FOLDERS: "acme", ACME: "perhaps"}
         ),
     ],
     "must run unpatched": [
@@ -311,9 +304,7 @@ def attempt():
         Scenario(INSTALL + OVERTAKEN.replace("install()", "install(); import vllm.v1.pack"), made_up),
     ],
     "another import hook": [Scenario(INSTALL + OVERTAKEN, made_up)],
-    "other patches than the first": [
-        Scenario(INSTALL + OTHER_PATCHES, made_up_with(_own_catalogue), ACME, {FOLDERS: "acme"})
-    ],
+    "other patches than the first": [Scenario(INSTALL + OTHER_PATCHES, made_up_with(_own_catalogue), **ACME_FIX)],
     "another vLLM has taken": [
         Scenario(
             """

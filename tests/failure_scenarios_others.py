@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .failure_scenarios import INSTALL, Scenario, made_up, made_up_with
+from .failure_scenarios import Scenario, made_up, made_up_with
 from .patching.madeup import GATES, Project
 
 ATTENTION, OPS = "VLLM_HWPLUGIN_ATTENTION", "VLLM_HWPLUGIN_OPS"
@@ -83,8 +83,8 @@ def attempt():
 """
 
 OTHERS: dict[str, list[Scenario]] = {
-    "does not exist in this release": [Scenario(INSTALL, made_up, variables={"VLLM_HWPLUGIN_STRIKT": "1"})],
-    "the next folder can": [Scenario(INSTALL, made_up_with(Project.block_cache), variables={"TMPDIR": "tmp"})],
+    "does not exist in this release": [Scenario(change=made_up, variables={"VLLM_HWPLUGIN_STRIKT": "1"})],
+    "the next folder can": [Scenario(change=made_up_with(Project.block_cache), variables={"TMPDIR": "tmp"})],
     "has unknown parameters": [
         Scenario(
             OPERATIONS
@@ -111,7 +111,13 @@ def attempt():
 """,
             gate=OPS,
         )
-        for spoil in ('sys.modules["vllm._custom_ops"] = None', "del torch.library.get_kernel")
+        for spoil in (
+            'sys.modules["vllm._custom_ops"] = None',
+            "del torch.library.get_kernel",
+            # Without the argument `allow_override`.
+            "impl = torch.library.Library.impl\n    torch.library.Library.impl = lambda self, name, function, key: ("
+            "impl(self, name, function, key))",
+        )
     ],
     "built or loaded at its first call": [
         Scenario(

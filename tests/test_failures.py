@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/failures.md: every row under every column, each in a new process."""
+"""docs/failures.md: every row under every column, each in a new process; and `doctor` foretells what a process does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from .failure_scenarios import PATCHES, Scenario
+from .failure_scenarios import INSTALL, PATCHES, Scenario
 from .failure_scenarios_others import OTHERS
 from .patching.madeup import make_project
 
@@ -26,6 +26,14 @@ class Lines(logging.Handler):
         self.lines.append([entry.levelno, entry.getMessage()])
 
 def outcome():
+    if ATTEMPT_IS_INSTALL:
+        from vllm_hwplugin.cli._diagnosis import diagnose
+        found = diagnose(catalogue=_catalogue.load_catalogue(_catalogue.default_folder()))
+        doctor = {"exit": found.exit_code, "states": {row.id: row.state for row in found.features}}
+        return attempted() | {"doctor": doctor | {"warnings": found.warnings}}
+    return attempted()
+
+def attempted():
     log, lines = logging.getLogger("vllm.hwplugin"), Lines()
     log.addHandler(lines)
     log.propagate = False
@@ -63,16 +71,47 @@ CASES = [
 def test_a_failure_does_what_the_table_says(outcomes: tuple[str, str, str], scenario: Scenario, tmp_path: Path) -> None:
     project = make_project(tmp_path)
     scenario.change(project)
-    places = {"CACHE": str(project.cache), "SECOND": str(project.folder / "second")}
-    code = "\n".join([*(f"{name} = {value!r}" for name, value in places.items()), scenario.attempt, OUTCOME])
+    constants = {"CACHE": str(project.cache), "SECOND": str(project.folder / "second"), "AFFECTED": scenario.affected}
+    constants["ATTEMPT_IS_INSTALL"] = foretold = scenario.attempt == INSTALL
+    code = "\n".join([*(f"{name} = {value!r}" for name, value in constants.items()), scenario.attempt, OUTCOME])
     variables = dict(scenario.variables)
     for name in {"TMPDIR", "VLLM_HWPLUGIN_PATCHES"} & variables.keys():
         variables[name] = str(project.folder / variables[name])
     demands = ({}, {scenario.gate: "on"}, {"VLLM_HWPLUGIN_STRICT": "1"})
     columns = dict(zip(("auto", "on", "strict"), demands, strict=True))
     expected = {name: outcome for name, outcome in zip(columns, outcomes, strict=True) if outcome != "-"}
-    outcomes_of = project.outcomes(code, {name: variables | columns[name] for name in expected})
-    assert {name: in_words(outcome) for name, outcome in outcomes_of.items()} == expected, outcomes_of
+    # No column of the page, but doctor and a process agree on them.
+    further = FURTHER | {"off": {scenario.gate: "off"}} if foretold else {}
+    demanded = {name: columns[name] for name in expected} | further
+    outcomes_of = project.outcomes(code, {name: variables | demands for name, demands in demanded.items()})
+    assert {name: in_words(outcomes_of[name]) for name in expected} == expected, outcomes_of
+    for name, outcome in outcomes_of.items():
+        if foretold:
+            _check_doctor(name, outcome)
+
+
+#: Further environments in which doctor foretells what a process does.
+FURTHER: dict[str, dict[str, str]] = {
+    "tried": {"VLLM_HWPLUGIN_TRY_UNLISTED": "1"},
+    "switched off": {"VLLM_HWPLUGIN": "0", "VLLM_HWPLUGIN_STRICT": "1"},
+    "bad strictness": {"VLLM_HWPLUGIN_STRICT": "perhaps"},
+}
+
+
+def _check_doctor(name: str, outcome: dict[str, Any]) -> None:
+    doctor = outcome["doctor"]
+    if outcome["stops"] is not None:
+        assert doctor["exit"] == 1, (name, outcome)
+        return
+    states = outcome["affected"] | outcome["others"]
+    # Where no plan can be made a process knows of no feature.
+    states = {feature: state for feature, state in states.items() if state != "none"}
+    assert doctor["exit"] == ("live" not in states.values() and name != "switched off"), (name, outcome)
+    for feature, state in states.items():
+        assert doctor["states"][feature] == state, (name, outcome)
+        subjects = (re.split(" (?:is|are) not patched in, ", line)[0] for line in doctor["warnings"])
+        said = any(feature in subject.split(", ") for subject in subjects)
+        assert said == (state == "refused"), (name, feature, outcome)
 
 
 def in_words(outcome: dict[str, Any]) -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,6 +111,25 @@ def test_arrows_go_one_way() -> None:
     while lowest := [name for name, others in needs.items() if name not in order and others <= {*order}]:
         order += lowest
     assert needs.keys() - order == set(), {name: needs[name] - {*order} for name in needs.keys() - order}
+
+
+@pytest.mark.parametrize(
+    ("code", "left_out"),
+    [
+        # Each process of vLLM imports it, also those without the plugin.
+        ("import vllm_hwplugin.plugin", ("vllm_hwplugin.base", "vllm_hwplugin.patching", "packaging", "torch")),
+        ("import vllm_hwplugin.base.gates", ("packaging", "tomli", "torch", "numpy")),
+        ("import vllm_hwplugin.patching as p; p.load_catalogue()", ("torch", "rich", "typer", "requests", "numpy")),
+        ("import vllm_hwplugin.ops.overrides", ("torch",)),
+        ("import vllm_hwplugin.attention.capabilities", ("torch",)),
+        ("from vllm_hwplugin.plugin import platform; assert platform() is None", ("torch", "vllm_hwplugin.patch")),
+    ],
+)
+def test_what_every_start_imports_is_light(code: str, left_out: tuple[str, ...]) -> None:
+    program = f"import sys; before = set(sys.modules); {code}; print(*set(sys.modules) - before)"
+    loaded = subprocess.check_output([sys.executable, "-c", program], text=True).split()
+    assert [name for name in loaded if name.startswith((*left_out, "vllm.")) or name == "vllm"] == []
+    assert [name for name in loaded if name.startswith("vllm_hwplugin")]
 
 
 def test_errors_have_one_root() -> None:

@@ -158,14 +158,6 @@ def test_so_is_one_without_the_time_of_its_start(tmp_path: Path) -> None:
     assert str(path) in left_out[0]
 
 
-def test_all_places_are_read_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_records, "places", lambda: (tmp_path / "one", tmp_path / "two", tmp_path / "three"))
-    for name in ("one", "two"):
-        run_records.begin(run_records.new(name), tmp_path / name)
-        run_records.forget()
-    assert sorted(entry.plugin_version for entry in run_records.read_all()) == ["one", "two"]
-
-
 @pytest.mark.parametrize(
     ("name", "argv", "expected"),
     [

@@ -60,8 +60,7 @@ ends = pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])
 
 @both
 @every_version
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("tried", [0, 1])
+@pytest.mark.parametrize(("causal", "tried"), [(True, 0), (False, 1)])
 def test_the_right_answer(own: Own, version: str, causal: bool, tried: int, vllm_tree: Tree) -> None:
     calls: Calls = []
     head_size, layout = own.tried[tried]

@@ -84,16 +84,6 @@ def test_readme_has_the_newest_vllm_on_a_machine_with_one_load(tree):
     assert readme_rows(tree) == before
 
 
-def test_readme_has_at_most_six_targets_and_leads_with_a_figure_that_holds(tree):
-    for number in range(8):
-        copy = tree / SERVED.replace("0.6b", f"other-{number}")
-        copy.write_text((tree / SERVED).read_text())
-        change(copy, lambda results, number=number: results["settings"].update(shape=None, target=f"T{number}"))
-    assert len(readme_rows(tree)) == 6
-    # The largest speedups are of one round, or where requests queued in the API server.
-    assert re.search(r"^\*\*2\.12×\*\* .* 16 concurrent", pages(tree)["README.md"], re.MULTILINE)
-
-
 def test_a_loss_is_called_a_loss(tree):
     def halve(results):
         for row in rows(results):
@@ -128,14 +118,6 @@ def test_the_newest_file_counts_and_one_that_failed_does_not(tree):
         change(again, twice)
         change(again, lambda results, date=date: results.update(date=f"{date}-01-01T00:00:00+00:00"))
         assert table_of(pages(tree)["docs/benchmarks.md"])[key] == said
-
-
-def test_what_failed_and_was_not_measured_since_is_said(tree):
-    assert "Failed" not in pages(tree)["docs/benchmarks.md"]
-    change(tree / DFLASH, lambda results: fail(results["cases"][0]))
-    made = pages(tree)
-    assert "engines-h200-vllm-0.26.0-dflash-0.6b.json: 0.6b dflash k=7, patched" in made["docs/benchmarks.md"]
-    assert ("0.26.0", "V1", "Qwen3-0.6B", "DFlash k=7") not in table_of(made["docs/benchmarks.md"])
 
 
 def test_a_side_that_failed_half_way_is_said_and_is_no_gain(tree):

@@ -9,7 +9,8 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 
@@ -19,12 +20,6 @@ from vllm_hwplugin.cli import _planned
 
 SMALL = Path(__file__).parent.parent / "assets" / "small"
 SPECULATION = {"method": "eagle3", "model": str(SMALL / "eagle3"), "num_speculative_tokens": 6}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where vLLM has not inspected these models before the first test."""
-    return tmp_path_factory.mktemp("planned")
 
 
 def doctor(folder: Path, *more: str, **speculation: Any) -> tuple[int, dict[str, Any]]:
@@ -48,8 +43,8 @@ def doctor(folder: Path, *more: str, **speculation: Any) -> tuple[int, dict[str,
 
 
 @pytest.mark.engine
-def test_the_answer_is_that_of_vllms_own_configuration(folder: Path) -> None:
-    status, found = doctor(folder, "--max-cudagraph-capture-size", "41", suffix_decoding_max_tree_depth=8)
+def test_the_answer_is_that_of_vllms_own_configuration(tmp_path: Path) -> None:
+    status, found = doctor(tmp_path, "--max-cudagraph-capture-size", "41", suffix_decoding_max_tree_depth=8)
     assert (status, found["refused"]) == (0, "")
     assert found["described"] == "Model Runner V2, eagle3 k=6, cudagraph_mode FULL_AND_PIECEWISE"
     assert found["uses"]["v2-tail-graph"]["used"]
@@ -61,11 +56,24 @@ def test_the_answer_is_that_of_vllms_own_configuration(folder: Path) -> None:
     assert not found["left"]
 
 
-@pytest.mark.engine
-def test_what_vllm_refuses_is_a_problem(folder: Path) -> None:
-    status, found = doctor(folder, "--max-model-len", "10000000")
-    assert status == 1
-    assert "max_model_len" in found["refused"]
+def test_what_vllm_refuses_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, with a configuration that cannot be made."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise ValueError("max_model_len is too large")
+
+    def run(command: list[str], **_: object) -> None:
+        monkeypatch.setattr(sys, "argv", ["", command[-1]])
+        _planned.answer()
+
+    arguments = SimpleNamespace(AsyncEngineArgs=SimpleNamespace(from_cli_args=str))
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", arguments)
+    for name, stand_in in {"_parsed": str, "_foreseen": refuse, "_assume_gpu": str}.items():
+        monkeypatch.setattr(_planned, name, stand_in)
+    monkeypatch.setattr(_planned, "subprocess", SimpleNamespace(run=run))
+    result = program("doctor", "--json", "--for", "vllm serve m")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["planned"]["refused"] == "ValueError: max_model_len is too large"
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 """vLLM's OpenAI server with the plugin and an Eagle3 draft, as its clients see it.
 
 One server serves all tests here: clients ask at once, one goes away in the middle of its answer, and then the server is
-told to end. The real `openai` client asks.
+told to end. The real `openai` client asks. A catalogue from outside changes vLLM's scheduler.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -28,6 +29,7 @@ import pytest
 
 from tests.cpu_seconds import patience, wait_until
 from vllm_hwplugin.base import run_records
+from vllm_hwplugin.patching import find_installed
 from vllm_hwplugin.spec_decode import step_counts
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.bench._entry_points import provide
@@ -41,6 +43,8 @@ START, STOP = 240, 60
 LONG, LENGTH = 16_000, 16_128
 # What the checkpoints were trained on, so that drafts are accepted.
 TEXTS = ("def add(a, b):\n    return a + b\n", "for i in range(10):\n", "class Node:\n    def __init__(self):\n")
+#: What a feature of the catalogue from outside changes: requests for FIVE tokens get four.
+SCHEDULER, LIMIT, FIVE = "vllm/v1/core/sched/utils.py", "num_output_tokens >= request.max_tokens", 5
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0.0, "max_tokens": 32, "extra_body": {"ignore_eos": True}}
 
 
@@ -84,12 +88,29 @@ class Server:
         return wait_until(what, seconds, unless=lambda: self.process.poll() is not None)
 
 
+def write_catalogue(folder: Path) -> Path:
+    """Write a catalogue from outside for the installed vLLM."""
+    vllm = find_installed()
+    before = (vllm.read(SCHEDULER) or "").splitlines(keepends=True)
+    after = [line.replace(LIMIT, f"{LIMIT} - (request.max_tokens == {FIVE})") for line in before]
+    (folder / "half").mkdir(parents=True)
+    (folder / "catalogue.toml").write_text('name = "acme"\n')
+    (folder / "half" / "a.diff").write_text(
+        "".join(difflib.unified_diff(before, after, f"a/{SCHEDULER}", f"b/{SCHEDULER}"))
+    )
+    (folder / "half" / "patch.toml").write_text(
+        f'id = "half"\ntitle = "t"\nwhat = "w"\norigin = "o"\nremoval = "r"\nversions = "=={vllm.version}"\n'
+    )
+    return folder
+
+
 @dataclass
 class Seen:
     """What came of the session."""
 
     alone: dict[str, str] = field(default_factory=dict)
     together: list[tuple[str, str, int]] = field(default_factory=list)
+    of_five: int = 0
     read_before_leaving: int = 0
     counters: dict[str, dict[str, float]] = field(default_factory=dict)
     left_running: bool = True
@@ -149,6 +170,8 @@ def server(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> It
         "VLLM_HWPLUGIN_LINEAR": "perhaps",
         "VLLM_NWOR_MODE": "stage",
         "VLLM_NWOR_EMIT_METRICS": "1",
+        "VLLM_HWPLUGIN_PATCHES": str(write_catalogue(folder / "acme")),
+        "VLLM_HWPLUGIN_PATCH_ACME_HALF": "on",
     }
     log = folder / "log"
     with log.open("wb") as output:
@@ -183,6 +206,8 @@ def seen(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         completions = [clients.submit(_complete, server, text) for text in (*TEXTS, *TEXTS)]
         found.together = [one.result() for one in completions]
 
+    of_five = server.client().completions.create(prompt=TEXTS[0], **{**GREEDY, "max_tokens": FIVE})
+    found.of_five = of_five.usage.completion_tokens
     found.counters["before leaving"] = server.counters()
     with server.client().completions.create(prompt=TEXTS[0], stream=True, **{**GREEDY, "max_tokens": LONG}) as stream:
         for _ in stream:
@@ -232,7 +257,7 @@ def test_drafts_are_made_and_accepted(seen: Seen) -> None:
     assert drafted == 3 * drafts > 0
     assert 0 < accepted < drafted
     assert growth(seen, "generation_tokens_total", "before", "alone") == 3 * GREEDY["max_tokens"]
-    assert growth(seen, "request_success_total length", "before", "before leaving") == 3 + 6
+    assert growth(seen, "request_success_total length", "before", "before leaving") == 3 + 6 + 1
 
 
 def test_draft_rows_are_counted(seen: Seen) -> None:
@@ -272,6 +297,10 @@ def test_its_worker_says_what_it_uses_and_every_process_what_is_in_force(seen: S
     assert {"api-server", "engine-core", "worker"} <= roles
     assert all("draft-full-graph" in one.live and "dflash-full-graph" not in one.live for one in seen.records)
     assert len({one.fingerprint for one in seen.records}) == 1
+    # A catalogue from outside is patched into each process, and vLLM knows its switch.
+    assert all("acme/half" in one.live for one in seen.records)
+    assert seen.of_five == FIVE - 1
+    assert not any("Unknown vLLM environment variable" in line and "ACME" in line for line in seen.log.splitlines())
     (worker,) = (one for one in seen.records if one.uses)
     assert worker.role == "worker"
     assert not worker.uses["draft-full-graph"]["used"]

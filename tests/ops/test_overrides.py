@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +19,6 @@ from vllm_hwplugin.ops.operations import Operation  # noqa: E402
 from .forked import said_by_a_fork  # noqa: E402
 from .toys import Toy, make_toy  # noqa: E402
 
-LOAD_EXTENSION = overrides.load_extension
 ON = {"VLLM_HWPLUGIN_OPS": "on"}
 
 
@@ -294,46 +291,6 @@ def test_without_the_kernel_what_there_is_serves_unless_it_was_asked_for(
             toy(None)
 
 
-def _no_extension(monkeypatch: pytest.MonkeyPatch) -> str:
-    """vLLM's C extension was built for another PyTorch, or not at all: its module cannot be imported."""
-    monkeypatch.setitem(sys.modules, "vllm._custom_ops", None)
-    monkeypatch.setattr(overrides, "load_extension", LOAD_EXTENSION)
-    return "vllm._custom_ops"
-
-
-def _no_get_kernel(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.delattr(torch.library, "get_kernel")
-    return "get_kernel"
-
-
-def _no_allow_override(monkeypatch: pytest.MonkeyPatch) -> str:
-    real = torch.library.Library.impl
-
-    def impl(self: Any, op_name: str, fn: Any, dispatch_key: str = "", *, with_keyset: bool = False) -> None:
-        real(self, op_name, fn, dispatch_key, with_keyset=with_keyset)
-
-    monkeypatch.setattr(torch.library.Library, "impl", impl)
-    return "allow_override"
-
-
-@pytest.mark.parametrize("spoil", [_no_extension, _no_get_kernel, _no_allow_override])
-def test_whatever_fails_what_there_is_serves_unless_the_kernels_were_demanded(
-    spoil: Callable[[pytest.MonkeyPatch], str],
-    musa: tuple[Toy, Toy],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    own, vllms = musa
-    definitions.define_missing("CPU")
-    cause = spoil(monkeypatch)
-    with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
-        overrides.install(gates.Settings({}))
-    assert [own(None), vllms(None)] == [1, 1]
-    assert cause in caplog.text
-    with pytest.raises(overrides.OverrideError, match=cause):
-        overrides.install(gates.Settings(ON))
-
-
 def test_a_wrong_name_in_the_skip_list_is_said(cuda: Toy, caplog: pytest.LogCaptureFixture) -> None:
     skip = {"VLLM_HWPLUGIN_OPS_SKIP": "rope"}
     with caplog.at_level(logging.WARNING, "vllm.hwplugin"):
@@ -351,13 +308,3 @@ def test_a_bad_value_is_left_to_the_engine(musa: tuple[Toy, Toy], variables: dic
     # What was demanded cannot be had then.
     with pytest.raises(gates.GateError, match="VLLM_HWPLUGIN_SLP"):
         overrides.install(gates.Settings({**ON, "VLLM_HWPLUGIN_SLP": "perhaps"}))
-
-
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-
-def test_reading_the_table_imports_no_torch() -> None:
-    """doctor and every process of vLLM read it first."""
-    code = "import sys, vllm_hwplugin.ops.overrides; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"

@@ -156,19 +156,6 @@ def test_a_condition_that_cannot_be_read_leaves_the_catalogue_out(acme: Project,
         load_outside(acme.folder / "acme")
 
 
-def test_a_module_that_is_loaded_while_patches_are_put_in_force_hides_no_gate(acme: Project) -> None:
-    """The new text of a module that is imported already brings in another patched one, before all is settled."""
-    edits = {
-        "vllm/v1/alpha.py": [("import os\n", "import os\n\nimport vllm.v1.pack.inner\n")],
-        "vllm/v1/pack/inner.py": [("'inner'", "'patched'")],
-    }
-    acme.feature("step", edits, gate=None, catalogue=acme.folder / "acme")
-    code = "import vllm.envs, vllm.v1.alpha\nassert 'acme/step' in install().live\n"
-    code += "print(vllm.v1.pack.inner.VALUE, vllm.envs.compile_factors()['VLLM_HWPLUGIN_PATCH_ACME_STEP'])"
-    named = folders(acme, "acme")
-    assert acme.run(code, **named, VLLM_HWPLUGIN_PATCH_ACME_STEP="on") == "patched on\n"
-
-
 def test_a_package_is_found_by_its_entry_point_and_never_imported(acme: Project) -> None:
     package = "acme_patches/carried"
     acme.distribution(
@@ -299,22 +286,11 @@ def test_a_version_that_the_project_does_not_list_is_for_its_author_to_cover(acm
     assert acme.run("print(*install().live)", **folders(acme, "acme")) == "acme/fix acme/step\n"
 
 
-TOML = "fix/patch.toml"
-MALFORMED: dict[str, tuple[str, Callable[[str], str]]] = {
-    "nested too deep": (TOML, lambda text: text + "x = " + "[" * 5000 + "]" * 5000),
-    "a range that is none": (TOML, lambda text: text.replace('versions = "', 'versions = ">=|| \\u0000')),
-    "the gate HOME": (TOML, lambda text: 'gate = "HOME"\n' + text),
-    "no diff": ("fix/edit.diff", lambda text: "no diff\n"),
-    "no name": ("catalogue.toml", lambda text: ""),
-}
-
-
-@pytest.mark.parametrize("malformed", MALFORMED)
-def test_a_malformed_catalogue_is_left_out_alone(acme: Project, malformed: str) -> None:
+def test_a_malformed_catalogue_is_left_out_alone(acme: Project) -> None:
     acme.feature("step", STEP, gate=None, catalogue=acme.catalogue("other"))
-    name, change = MALFORMED[malformed]
-    file = acme.folder / "acme" / name
-    file.write_text(change(file.read_text()))
+    file = acme.folder / "acme" / "fix" / "patch.toml"
+    # A table that Python's parser cannot nest.
+    file.write_text(file.read_text() + "x = " + "[" * 5000 + "]" * 5000)
     result = found(acme, "acme", "other")
     assert [each.manifest.name for each in result.catalogues] == ["other"]
     (trouble,) = result.troubles
@@ -395,19 +371,6 @@ def test_what_a_catalogue_may_not_say(acme: Project, file: str, old: str, new: s
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(PatchingError, match=re.escape(message)):
         load_outside(acme.folder / "acme")
-
-
-def test_ranges_that_overlap_are_found_for_any_distribution(acme: Project) -> None:
-    file = acme.folder / "acme" / "fix" / "patch.toml"
-    second = '[[not_needed]]\nversions = "{}"\nreason = "mended"\n'
-    text = file.read_text()
-    for ranges in (">=3,<4", "==1.9.*", "==3.0"):
-        file.write_text(text + second.format(ranges))
-        load_outside(acme.folder / "acme")
-    for ranges in (">=1,<2.0.1", ">2.5,<2.5.5", "==2.5.*", "==2.7.1", "~=2.9.3", ">=2.9,<4"):
-        file.write_text(text + second.format(ranges))
-        with pytest.raises(CatalogueError, match="both cover acme-lib"):
-            load_outside(acme.folder / "acme")
 
 
 def test_a_default_of_on_demands_the_feature_of_everybody(acme: Project) -> None:

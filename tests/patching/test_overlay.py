@@ -209,14 +209,6 @@ def test_a_read_only_cache_serves_the_copies_that_it_has(cache: Path, read_only:
     assert len(opened.notes) == 1
 
 
-def test_a_read_only_cache_without_copies_is_passed_over(cache: Path, read_only: Callable[[], None]) -> None:
-    cache.mkdir(mode=0o700)
-    read_only()
-    opened = Overlay()
-    assert opened.base != cache
-    assert len(opened.notes) == 1
-
-
 def test_the_loader_takes_the_byte_code(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     load(copy)
@@ -312,21 +304,6 @@ def test_byte_code_that_cannot_be_kept_stops_nothing(
         assert callable(harm)
         harm(pyc(copy))
     assert load(copy) == 42
-    assert load(copy) == 42
-
-
-def test_a_disk_that_fails_while_byte_code_is_read_stops_nothing(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
-    load(copy)
-    number = os.stat(pyc(copy)).st_ino
-    fstat = os.fstat
-
-    def failing(descriptor: int) -> os.stat_result:
-        found = fstat(descriptor)
-        if found.st_ino == number:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return found
-
-    monkeypatch.setattr(os, "fstat", failing)
     assert load(copy) == 42
 
 

@@ -41,15 +41,6 @@ def test_live() -> None:
     assert verdict.exact
 
 
-def test_a_drifted_line_turns_exactly_that_feature_off() -> None:
-    """Also where only one of its files drifted: the other file is left alone too."""
-    plan = plan_of(ONE, TWO, source=Memory({PATH: ALPHA, OTHER: BETA.replace("row 8\n", "ROW 8\n")}))
-    assert states(plan) == {"one": "refused", "two": "live"}
-    assert plan.files[PATH].text == ALPHA.replace("line 15\n", "line 15\nand more\n")
-    assert list(plan.files) == [PATH]
-    assert OTHER in plan.features["one"].reason
-
-
 def test_on_that_cannot_be_is_an_error() -> None:
     """`auto` in its place is not."""
     source = Memory({PATH: ALPHA})
@@ -119,14 +110,6 @@ def test_a_file_that_cannot_be_read_loses_its_own_features_alone() -> None:
         plan = plan_of(ONE, TWO, source=Torn(BOTH.files, version=version), try_unlisted=True)
         assert states(plan) == {"one": "refused", "two": "live"}
         assert f"{OTHER} is torn" in plan.features["one"].reason
-
-
-def test_conflict_refuses_the_later_feature() -> None:
-    rival = feature(file_diff(ALPHA, ALPHA.replace("line 3\n", "III\n")), name="rival", gate=GATE_2)
-    plan = plan_of(ONE, rival)
-    assert states(plan) == {"one": "live", "rival": "refused"}
-    assert PATH in plan.features["rival"].reason
-    assert states(plan_of(ONE, rival, **{GATE: "off"})) == {"one": "off", "rival": "live"}
 
 
 @pytest.mark.parametrize("version", ["0.33.1", "0.40.0", "0.19.0", "x"])

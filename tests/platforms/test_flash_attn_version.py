@@ -22,7 +22,6 @@ from .realvllm import REAL, Load, own
 
 FILES = (*REAL.values(), "vllm/config/vllm.py", "vllm/model_executor/models/config.py")
 every_version = pytest.mark.parametrize("version", versions(*FILES))
-sets_four = pytest.mark.parametrize("version", versions(*FILES, among=SUPPORTED[SUPPORTED.index("0.24.0") :]))
 MODELS = "vllm/model_executor/models/config.py"
 Tree = Callable[[str], Any]
 
@@ -165,21 +164,6 @@ def test_vllm_sets_the_version_before_the_platforms_turn(version: str, vllm_tree
     assert "try_verify_and_update_config" not in made[turn:]
     assert "flash_attn_version" not in made
     assert ("flash_attn_version = 4" in tree.read(MODELS)) == (SUPPORTED.index(version) >= SUPPORTED.index("0.24.0"))
-
-
-@sets_four
-def test_what_vllm_sets_for_the_model_is_taken_back_each_time(version: str, real_vllm: Load, vllm_tree: Tree) -> None:
-    real_vllm(version)
-    importlib.import_module("vllm.v1.attention.backends.fa_utils").is_fa_version_supported = lambda number: True
-    platform = MagicMock(is_device_capability_family=lambda family: family == 90)
-    # Not by getattr, which would look for a device.
-    vars(importlib.import_module("vllm.platforms"))["current_platform"] = platform
-    gemma = part(vllm_tree(version).read(MODELS), "Gemma4Config", VerifyAndUpdateConfig=object, logger=MagicMock())
-    made = config(None)
-    for _ in range(2):
-        gemma.verify_and_update_config(made)
-        assert made.attention_config.flash_attn_version == 4
-        assert update(made) is None
 
 
 @every_version

@@ -108,28 +108,37 @@ def test_a_cpu_build_stays_on_vllms_cpu_platform(run: Run) -> None:
     assert noted.endswith(f"vLLM runs on {used}")
 
 
-@pytest.mark.usefixtures("cpu_build")
-def test_a_class_that_cannot_be_offered_is_logged_and_vllm_runs(run: Run) -> None:
-    show = "from vllm.platforms import current_platform as p; print(type(p).__qualname__)"
-    done = run(show, VLLM_HWPLUGIN_PLATFORM="cuda")
-    assert done.stdout.strip().endswith("CpuPlatform")
-    assert "finds cpu on this host, expected CUDA only" in done.stdout + done.stderr
+# Two processes, of which the second is a fork.
+COMMUNICATOR = """
+    import datetime, tempfile
+    import torch.distributed as dist
+    from vllm_hwplugin.musa import communicator as musa_communicator
+
+    folder = tempfile.mkdtemp()
+    child = os.fork()
+    rank = int(child == 0)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    communicator = musa_communicator.MusaCommunicator(dist.group.WORLD, torch.device("cpu"), dist.group.WORLD)
+    given = torch.full((3,), float(rank + 1))
+    summed = communicator.all_reduce(given)
+    same = summed.tolist() == [3.0] * 3 and given.tolist() == [float(rank + 1)] * 3
+    same = same and communicator.all_gather(given, 0).tolist() == [1.0] * 3 + [2.0] * 3
+    same = same and communicator.broadcast(given.clone(), 1).tolist() == [2.0] * 3
+    parts = communicator.gather(given, 0, 0)
+    same = same and (parts is None if rank else parts.tolist() == [1.0] * 3 + [2.0] * 3)
+    if rank:
+        communicator.send(given, 0)
+    else:
+        same = same and communicator.recv(given.size(), given.dtype, 1).tolist() == [2.0] * 3
+    communicator.destroy()
+
+    if rank == 1:
+        os._exit(0 if same else 1)
+    assert same and os.waitpid(child, 0)[1] == 0
+"""
 
 
-def test_the_cuda_class_is_made_on_the_real_vllm(run: Run) -> None:
-    more = """
-        assert current_platform.is_cuda() and not current_platform.is_out_of_tree()
-        from vllm.platforms.cuda import CudaPlatform
-        assert isinstance(current_platform, CudaPlatform) and type(current_platform) is not CudaPlatform
-        import pickle
-        assert type(pickle.loads(pickle.dumps(current_platform))) is type(current_platform)
-    """
-    used, noted = run(WITHOUT_KERNELS, CUDA_HOST, WHAT_RUNS, more).stdout.splitlines()
-    assert used == "vllm_hwplugin.platforms.cuda.CudaPlatform"
-    assert noted == f"{used}: vLLM's detection chooses CUDA; vLLM runs on {used}"
-
-
-def test_the_musa_class_makes_a_configuration_on_the_real_vllm(run: Run) -> None:
+def test_the_musa_class_makes_a_configuration_and_its_communicator_sums_on_the_real_vllm(run: Run) -> None:
     more = """
         import os
         from vllm.engine.arg_utils import EngineArgs
@@ -169,7 +178,7 @@ def test_the_musa_class_makes_a_configuration_on_the_real_vllm(run: Run) -> None
             except ValueError as error:
                 print(">", refused, "not supported on current platform" in str(error))
     """
-    lines = run(WITHOUT_KERNELS, MUSA_HOST, WHAT_RUNS, more).stdout.splitlines()
+    lines = run(WITHOUT_KERNELS, MUSA_HOST, WHAT_RUNS, more, COMMUNICATOR).stdout.splitlines()
     assert lines[0] == "vllm_hwplugin.musa.platform.MusaPlatform"
     assert lines[1].startswith(f"{lines[0]}: 3 Moore Threads GPUs")
     # vLLM logs to the same stream.
@@ -187,43 +196,6 @@ def test_the_musa_class_makes_a_configuration_on_the_real_vllm(run: Run) -> None
         "enable_sleep_mode True",
         "enable_cumem_allocator True",
     ]
-
-
-TWO_RANKS = """
-    import datetime, os, sys, tempfile
-    import torch, torch.distributed as dist
-    from vllm_hwplugin.musa import communicator as musa_communicator
-
-    folder = tempfile.mkdtemp()
-    child = os.fork()
-    rank = int(child == 0)
-    minute = datetime.timedelta(seconds=60)
-"""
-AT_THE_END = """
-    if rank == 1:
-        os._exit(0 if same else 1)
-    assert same and os.waitpid(child, 0)[1] == 0
-"""
-
-
-def test_the_communicator_sums_over_the_group_and_keeps_its_input(run: Run) -> None:
-    program = """
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-        communicator = musa_communicator.MusaCommunicator(dist.group.WORLD, torch.device("cpu"), dist.group.WORLD)
-        given = torch.full((3,), float(rank + 1))
-        summed = communicator.all_reduce(given)
-        same = summed.tolist() == [3.0] * 3 and given.tolist() == [float(rank + 1)] * 3
-        same = same and communicator.all_gather(given, 0).tolist() == [1.0] * 3 + [2.0] * 3
-        same = same and communicator.broadcast(given.clone(), 1).tolist() == [2.0] * 3
-        parts = communicator.gather(given, 0, 0)
-        same = same and (parts is None if rank else parts.tolist() == [1.0] * 3 + [2.0] * 3)
-        if rank:
-            communicator.send(given, 0)
-        else:
-            same = same and communicator.recv(given.size(), given.dtype, 1).tolist() == [2.0] * 3
-        communicator.destroy()
-    """
-    run(TWO_RANKS, program, AT_THE_END)
 
 
 # vLLM's FlashAttention is not in a CPU build; a class with its name is all that the choice reads.
@@ -260,14 +232,20 @@ LARGE_HEADS = """
 
 
 @pytest.mark.usefixtures("cpu_build")
-def test_vllms_selector_takes_the_plugins_flash_attn_for_large_heads_or_says_why_not(run: Run) -> None:
-    done = run(
-        WITHOUT_KERNELS,
-        CUDA_HOST,
-        LARGE_HEADS,
-        "for asked in ((256,), (512,), (520,), (260,), (512, 'fp8'), (512, 'auto', 24)): print(chosen(*asked))",
-    )
-    usual, large, *refused = done.stdout.splitlines()[-6:]
+def test_the_cuda_class_is_made_and_takes_the_plugins_flash_attn_for_large_heads_or_says_why_not(run: Run) -> None:
+    asked = """
+        for asked in ((256,), (512,), (520,), (260,), (512, 'fp8'), (512, 'auto', 24)):
+            print(chosen(*asked))
+        assert current_platform.is_cuda() and not current_platform.is_out_of_tree()
+        from vllm.platforms.cuda import CudaPlatform
+        assert isinstance(current_platform, CudaPlatform) and type(current_platform) is not CudaPlatform
+        import pickle
+        assert type(pickle.loads(pickle.dumps(current_platform))) is type(current_platform)
+    """
+    lines = run(WITHOUT_KERNELS, CUDA_HOST, LARGE_HEADS, asked, WHAT_RUNS).stdout.splitlines()
+    usual, large, *refused, used, noted = lines[-8:]
+    assert used == "vllm_hwplugin.platforms.cuda.CudaPlatform"
+    assert noted == f"{used}: vLLM's detection chooses CUDA; vLLM runs on {used}"
     assert usual == "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
     assert large == "vllm_hwplugin.attention.cuda.CudaFlashAttentionBackend"
     for line, words in zip(

@@ -56,17 +56,3 @@ def test_an_installation_that_says_the_same_is_left_alone(monkeypatch, tmp_path)
     monkeypatch.setattr(_entry_points, "installed", _entry_points.declared)
     assert _entry_points.provide(tmp_path / "metadata") is None
     assert not (tmp_path / "metadata").exists()
-
-
-def test_neither_wheel_nor_tree_is_an_error_that_names_the_way_out(monkeypatch, tmp_path):
-    monkeypatch.setattr(_entry_points, "declared", lambda: None)
-    monkeypatch.setattr(_entry_points, "installed", dict)
-    with pytest.raises(_entry_points.NoEntryPoints, match=r"no pyproject.toml next to it; expected .*: pip install"):
-        _entry_points.provide(tmp_path / "metadata")
-
-
-@pytest.mark.parametrize("text", ["[project]\nname = 'other'\n", "[tool.x]\n", None])
-def test_another_projects_file_beside_the_package_says_nothing(tmp_path, text):
-    if text is not None:
-        (tmp_path / "pyproject.toml").write_text(text)
-    assert _entry_points.declared(tmp_path) is None

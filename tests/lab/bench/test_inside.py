@@ -41,14 +41,6 @@ def test_graph_modes_of_v2(manager):
     assert found == {"target": "FULL", "drafter": "FULL_DECODE_ONLY"}
 
 
-@pytest.mark.parametrize(("asked", "module"), [("0", V1), ("1", V2), (None, V1), (None, V2)])
-def test_the_runner_that_was_asked_for(monkeypatch, asked, module):
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    if asked is not None:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
-    _inside.check_runner(runner(module))
-
-
 @pytest.mark.parametrize(("asked", "module"), [("1", V1), ("0", V2)])
 def test_another_runner_is_not_measured_under_a_wrong_name(monkeypatch, asked, module):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
-import re
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
@@ -27,7 +25,6 @@ from vllm_hwplugin_lab.bench.plan import (
     job_for,
     possible_sides,
     shapes_folder,
-    why_not_mrv2,
 )
 
 
@@ -118,15 +115,6 @@ def test_a_dummy_eagle3_drafter_keeps_its_own_head(settings, gpu_host, tmp_path,
     assert drafter.has_own_lm_head
 
 
-def test_a_dummy_gemma4_assistant_looks_up_tokens_of_the_vocabulary(monkeypatch):
-    models = pytest.importorskip("vllm.model_executor.models.gemma4_mtp")
-    monkeypatch.setattr(models, "Gemma4MTPMaskedEmbedder", models.Gemma4MTPMaskedEmbedder)
-    monkeypatch.delitem(sys.modules, "vllm_hwplugin_lab.bench._dummy_worker", raising=False)
-    importlib.import_module("vllm_hwplugin_lab.bench._dummy_worker")
-    embedder = models.Gemma4MTPMaskedEmbedder(8, vocab_size=64, num_centroids=4, centroid_intermediate_top_k=2)
-    assert sorted(embedder.token_ordering.tolist()) == list(range(64))
-
-
 def test_a_later_run_finds_what_vllm_compiled_for_a_dummy_shape(settings, gpu_host, monkeypatch, tmp_path):
     """The key to that has the model's path, and what it holds has to be what is asked for now."""
     monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path))
@@ -155,29 +143,3 @@ def test_model_runner_v2_on_a_cpu_is_refused(cpu_host):
     assert possible_sides(["eagle3"], cpu_host) == SIDES
     # On MUSA the platform class leaves it out.
     assert possible_sides(["eagle3"], dataclasses.replace(cpu_host, device="musa")) == SIDES
-
-
-@pytest.mark.parametrize(
-    ("method", "since", "before"),
-    [
-        ("eagle", "0.20.0", None),
-        ("eagle3", "0.20.0", None),
-        ("mtp", "0.20.0", None),
-        ("dflash", "0.24.0", "0.23.0"),
-        ("draft_model", "0.31.0", "0.30.0"),
-    ],
-)
-def test_vllm_says_the_same_of_its_runner(vllm_tree, gpu_host, method, since, before):
-    def refuses(version):
-        text = vllm_tree(version).read("vllm/config/vllm.py")
-        check = re.search(r"def _(validate_v2_model_runner|get_v2_model_runner_unsupported_features)\(", text)
-        body = text[check.start() :].partition("\n    def ")[0]
-        until = body.partition("speculative method '")[0]
-        *_, (unless, named) = re.findall(r"\.method (not )?in \((.*?)\)", until, re.S)
-        return (f'"{method}"' in named) != bool(unless)
-
-    assert not refuses(since)
-    assert why_not_mrv2([method], dataclasses.replace(gpu_host, vllm=since)) is None
-    if before is not None:
-        assert refuses(before)
-        assert why_not_mrv2([method], dataclasses.replace(gpu_host, vllm=before)) is not None

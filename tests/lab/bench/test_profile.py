@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from vllm_hwplugin_lab.bench import _profile
@@ -50,12 +48,6 @@ def test_medians_of_the_verify_steps_alone():
     }
 
 
-def test_work_is_cut_at_the_window():
-    trace = [*step(0, graphs=1, kernels=0, draft_kernels=0), span(OTHER_STEP, "user_annotation", 100, 1)]
-    trace.append(span("late", "kernel", 90, 50))
-    assert counts_per_step(trace)["gpu_busy_ms"] == pytest.approx(0.05)
-
-
 def test_the_last_step_has_no_end_and_is_left_out():
     assert counts_per_step(list(step(0, graphs=1, kernels=1, draft_kernels=1))) == {"steps": 0}
 
@@ -93,34 +85,3 @@ def test_steps_are_marked_on_a_live_runner_and_unmarked_after(name):
     assert steps == [OTHER_STEP, STEP, OTHER_STEP, STEP, OTHER_STEP]
     assert [name for _, name in marks].count(DRAFT) == 5
     assert profile.counts()["steps"] == 2
-
-
-@pytest.mark.parametrize("patched", [False, True])
-def test_without_a_drafter_steps_of_one_token_a_request_are_counted(patched):
-    pytest.importorskip("torch")
-
-    class Runner:
-        speculator = None
-
-        def execute_model(self, scheduler_output, tensors=None):
-            return None
-
-    runner = Runner()
-    if patched:
-        runner.tail_graphs = SimpleNamespace(propose=lambda: None)
-    asked = [
-        ({"a": 30}, ["a"]),
-        ({"a": 1}, []),
-        ({"a": 1, "b": 9}, []),
-        ({"a": 1, "b": 1}, []),
-        ({"a": 1}, []),
-        ({}, []),
-    ]
-    with _profile.profiled(runner) as profile:
-        for tokens, new in asked:
-            output = SimpleNamespace(
-                scheduled_spec_decode_tokens={}, num_scheduled_tokens=tokens, scheduled_new_reqs=new
-            )
-            runner.execute_model(output)
-    marks = sorted((e["ts"], e["name"]) for e in profile.trace if e.get("cat") == "user_annotation")
-    assert [name for _, name in marks] == [OTHER_STEP, STEP, OTHER_STEP, STEP, STEP, OTHER_STEP]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import subprocess
 
 import pytest
@@ -63,11 +62,6 @@ def test_a_number_has_the_digits_that_were_measured_and_what_an_object_lacks_is_
     cells = [{"status": "measured", "seconds": 1.0}] * 8 + [{"status": "failed"}]
     found = files.read_results(files.results_text({"cells": cells}))["cells"]
     assert found == [*cells[:8], {"status": "failed", "seconds": None}]
-
-
-def test_without_tables_any_reader_of_json_will_do():
-    results = {"cells": [{"kernel": "x", "seconds": number / 8} for number in range(9)]}
-    assert json.loads(files.results_text(results, tables=False)) == results
 
 
 def test_what_several_processes_say_stands_there_once():

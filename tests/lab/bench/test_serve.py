@@ -14,16 +14,6 @@ pytest.importorskip("numpy")
 from vllm_hwplugin_lab.bench import _server, _shapes
 from vllm_hwplugin_lab.bench.serve import TABLES, PromptsUnreadable, load_entry, read_prompts, speed, steady
 
-METRICS = """# TYPE vllm:spec_decode_num_drafts counter
-vllm:spec_decode_num_drafts_total{engine="0"} 7.0
-# TYPE vllm:spec_decode_num_accepted_tokens_per_pos counter
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 2.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 5.0
-vllm:request_queue_time_seconds_count{engine="0"} 4.0
-vllm:request_queue_time_seconds_sum{engine="0"} 0.5
-vllm:request_prefill_time_seconds_count{engine="0"} 4.0
-vllm:request_prefill_time_seconds_sum{engine="0"} 0.25
-"""
 
 
 def request(start=0.0, ttft=0.25, gaps=(0.25,), tokens=2):
@@ -165,16 +155,6 @@ def test_a_file_without_prompts_says_where(tmp_path, content, said):
         read_prompts(file)
 
 
-def test_engine_options_as_the_servers_command_line_has_them():
-    options = {"enforce_eager": True, "enable_prefix_caching": False, "seed": 0}
-    options |= {"speculative_config": {"method": "mtp"}, "cudagraph_capture_sizes": [1, 2], "quantization": None}
-    found = _server.arguments_of(options)
-    assert found == [
-        *("--enforce-eager", "--no-enable-prefix-caching", "--seed", "0"),
-        *("--speculative-config", '{"method": "mtp"}', "--cudagraph-capture-sizes", "1", "2"),
-    ]
-
-
 HTTP = object.__new__(_server.Server)
 HTTP.url = "http://server"
 
@@ -244,30 +224,6 @@ def test_prompts_of_a_file_take_the_place_of_the_clients(client, chat, text):
     # There are fewer than requests, so the first one comes again.
     assert samples == [(ids, len(ids), 5, "0"), ([7, 8, 9], 3, 5, "1"), (ids, len(ids), 5, "2")]
     assert client.get_samples is client.own
-
-
-def test_a_round_has_what_was_counted_meanwhile(monkeypatch):
-    own = {"ended": 5, "until_first": 0.5, "cpu": {11: 1.0, 12: 4.0}}
-    later = {**own, "drafts": 7, "accepted": {0: 5, 1: 2}, "cpu": {11: 3.0, 12: 5.0}}
-    counted = iter([{**own, "drafts": 4, "accepted": {0: 2}}, later])
-    row = kinds("prompt", "NONE", None, 4, 0.5, 0.25)
-    steps = iter([[kinds("prompt", "NONE", None, 9, 0.5, 0.25)], [row]])
-
-    def ask(method, *arguments):
-        return next(steps) if method == "hwplugin_steps" else [method, *arguments]
-
-    monkeypatch.setattr(_server, "run_load", lambda *_: {"began": 50.0, "seconds": 1.5, "requests": []})
-    found = _server.measure(SimpleNamespace(totals=lambda: next(counted), ask=ask), "M", {})
-    assert (found["steps"], found["drafts"], found["accepted_per_position"]) == (4, 3, [3, 2])
-    assert (found["ended"], found["until_first"], found["cpu"]["server"]) == (0, 0.0, 2.0)
-    assert (found["kinds"], found["gpu_busy"]) == ([row], ["hwplugin_gpu_busy", 50.0, 51.5])
-
-
-def test_a_server_that_ends_is_not_waited_for():
-    server = object.__new__(_server.Server)
-    server.process = SimpleNamespace(poll=lambda: 3)
-    with pytest.raises(SystemExit, match="vllm serve ended with 3"):
-        server.wait()
 
 
 def test_a_shapes_text_has_its_tokens_again(tmp_path):

@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.version import Version
 
 from vllm_hwplugin_lab.bench import Host
-from vllm_hwplugin_lab.bench._shapes import SHAPES, cache_bytes, write_configs
+from vllm_hwplugin_lab.bench._shapes import SHAPES, write_configs
 from vllm_hwplugin_lab.bench.plan import ALL_SIDES, Case, NotOnThisHost, Settings, check, job_for
 
 DRAFTERS = [(name, method) for name, shape in SHAPES.items() for method in shape.methods]
@@ -60,22 +57,6 @@ def test_vllm_knows_the_model_and_its_drafter(name: str, method: str, tmp_path: 
         assert getattr(of_draft, "n_predict", None) in (None, 1)
 
 
-@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.recurrent is not None])
-def test_a_hybrids_cache_holds_its_states(name: str) -> None:
-    utils = pytest.importorskip("vllm.model_executor.layers.mamba.mamba_utils")
-    shape, k = SHAPES[name], 3
-    states = shape.recurrent
-    assert states is not None
-    conv, carried = utils.MambaStateShapeCalculator.gated_delta_net_state_shape(
-        1, states.key_heads, states.value_heads, states.head_dim, states.head_dim, states.kernel, k
-    )
-    element = 4 if shape.more.get("mamba_ssm_dtype") == "float32" else 2
-    assert states.state_bytes(k) == math.prod(conv) * 2 + math.prod(carried) * element
-    # For each request, so many states in each layer, and at least a block for each layer with attention.
-    least = (shape.layers * 3 // 4 * (1 + k) + shape.layers // 4 + 1) * states.state_bytes(k)
-    assert cache_bytes(shape, next(iter(shape.methods)), k, 2, 512) >= 2 * least
-
-
 @pytest.mark.parametrize(("name", "method"), DRAFTERS)
 def test_a_job_has_what_its_shape_needs(
     settings: Settings, gpu_host: Host, tmp_path: Path, name: str, method: str
@@ -109,18 +90,3 @@ def test_what_cannot_run_is_refused_with_the_reason(
     with pytest.raises(NotOnThisHost) as error:
         check([Case(name, method, 3)], host, ALL_SIDES)
     assert words in str(error.value)
-
-
-@pytest.mark.parametrize(("name", "method"), DRAFTERS)
-def test_the_first_vllm_of_a_shape_has_its_model(vllm_tree: Callable[[str], Any], name: str, method: str) -> None:
-    since, architecture = SHAPES[name].methods[method], SHAPES[name].model[1]
-
-    def known(version: str) -> bool:
-        return f'"{architecture}": (' in vllm_tree(version).read("vllm/model_executor/models/registry.py")
-
-    assert known(str(since))
-    if SHAPES[name].assistant is not None:
-        speculators = "vllm/v1/worker/gpu/spec_decode/__init__.py"
-        assert ["Gemma4Speculator" in vllm_tree(v).read(speculators) for v in ("0.22.1", str(since))] == [False, True]
-    elif since > Version("0.20.0"):
-        assert not known("0.26.0")

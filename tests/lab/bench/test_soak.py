@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import islice, pairwise
+from itertools import islice
 from types import SimpleNamespace as Bag
 
 import pytest
 
 from tests.cpu_seconds import patience
 from vllm_hwplugin_lab.bench import Job
-from vllm_hwplugin_lab.bench._soak_engine import gaps, requests, wanted
+from vllm_hwplugin_lab.bench._soak_engine import gaps, requests
 from vllm_hwplugin_lab.bench.soak import SoakSettings, Text, failures, run_soak
 
 ENGINE = """
@@ -99,15 +99,6 @@ def test_a_memory_checker_runs_one_load_after_the_other_and_not_the_judge(soaked
     assert done[:-1] == [*loads, "judge starts"]
 
 
-def test_a_side_that_dies_has_its_log_and_the_other_is_judged(soaked):
-    found, done = soaked("stock", "patched", dies="patched")
-    assert (found.ended["patched"].error, found.ended["patched"].log_tail) == ("exit code 1", "the reason")
-    assert (list(found.texts), found.ended["judge"].error) == (["stock"], None)
-    found, done = soaked("patched", dies="patched")
-    assert ("judge" in found.ended, found.gaps) == (False, {})
-    assert "judge reads" not in done[-1]
-
-
 def entry(**changes):
     return {
         "error": None,
@@ -169,11 +160,3 @@ def test_requests_differ_fit_the_model_and_are_the_seeds_alone():
     for r in asked:
         assert r.prompt[0] in (0, 1000, 2000)
         assert list(r.prompt[:96]) == list(range(r.prompt[0], r.prompt[0] + min(96, len(r.prompt))))
-
-
-def test_one_request_then_the_most_then_everything_between():
-    sizes = list(islice(wanted(3, 32), 10_000))
-    assert sizes[0] == 1
-    assert 32 in sizes[:60]
-    assert set(sizes) == set(range(1, 33))
-    assert sum(a != b for a, b in pairwise(sizes)) > 200

@@ -105,21 +105,6 @@ def test_a_step_is_called_by_what_is_in_it(run):
     assert kinds.taken() == []
 
 
-def test_without_a_drafter_a_request_decodes_one_token(run):
-    _, kinds = run(
-        [
-            (step({"a": 300, "b": 20}, new=("a", "b")), 1),
-            (step({"a": 1, "b": 1}), 1),
-            (step({"a": 1, "b": 1}), 1),
-            (step({"a": 1, "b": 40}, drafts={}), 1),
-            (step({"b": 1}), 1),
-            END,
-        ],
-        drafts=0,
-    )
-    assert kinds_of(kinds) == {"prompt": 2, "requests_changed": 2, "same_requests": 1}
-
-
 @pytest.mark.parametrize("graphs", ["V1", "V2"])
 def test_the_targets_mode_is_the_first_of_a_step(run, graphs):
     asked = ["FULL"], ["PIECEWISE", "FULL"], []

@@ -33,7 +33,6 @@ def run(monkeypatch, tmp_path):
             on_event({"event": "begin", "kernel": "[k]", "case": "c"})
             on_event({"event": "cell", "outcome": {}})
             keep(outcomes[:1], list(processes))
-            call.kept = read_results(file.read_text()) if file.exists() else None
             return outcomes, list(processes)
 
         file = tmp_path / "kernels.json"
@@ -45,16 +44,6 @@ def run(monkeypatch, tmp_path):
         return result, read_results(file.read_text()) if file.exists() else None, asked
 
     return call
-
-
-def test_attention_can_be_narrowed(run):
-    _, found, ((_, todo, _),) = run("attention", "--kernel", "hwplugin", "--kind", "prefill")
-    assert {(kernel, case.split()[0]) for kernel, case in todo} == {("hwplugin", "prefill")}
-    assert len(todo) == 4
-    assert found["settings"]["only"] == {"kernel": ["hwplugin"], "kind": ["prefill"]}
-    assert found["settings"]["seconds"] == 75
-    result, _, asked = run("attention", "--kernel", "nobody")
-    assert (result.exit_code, asked) == (2, [])
 
 
 def test_ops_measures_both_sides_of_what_is_chosen(run):
@@ -136,9 +125,3 @@ def test_the_exit_code_is_about_our_own_kernels(run, command, kernel, change, co
 
     result, _, _ = run(command, outcome=outcome)
     assert result.exit_code == code, result.output
-
-
-def test_an_interrupted_run_keeps_what_was_measured(run, monkeypatch):
-    monkeypatch.setattr(_bench_kernels, "_KEEP", -1.0)
-    run("ops")
-    assert len(run.kept["cells"]) == 1

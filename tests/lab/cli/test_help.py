@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from tests.program import program
-from vllm_hwplugin_lab.cli import _bench_serve, bench
+from vllm_hwplugin_lab.cli import bench
 
 
 @pytest.mark.parametrize("words", [["bench"], *(["bench", name] for name in ("serve", "soak", "attention", "ops"))])
@@ -26,11 +26,3 @@ def test_every_options_name_is_whole_and_stands_once(words, monkeypatch):
         + result.output.count(f"  vllm-hwplugin {' '.join(words)}\n")
         >= 2
     )
-
-
-def test_groups_name_parameters_that_there_are():
-    command = typer.main.get_command(bench.bench)
-    assert {name for names in bench._GROUPS.values() for name in names} <= {one.name for one in command.params}
-    serve = {one.name for one in command.commands["serve"].params}
-    groups = (_bench_serve._RUNNING, _bench_serve._SERVED, _bench_serve._ENGINES, _bench_serve._LOAD)
-    assert serve - {name for names in groups for name in names} == {"json_file", "html", "timeout", "time_limit"}

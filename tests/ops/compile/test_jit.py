@@ -8,13 +8,12 @@ import errno
 import logging
 import os
 import shutil
-import signal
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType, ModuleType, SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from packaging.version import Version
@@ -167,17 +166,15 @@ def test_who_has_waited_for_a_build_that_failed_does_not_repeat_it(provide: Prov
     ]
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
 def test_a_compiler_that_hangs_is_ended_with_all_that_ninja_started(
-    provide: Provide, nvcc: Any, wrapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    provide: Provide, nvcc: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if wrapped:
-        # As some releases of pip's ninja are.
-        script = tmp_path / "scripts" / "ninja"
-        script.parent.mkdir()
-        script.write_text(f'#!/bin/sh\n{toolchain.find_tool("ninja", os.environ)} "$@"\nexit $?\n')
-        script.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+    # As some releases of pip's ninja are.
+    script = tmp_path / "scripts" / "ninja"
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/sh\n{toolchain.find_tool("ninja", os.environ)} "$@"\nexit $?\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
     # Ninja has to have started it by then.
     monkeypatch.setattr(jit, "WAIT", patience(3))
     nvcc.set("hangs")
@@ -192,23 +189,6 @@ def test_a_compiler_that_hangs_is_ended_with_all_that_ninja_started(
             return True
 
     assert wait_until(is_gone, 2), "the compiler runs on"
-
-
-def test_on_a_full_disk_the_compilers_words_are_said(
-    provide: Provide, nvcc: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nvcc.set("broken")
-    write = Path.write_text
-
-    def full(path: Path, *arguments: Any, **more: Any) -> int:
-        if path.name == "failed":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(path, *arguments, **more)
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(KernelUnavailable, match="the compiler is broken"):
-        provide()
-    assert len(nvcc.calls) == 1
 
 
 @pytest.mark.parametrize("status", ["signal", "139", "254"])
@@ -304,18 +284,6 @@ def test_a_place_that_no_library_can_be_loaded_from_is_passed_over(
         provide()
 
 
-def test_no_place_at_all_is_said_with_every_reason(
-    own_cache: Path, plan: MakePlan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    # A file where a folder should be can be made by nobody, root included.
-    for name in ("one", "two"):
-        (tmp_path / name).write_text("")
-    monkeypatch.setattr(jit, "places", lambda environ: (tmp_path / "one", tmp_path / "two"))
-    with pytest.raises(KernelUnavailable, match="no folder for built kernels can be used") as raised:
-        jit.build_once(plan(), os.environ)
-    assert all(str(tmp_path / name) in str(raised.value) for name in ("one", "two"))
-
-
 def test_a_failure_is_one_warning_with_what_it_costs(
     own_cache: Path,
     kernel: KernelSpec,
@@ -365,14 +333,6 @@ def test_beside_a_cpu_build_nothing_is_tried(
     assert nvcc.calls == []
 
 
-def test_the_torch_that_is_installed_is_described() -> None:
-    torch = pytest.importorskip("torch")
-    found = torch_build.installed()
-    assert (str(found.version), found.cuda) == (torch.__version__, torch.version.cuda)
-    assert (found.root / "include" / "torch" / "csrc" / "stable" / "library.h").is_file()
-    assert len(found.capabilities) == torch.cuda.device_count()
-
-
 def test_a_library_of_the_wheel_is_taken_where_it_suits(
     provide: Provide, plan: MakePlan, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any, csrc: Path
 ) -> None:
@@ -403,32 +363,6 @@ def test_a_library_of_the_wheel_is_taken_where_it_suits(
         else:
             changed.write_text(before)
         assert suits()
-
-
-@pytest.mark.usefixtures("no_device")
-@pytest.mark.parametrize("where", ["in the record's place", "in a folder of others"])
-def test_a_pipe_in_the_cache_is_not_waited_for(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, plan: MakePlan, where: str
-) -> None:
-    folder = jit.provide(kernel, torch_cuda).parent
-    (folder / "built.json").unlink()
-    os.mkfifo(folder / "built.json")
-    if where == "in a folder of others":
-        folder.chmod(0o777)
-
-    def give_up(*_: object) -> NoReturn:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(10)
-    notes: list[str] = []
-    try:
-        assert built.read_all([own_cache], notes) == []
-        assert jit.obstacle(kernel, (9, 0)) == ""
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-    assert [str(folder) in note for note in notes] == [True] * (where == "in a folder of others")
 
 
 # -- whether a kernel can be had, asked before it is needed ------------------------------------------------------------

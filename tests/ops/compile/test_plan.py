@@ -51,18 +51,12 @@ def test_the_commands_of_nvcc(plan: MakePlan, csrc: Path, torch_cuda: TorchBuild
     ("recording", "environ", "own"),
     [
         ("mcc-4.2.0", {}, ("-mllvm", "-vectorize-slp=false")),
-        ("mcc-5.0.0", {"VLLM_HWPLUGIN_LOAD_CLUSTER": "0"}, ("-mllvm", "-vectorize-slp=false")),
         (
             "mcc-5.1.0",
-            {},
-            ("-mllvm", "-mtgpu-load-cluster-mutation=1", "-mllvm", "--num-dwords-of-load-in-mutation=64"),
-        ),
-        ("mcc-5.1.0", {"VLLM_MUSA_DISABLE_LOAD_CLUSTER": "1"}, ()),
-        (
-            "mcc-5.1.0",
-            {"VLLM_MUSA_DISABLE_SLP": "1", "VLLM_HWPLUGIN_LOAD_CLUSTER": "0"},
+            {"VLLM_MUSA_DISABLE_SLP": "1", "VLLM_MUSA_DISABLE_LOAD_CLUSTER": "1"},
             ("-mllvm", "-vectorize-slp=false"),
         ),
+        ("mcc-5.0.0", {"VLLM_HWPLUGIN_LOAD_CLUSTER": "0"}, ("-mllvm", "-vectorize-slp=false")),
     ],
 )
 def test_the_commands_of_mcc(

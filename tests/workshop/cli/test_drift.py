@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from vllm_hwplugin_workshop.cli import drift
 from vllm_hwplugin_workshop.cli._drift_report import check, exit_status
 from vllm_hwplugin_workshop.sources import Index, PipConfig, TreeSource
 
-WriteWheel = Callable[..., Path]
 ADD = "vllm/v1/add.py"
 
 
@@ -161,14 +158,6 @@ def test_could_not_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target
     assert result.stdout == ""
 
 
-def test_broken_catalogue(catalogue: Path) -> None:
-    (catalogue / "graphs" / "patch.toml").write_text("id = [")
-    result = run("0.33.0")
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: ")
-    assert "patch.toml" in result.stderr
-
-
 @pytest.mark.usefixtures("catalogue")
 @pytest.mark.parametrize("option", ["--json", "--markdown"])
 def test_report_that_cannot_be_written(option: str, small_tree: Callable[..., Path], tmp_path: Path) -> None:
@@ -233,22 +222,3 @@ def test_markdown(small_tree: Callable[..., Path], tmp_path: Path) -> None:
     assert str(tmp_path) not in page
     run(f"{tree}@0.25.0", f"{tree}@0.33.0", "--markdown", str(tmp_path / "again.md"))
     assert (tmp_path / "again.md").read_text() == page
-
-
-def test_index_tools_are_optional(small_tree: Callable[..., Path]) -> None:
-    """Without the extra, files and folders are checked, and a version says what to install."""
-    code = (
-        "import sys\n"
-        "sys.modules['requests'] = None\n"
-        "sys.argv[0] = 'vllm-hwplugin'\n"
-        "from vllm_hwplugin.cli import main\n"
-        "main()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "drift", "0.33.0", f"{small_tree()}@0.34.0"], capture_output=True, text=True
-    )
-    assert done.stderr.splitlines() == [
-        "error: reading vLLM from a package index needs requests, which is not installed; "
-        "run: pip install 'vllm-hwplugin[workshop]'"
-    ]
-    assert "vllm 0.34.0: draft-full-graph: unlisted" in done.stdout

@@ -211,12 +211,6 @@ def test_extra_index(server: Any, tmp_path: Path) -> None:
     assert "answered from the other indexes" in note
 
 
-def test_only_file_addresses(tmp_path: Path) -> None:
-    config = PipConfig(index_url="file:///opt/mirror")
-    with pytest.raises(IndexUnreachable, match=r"names no http\(s\) address"):
-        IndexSource("0.33.0", Index(config, tmp_path))
-
-
 def test_a_file_name_that_is_a_path_is_not_read(server: Any, index: Index, tmp_path: Path) -> None:
     """The names on an index's page become names of folders in the cache."""
     name = "vllm-0.33.0-1/../../../../out/x-py3-none-any.whl"
