@@ -74,7 +74,7 @@ class Dispatched:
                 desc = dispatch(*args, **named)
                 if place == 0:
                     self.steps.append([desc])
-                    self.media.append(vars(runner)[mixed_graphs._DISPATCH]._has_media)
+                    self.media.append(MixedDispatch.of(runner)._has_media)
                 else:
                     self.steps[-1].append(desc)
                 return desc
@@ -140,7 +140,7 @@ def test_ids_after_a_batch_are_no_ids_of_images(vllm_here: Any) -> None:
     with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY) as sides:
         runner = sides.both[1].runner
         runner.speculator.supports_mm_inputs = True
-        ids, dispatch = runner.speculator.input_buffers.input_ids, vars(runner)[mixed_graphs._DISPATCH]
+        ids, dispatch = runner.speculator.input_buffers.input_ids, MixedDispatch.of(runner)
         ids.fill_(99)
         runner.cudagraph_manager.dispatch(2, 7, None, num_active_loras=0)
         desc = runner.speculator.prefill_cudagraph_manager.dispatch(2, 9, None, num_active_loras=0)

@@ -34,7 +34,7 @@ HIDDEN, OTHER = torch.ones(8, 2), torch.ones(8, 4)
 def captured(**changed: Any) -> Captured:
     """A capture without graphs, but for what is changed."""
     usual: dict[str, Any] = {one.name: None for one in dataclasses.fields(Captured)}
-    usual |= {"left": {}, "graphs": {}, "adapts_logits": False, "drawn_by_host": False}
+    usual |= {"left": {}, "graphs": {}, "mixed": {}, "adapts_logits": False, "drawn_by_host": False}
     usual |= {"fused": FusedWeights(None), "touched": Touched(), "parameters": Parameters()}
     return Captured(**usual | changed)
 

@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin.spec_decode.v2.runner import put_before
+
+#: Attribute of a runner: its `MixedDispatch`.
+_ATTRIBUTE: Final = "_hwplugin_mixed_dispatch"
 
 
 class MixedDispatch:
@@ -33,9 +36,16 @@ class MixedDispatch:
         self._has_media = self._too_many = self._replays = False
         self._num_tokens = 0
 
+    @classmethod
+    def of(cls, runner: Any) -> MixedDispatch | None:
+        """Return the runner's dispatch, if it has graphs of mixed batches."""
+        dispatch: MixedDispatch | None = vars(runner).get(_ATTRIBUTE)
+        return dispatch
+
     def attach(self, shares_first_pass: bool, most_prompts: int | None = None) -> None:
         """Put the rules before vLLM's dispatch of target and draft."""
         runner, self._most_prompts = self._runner, most_prompts
+        vars(runner)[_ATTRIBUTE] = self
         if runner.supports_mm_inputs or most_prompts is not None:
             put_before(runner, "update_requests", self._see_requests)
         put_before(runner.cudagraph_manager, "dispatch", self._dispatch_target)

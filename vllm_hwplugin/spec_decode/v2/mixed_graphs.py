@@ -40,9 +40,6 @@ _FLASH_2_GRID: Final = 1 << 15
 #: Attribute of a `CompilationConfig`: True if the engine has these graphs, False if their capture failed.
 _ADDED: Final = "_hwplugin_mixed_graphs"
 
-#: Attribute of a runner: its `MixedDispatch`.
-_DISPATCH: Final = "_hwplugin_mixed_dispatch"
-
 #: Limit of tokens × splits.
 _SPLIT_TOKENS: Final = 4096
 
@@ -120,7 +117,7 @@ def add_mixed_graphs(runner: Any) -> None:
     if shares_first_pass:
         # Its batch is padded to the target's graph.
         _offer(runner.speculator.prefill_cudagraph_manager, graphs)
-    dispatch = vars(runner).setdefault(_DISPATCH, MixedDispatch(runner))
+    dispatch = MixedDispatch.of(runner) or MixedDispatch(runner)
     dispatch.attach(shares_first_pass, most_prompts)
     for builder in delta_rules:
         delta_rule.attach(builder, sizes[-1], most, dispatch.replays)

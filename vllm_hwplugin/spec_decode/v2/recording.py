@@ -21,6 +21,7 @@ from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, GraphShape, uni
 from vllm_hwplugin.spec_decode.draft_schedule import counts_of
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.step_counts import Reason
+from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch, is_mixed
 from vllm_hwplugin.spec_decode.v2.tail_buffers import Padding
 
 #: Limit of the fp32 logits that are sampled at a time. The head's own logits, half as large, are in memory with them.
@@ -111,6 +112,22 @@ def decode_shapes(runner: Any) -> list[GraphShape]:
     lens = scheduled_query_lens(runner)
     every = [[1 + count] * len(lens) for count in counts_of(runner.compilation_config) if count]
     return rungs(full_graphs, *(every or [lens]))
+
+
+def mixed_shapes(runner: Any) -> list[GraphShape]:
+    """Return the shapes of mixed batches, in descending order of tokens.
+
+    Target and first pass have FULL graphs of them. Planned graphs count, also before their capture.
+    """
+    # In a step with a prompt a draft that takes images gets embeddings from the host. Ranks of data parallelism agree
+    # on tokens, and a graph of later passes would have other tokens on each.
+    speculator, dispatch = runner.speculator, MixedDispatch.of(runner)
+    if runner.dp_size > 1 or dispatch is None or getattr(speculator, "supports_mm_inputs", False):
+        return []
+    manager = getattr(speculator, "prefill_cudagraph_manager", None)
+    planned = () if manager is None else manager._capture_descs.get(CUDAGraphMode.FULL, ())
+    shapes = (GraphShape(desc.num_tokens, desc.num_reqs, None) for desc in planned if is_mixed(desc))
+    return sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True)
 
 
 def decode_query_len(batch: Any, known: Container[int]) -> int | Reason:

@@ -45,7 +45,10 @@ class Served:
 
 @dataclasses.dataclass(frozen=True)
 class ShapeGraphs:
-    """The graphs of one shape: sampling by needed parts, and drafting or why vLLM drafts."""
+    """The graphs of one shape: sampling by needed parts, and drafting or why vLLM drafts.
+
+    A mixed batch's graph only drafts: sampling's graphs do not depend on how many tokens a request has.
+    """
 
     shape: GraphShape
     sampling: Mapping[SamplerParts, Served]
@@ -86,6 +89,7 @@ class Captured:
     Attributes:
         left: the parts of a step that no graph has, and why.
         graphs: by (tokens of a request, number of requests) of a batch, the smallest that hold it.
+        mixed: drafting graphs of mixed batches, by tokens with padding.
         most_reqs: requests of the largest graph, by tokens of a request.
         batches: the captured batches, by (tokens of a request, number of requests) of a graph.
         adapts_logits: whether adapters may change logits.
@@ -100,6 +104,7 @@ class Captured:
 
     left: Mapping[Part, str]
     graphs: Mapping[tuple[int, int], ShapeGraphs]
+    mixed: Mapping[int, ShapeGraphs]
     most_reqs: Mapping[int, int]
     batches: Mapping[tuple[int, int], Any]
     buffers: TailBuffers
@@ -186,13 +191,21 @@ class TailRecorder:
         vllm: has vLLM's own `sample` and `postprocess_sampled`.
         left: the parts that no graph can have, and why.
         shapes: the graphs' shapes, largest first.
+        mixed: the shapes of drafting graphs of mixed batches, largest first.
     """
 
-    def __init__(self, runner: Any, vllm: Any, left: Mapping[Part, str], shapes: Sequence[GraphShape]):
-        self._runner, self._vllm, self._left, self._shapes = runner, vllm, left, shapes
+    def __init__(
+        self,
+        runner: Any,
+        vllm: Any,
+        left: Mapping[Part, str],
+        shapes: Sequence[GraphShape],
+        mixed: Sequence[GraphShape] = (),
+    ):
+        self._runner, self._vllm, self._left, self._shapes, self._mixed = runner, vllm, left, shapes, mixed
         self._drawn_by_host = runner.speculator is None and runner.sampler.use_flashinfer
         chunk_rows = rows_at_a_time(runner.sampler.sampling_states.vocab_size)
-        most_reqs = max(shape.num_reqs for shape in shapes)
+        most_reqs = max(shape.num_reqs for shape in (*shapes, *mixed))
         self._buffers = TailBuffers(runner, most_reqs, runner.decode_query_len, idx_dtype(runner), chunk_rows)
         self._pool = torch.cuda.graph_pool_handle()
         self._batches: dict[tuple[int, int], Any] = {}
@@ -216,9 +229,12 @@ class TailRecorder:
                 most_reqs.setdefault(made.query_len, shape.num_reqs)
                 # The smallest that holds a batch is captured last, and replaces larger ones.
                 graphs |= {(made.query_len, count): made for count in range(1, shape.num_reqs + 1)}
+            # Last, so that they use the memory of sampling's logits.
+            mixed = {shape.num_tokens: self._capture_mixed(shape) for shape in self._mixed}
         return Captured(
             left=self._left,
             graphs=graphs,
+            mixed=mixed,
             most_reqs=most_reqs,
             batches=self._batches,
             buffers=self._buffers,
@@ -232,14 +248,42 @@ class TailRecorder:
         )
 
     def _capture_shape(self, shape: GraphShape) -> ShapeGraphs:
-        runner, buffers, pool = self._runner, self._buffers, self._pool
+        runner, buffers = self._runner, self._buffers
         query_len = shape.num_tokens // shape.num_reqs
         buffers.clear(query_len)
         # Before vLLM prepares the inputs, because making a dummy batch overwrites them.
         chunks = [self._chunk(shape, first) for first in range(0, shape.num_reqs, buffers.chunk_reqs(query_len))]
-        # Metadata for the warm-up and for the capture: the first kernel that reads a FlashMLA plan computes it, and the
-        # captured kernel must compute it too.
-        prepared = [
+        prepared = self._prepared(shape, query_len)
+        batch = self._batches[query_len, shape.num_reqs] = self._recorded_batch(slice(shape.num_reqs), query_len)
+        sampling = {}
+        for needed in () if Part.V2_SAMPLING in self._left else SamplerParts:
+            if self._drawn_by_host and needed.narrows:
+                continue
+            with sampling_as(runner.sampler, needed), buffers.stand_in():
+                graph = record_graph(lambda: self._sample(batch, chunks), self._pool, runner.vllm_config)
+            sampling[needed] = Served(graph, buffers.outputs, self._output)
+        if Part.V2_DRAFTING in self._left:
+            return ShapeGraphs(shape, sampling, Reason.NOT_CAPTURED)
+        return self._capture_draft(shape, sampling, batch, query_len, prepared)
+
+    def _capture_mixed(self, shape: GraphShape) -> ShapeGraphs:
+        runner, query_len = self._runner, self._runner.decode_query_len
+        self._buffers.clear(query_len)
+        prepared = self._prepared(shape, None)
+        inputs, num_reqs = runner.input_buffers, shape.num_reqs
+        batch = dataclasses.replace(
+            InputBatch.make_dummy(num_reqs, shape.num_tokens, inputs),
+            idx_mapping=self._buffers.idx_mapping(num_reqs),
+            query_start_loc=inputs.query_start_loc[: num_reqs + 1],
+            seq_lens_cpu_upper_bound=torch.full((num_reqs,), runner.max_model_len, dtype=torch.int32),
+        )
+        return self._capture_draft(shape, {}, batch, query_len, prepared)
+
+    def _prepared(self, shape: GraphShape, max_query_len: int | None) -> list[tuple[Any, Any]]:
+        """Return attention metadata and slots for a warm-up and a capture."""
+        # Twice: the first kernel that reads a FlashMLA plan computes it, and the captured kernel must compute it too.
+        runner = self._runner
+        return [
             prepare_inputs_to_capture(
                 shape.num_reqs,
                 shape.num_tokens,
@@ -248,23 +292,23 @@ class TailRecorder:
                 runner.block_tables,
                 runner.attn_groups,
                 runner.kv_cache_config,
-                **known_arguments(prepare_inputs_to_capture, full_cudagraph=True, max_query_len=query_len),
+                **known_arguments(prepare_inputs_to_capture, full_cudagraph=True, max_query_len=max_query_len),
             )
             for _ in range(2)
         ]
-        batch = self._batches[query_len, shape.num_reqs] = self._recorded_batch(slice(shape.num_reqs), query_len)
-        sampling = {}
-        for needed in () if Part.V2_SAMPLING in self._left else SamplerParts:
-            if self._drawn_by_host and needed.narrows:
-                continue
-            with sampling_as(runner.sampler, needed), buffers.stand_in():
-                graph = record_graph(lambda: self._sample(batch, chunks), pool, runner.vllm_config)
-            sampling[needed] = Served(graph, buffers.outputs, self._output)
-        if Part.V2_DRAFTING in self._left:
-            return ShapeGraphs(shape, sampling, Reason.NOT_CAPTURED)
+
+    def _capture_draft(
+        self,
+        shape: GraphShape,
+        sampling: Mapping[SamplerParts, Served],
+        batch: Any,
+        query_len: int,
+        prepared: list[tuple[Any, Any]],
+    ) -> ShapeGraphs:
+        runner = self._runner
         with metadata_of_steps(runner.speculator) if updated_in_place(runner.speculator) else nullcontext() as metadata:
-            graph = record_graph(lambda: self._draft(batch, query_len, *prepared.pop()), pool, runner.vllm_config)
-        return ShapeGraphs(shape, sampling, Served(graph, buffers.outputs), metadata)
+            graph = record_graph(lambda: self._draft(batch, query_len, *prepared.pop()), self._pool, runner.vllm_config)
+        return ShapeGraphs(shape, sampling, Served(graph, self._buffers.outputs), metadata)
 
     def _recorded_batch(self, reqs: slice, query_len: int) -> Any:
         """Return a decode batch of the buffers' requests `reqs`."""
@@ -351,6 +395,10 @@ class TailRecorder:
         num_sampled, num_rejected = (
             counts[:num_reqs] * padding.alive for counts in (outputs.num_sampled, outputs.num_rejected)
         )
+        if batch.num_tokens != num_reqs * query_len:
+            # In a mixed batch padding has no tokens, and the draft's first pass writes the next token to a request's
+            # last place. With -1 rejected, padding's is the first place that no request has.
+            num_rejected -= (batch.query_start_loc.diff() == 0).int()
         with recorded_with(padding):
             drafts = runner.speculator.propose(
                 batch,

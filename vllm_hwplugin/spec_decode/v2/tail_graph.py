@@ -9,7 +9,7 @@ sampling has variants.
 
 Sampling starts from rows of hidden states, whichever requests they belong to. So the same graphs sample for a batch
 with a prompt or with unequal draft counts: its rows are put where a decode batch has them. Drafting processes all
-tokens, and vLLM drafts for such a batch.
+tokens. So it has graphs by tokens for such batches, if the target and the draft's first pass have them.
 
 Drafting starts from the sampled tokens. So if a request needs more of the sampler than a graph has, vLLM samples, and
 the graph drafts.
@@ -41,7 +41,14 @@ from vllm_hwplugin.spec_decode.decode_batch import GraphShape, asks_for_nothing_
 from vllm_hwplugin.spec_decode.graph_recording import Graphs, reserved_memory
 from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
-from vllm_hwplugin.spec_decode.v2.recording import SamplerParts, decode_query_len, decode_shapes, splits_top_p
+from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch
+from vllm_hwplugin.spec_decode.v2.recording import (
+    SamplerParts,
+    decode_query_len,
+    decode_shapes,
+    mixed_shapes,
+    splits_top_p,
+)
 from vllm_hwplugin.spec_decode.v2.tail_buffers import LogitsRows
 from vllm_hwplugin.spec_decode.v2.tail_capture import Captured, Held, Served, TailRecorder, target_states
 
@@ -125,6 +132,7 @@ class TailGraphs(Graphs[Captured]):
         by_vllm = {_HALVES[part]: reason for part, reason in left.items() if part in parts}
         reason = why_not(runner, Part.V2_SAMPLING | Part.V2_DRAFTING) if len(left) == len(_HALVES) else None
         shapes = [] if reason else decode_shapes(runner)[: 1 if profile_only else None]
+        mixed = [] if Part.V2_DRAFTING in left else mixed_shapes(runner)[: 1 if profile_only else None]
         if not shapes:
             if not profile_only:
                 self.stay_stock(reason or "the target has no FULL graph of a decode batch")
@@ -132,7 +140,7 @@ class TailGraphs(Graphs[Captured]):
         started, reserved = time.perf_counter(), reserved_memory()
         with graph_capture(device=runner.device):
             # Inside the context, so that the ranks leave it together if the capture fails.
-            self.attempt(lambda: self._record(shapes, left))
+            self.attempt(lambda: self._record(shapes, mixed, left))
             captured = self.captured
             if captured is not None and not profile_only:
                 for companion in self._companions:
@@ -157,8 +165,8 @@ class TailGraphs(Graphs[Captured]):
         )
         run_records.use(V2_TAIL_GRAPH, True)
 
-    def _record(self, shapes: Sequence[GraphShape], left: Mapping[Part, str]) -> None:
-        self.captured = TailRecorder(self._owner, self._vllm, left, shapes).record()
+    def _record(self, shapes: Sequence[GraphShape], mixed: Sequence[GraphShape], left: Mapping[Part, str]) -> None:
+        self.captured = TailRecorder(self._owner, self._vllm, left, shapes, mixed).record()
 
     # -- a request ----------------------------------------------------------------------------------------------------
 
@@ -216,8 +224,8 @@ class TailGraphs(Graphs[Captured]):
         if input_batch is not step.batch:
             return vllms(input_batch, *arguments, **settings)
         drafting = step.drafting
-        wanted = settings.get("num_speculative_tokens")
-        if held is not None and wanted is not None and wanted != held.graphs.query_len - 1:
+        wanted, query_len = settings.get("num_speculative_tokens"), self._owner.decode_query_len
+        if wanted is not None and wanted != (query_len if held is None else held.graphs.query_len) - 1:
             drafting = Reason.FEWER_DRAFTS
         if self._drafting.missed(drafting):
             return vllms(input_batch, *arguments, **settings)
@@ -270,13 +278,17 @@ class TailGraphs(Graphs[Captured]):
                 rows, num_tokens = batch.idx_mapping_np, batch.num_tokens_after_padding
                 held = self.hold(captured, batch.req_ids, rows, len_or_reason, num_tokens)
                 if isinstance(held, Held):
-                    sampling = Reason.STRUCTURED_OUTPUT if grammar else held.sampling
-                    return held.graphs.sample(sampling), held.graphs.drafting
+                    needed = Reason.STRUCTURED_OUTPUT if grammar else held.sampling
+                    return held.graphs.sample(needed), held.graphs.drafting
                 len_or_reason = held
         self.held = None
-        if grammar:
-            return Reason.STRUCTURED_OUTPUT, len_or_reason
-        return self._sampling_alone(captured, hidden_states, batch, len_or_reason), len_or_reason
+        drafting = self._mixed_drafting(captured, hidden_states, batch, len_or_reason)
+        sampling: Served | Reason = Reason.STRUCTURED_OUTPUT
+        if not grammar:
+            sampling = self._sampling_alone(captured, hidden_states, batch, len_or_reason)
+        if isinstance(sampling, Reason) and not isinstance(drafting, Reason):
+            self._write(captured, batch.idx_mapping_np, self._owner.decode_query_len)
+        return sampling, drafting
 
     def hold(
         self, captured: Captured, req_ids: list[str], rows: np.ndarray, query_len: int, num_tokens: int
@@ -304,6 +316,27 @@ class TailGraphs(Graphs[Captured]):
         self._write(captured, rows, query_len)
         self.held = Held(req_ids, rows, self._needed(captured, rows), graphs)
         return self.held
+
+    def _mixed_drafting(
+        self, captured: Captured, hidden_states: torch.Tensor, batch: Any, reason: Reason
+    ) -> Served | Reason:
+        """Return the graph that drafts for a mixed batch, or a reason.
+
+        `reason` is why graphs of decode batches do not draft.
+        """
+        dispatch, graphs = MixedDispatch.of(self._owner), captured.mixed.get(batch.num_tokens_after_padding)
+        if dispatch is None or graphs is None or not dispatch.replays():
+            return reason
+        # vLLM may have run the target without a graph, after a change of the ranks of experts.
+        if hidden_states.data_ptr() != target_states(self._owner)[0].data_ptr():
+            return Reason.NO_FULL_GRAPH
+        if batch.num_reqs < graphs.shape.num_reqs:
+            if batch.num_tokens == graphs.shape.num_tokens:
+                # Padding needs one of the graph's tokens.
+                return Reason.NO_FULL_GRAPH
+            if not self._owner.req_states.free_indices:
+                return Reason.NO_FREE_ROW
+        return graphs.drafting
 
     def _needed(self, captured: Captured, rows: np.ndarray) -> SamplerParts | Reason:
         """Return the sampler's parts that `rows` need, or a reason."""
