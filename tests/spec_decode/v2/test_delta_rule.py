@@ -15,10 +15,13 @@ import torch
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID, PAD_SLOT_ID
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
+from vllm_hwplugin.spec_decode.v2 import mixed_graphs
 from vllm_hwplugin.spec_decode.v2.delta_rule import MOST_PROMPTS, FixedMetadata, attach
 
 from ...musa_sim.delta_rule import check_chunks
@@ -114,7 +117,9 @@ def rows_by_chance(chosen: random.Random) -> list[Row]:
     prompts = [Row(length, chosen.choice((0, 0, 70)), -1) for length in lengths]
     while sum(row.tokens for row in (*decodes, *prompts)) >= TOKENS:
         prompts.pop()
-    return [*decodes, *prompts]
+    rows = [*decodes, *prompts]
+    chosen.shuffle(rows)
+    return rows
 
 
 @pytest.fixture(name="attached")
@@ -208,3 +213,13 @@ def test_a_batch_that_the_dispatch_has_to_keep_out_is_an_error(attached: Any, ro
     common, more = batch_of(rows, 0)
     with pytest.raises(AssertionError, match=said):
         attached[0].build(0, common, **more)
+
+
+def test_no_batch_gets_a_graph_that_it_fills() -> None:
+    manager = SimpleNamespace(lora_capture_cases=[0], _capture_descs={}, _candidates={})
+    full = CUDAGraphMode.FULL
+    graphs = [BatchExecutionDescriptor(cg_mode=full, num_tokens=size, num_reqs=size) for size in (4, 8)]
+    mixed_graphs._offer(manager, graphs, spare=1)
+    sizes = {tokens: [graph.num_tokens for graph in found] for (tokens, _), found in manager._candidates.items()}
+    assert sizes == {1: [4], 2: [4], 3: [4], 4: [8], 5: [8], 6: [8], 7: [8]}
+    assert manager._capture_descs == {full: graphs[::-1]}
