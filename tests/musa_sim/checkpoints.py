@@ -8,6 +8,7 @@ have what transformers computes in float32.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,12 +85,13 @@ def fp8_blocks(weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
     Args:
         weight: (outputs, inputs), as below.
     """
-    rows, columns = (size // BLOCK for size in weight.shape)
-    blocks = weight.float().view(rows, BLOCK, columns, BLOCK)
+    (outputs, inputs), (rows, columns) = weight.shape, (-(-size // BLOCK) for size in weight.shape)
+    whole = torch.nn.functional.pad(weight.float(), (0, columns * BLOCK - inputs, 0, rows * BLOCK - outputs))
+    blocks = whole.view(rows, BLOCK, columns, BLOCK)
     scale = blocks.abs().amax((1, 3), keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
     small = (blocks / scale).to(torch.float8_e4m3fn)
-    made = {"weight": small.view(weight.shape), "weight_scale_inv": scale.view(rows, columns)}
-    return made, (small.float() * scale).view(weight.shape)
+    made = {"weight": small.view(whole.shape)[:outputs, :inputs], "weight_scale_inv": scale.view(rows, columns)}
+    return made, (small.float() * scale).view(whole.shape)[:outputs, :inputs]
 
 
 def four_bits(weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Weights, torch.Tensor]:
@@ -110,10 +112,11 @@ def quantized(weights: Weights, by: Callable[[torch.Tensor], tuple[Weights, torc
     """A checkpoint whose linear layers are quantized by one of the two above, and its twin."""
     made, twin = dict(weights), dict(weights)
     for name in weights:
-        if name.endswith("_proj.weight"):
+        # The layer that joins states and embeddings of an MTP drafter is never quantized.
+        if re.search(r"(?<!eh)_proj(_with_mqa)?\.weight$", name):
             parameters, stands_for = by(made.pop(name))
             made |= {name.removesuffix("weight") + one: tensor for one, tensor in parameters.items()}
-            twin[name] = stands_for.bfloat16()
+            twin[name] = stands_for.to(weights[name].dtype)
     return made, twin
 
 
@@ -235,11 +238,12 @@ def by_chance(folder: Path, config: Mapping[str, Any], layer: int, drafter: str,
             torch.nn.init.normal_(
                 weight, std=1 if "embed" in name else 0.5 if "conv" in name else weight.shape[-1] ** -0.5
             )
-    model.half().save_pretrained(folder)
+    dtype = getattr(torch, config.get("torch_dtype", "float16"))
+    model.to(dtype).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     head = f"model.layers.{layer}."
     weights |= {name.replace(head, drafter): one.clone() for name, one in weights.items() if name.startswith(head)}
-    weights |= {name: one.half() for name, one in drafts.items()}
+    weights |= {name: one.to(dtype) for name, one in drafts.items()}
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -258,3 +262,16 @@ def in_float32(model: Path, asked: Sequence[Request]) -> list[list[int]]:
                 tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
         texts.append(tokens[len(request.prompt) :])
     return texts
+
+
+def ranks_in_float32(model: Path, asked: Sequence[Request], texts: Sequence[Sequence[int]]) -> list[int]:
+    """How many tokens transformers finds more probable than each token of the texts, after those before it."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ranks: list[int] = []
+    for request, text in zip(asked, texts, strict=True):
+        with torch.no_grad():
+            logits = reference(torch.tensor([[*request.prompt, *text]])).logits[0, len(request.prompt) - 1 : -1]
+        ranks += [int((row > row[token]).sum()) for row, token in zip(logits, text, strict=True)]
+    return ranks

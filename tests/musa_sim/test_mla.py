@@ -6,12 +6,14 @@ Prompts come in pieces, and one out of the prefix cache, so that new tokens see 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from . import checkpoints, loads
 from .checkpoints import DEEPSEEK
@@ -24,7 +26,7 @@ LAYERS, HIDDEN, VOCABULARY = (DEEPSEEK[name] for name in ("num_hidden_layers", "
 OLDER = "V1, vLLM 0.26.0"
 
 
-def write(folder: Path) -> Path:
+def write(folder: Path, **more: Any) -> Path:
     """The second layer has experts, and so has the one that drafts."""
     chance = torch.Generator().manual_seed(5)
     vocabulary = torch.randn(VOCABULARY, HIDDEN, generator=chance)
@@ -34,7 +36,7 @@ def write(folder: Path) -> Path:
     drafts |= {"embed_tokens.weight": vocabulary}
     drafter = f"model.layers.{LAYERS}."
     drafts = {drafter + name: weight for name, weight in drafts.items()}
-    return checkpoints.by_chance(folder, DEEPSEEK, LAYERS - 1, drafter, drafts)
+    return checkpoints.by_chance(folder, DEEPSEEK | more, LAYERS - 1, drafter, drafts)
 
 
 def requests() -> list[Request]:
@@ -107,3 +109,28 @@ def test_graphs_change_no_draft(runner: str, used: set[str], runs: dict[str, Run
     assert run.counts["draft_phases_in_graphs"] == run.counts["draft_phases"] - pieces > 0
     # Each build plans, so a graph holds one pass.
     assert "draft-loop-graph" not in run.used
+
+
+def test_fp8_blocks_and_bfloat16_are_served(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
+    """Experts in bfloat16 are not among them: Triton's interpreter has no products of bfloat16."""
+    twin = write(tmp_path / "twin", moe_intermediate_size=checkpoints.BLOCK)
+    blocks, of_blocks = checkpoints.quantized(load_file(twin / "model.safetensors"), checkpoints.fp8_blocks)
+    save_file(of_blocks, twin / "model.safetensors")
+    (tmp_path / "blocks").mkdir()
+    save_file({name: one.contiguous() for name, one in blocks.items()}, tmp_path / "blocks" / "model.safetensors")
+    config = json.loads((twin / "config.json").read_text()) | checkpoints.FP8_BLOCKS
+    (tmp_path / "blocks" / "config.json").write_text(json.dumps(config))
+    dense = write(tmp_path / "dense", first_k_dense_replace=LAYERS + 1, torch_dtype="bfloat16")
+    asked = {
+        "FP8 blocks": Load(options(tmp_path / "blocks"), requests()),
+        "bfloat16": Load({**options(dense), "dtype": "bfloat16"}, requests()),
+    }
+    runs = Process(asked, loads.musa(tmp_path / "host", newest, **V1)).run(tmp_path / "engines")
+    for run in runs.values():
+        assert run.attention == ["MusaFlashMLABackend"]
+        assert run.counts["draft_phases_in_graphs"] == run.counts["draft_phases"] > 0
+    assert texts(runs["bfloat16"]) == checkpoints.in_float32(dense, requests())
+    # Activations are rounded to FP8 as well. Without attention, five of 24 tokens are the most probable.
+    ranks = checkpoints.ranks_in_float32(twin, requests(), texts(runs["FP8 blocks"]))
+    assert ranks.count(0) > len(ranks) / 2
+    assert max(ranks) < VOCABULARY / 100
