@@ -10,9 +10,9 @@ import io
 import platform as host
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ..base.run_records import RunRecord, is_running
 from ..ops.operations import RECORD
@@ -28,11 +28,12 @@ from .text import ago, coloured, printable, shortened, table
 _USED, _NOT_USED = "patched in, active", "patched in, not used"
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(NamedTuple):
+    """A table: its columns, separated by commas, its rows, and what stands there without rows."""
+
     title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    columns: str
+    rows: Sequence[tuple[str, ...]]
     empty: str = ""
 
 
@@ -107,7 +108,7 @@ def show(diagnosis: Diagnosis, *, all_tables: bool) -> None:
             print(*plain(section), sep="\n")
         elif section.rows:
             rows = [[printable(" ".join(cell.split())) for cell in row] for row in section.rows]
-            print(section.title, table(section.columns, rows), "", sep="\n")
+            print(section.title, table(section.columns.split(","), rows), "", sep="\n")
         else:
             print(f"{section.title}: {section.empty}\n")
     for line in diagnosis.problems:
@@ -119,75 +120,37 @@ def show(diagnosis: Diagnosis, *, all_tables: bool) -> None:
     print(coloured(verdict(diagnosis), "red" if diagnosis.problems else "green"))
 
 
-def sections(diagnosis: Diagnosis) -> tuple[Section, ...]:
-    """Return the tables in their order."""
-    return (
-        Section("host", ("what", "value"), tuple(_host_rows(diagnosis))),
-        *_musa_sections(diagnosis),
-        Section(
-            "toolchains",
-            ("tool", "version", "path"),
-            tuple((tool.name, tool.version or "", tool.path or "not found") for tool in diagnosis.toolchains),
-        ),
-        Section(
-            "kernels",
-            ("kernel", "state", "detail", "library"),
-            tuple((row.kernel, row.state, row.detail, row.library or "") for row in diagnosis.kernels),
-        ),
-        Section(
-            "vLLM's operations",
-            ("operation", "kernel", "reason"),
-            tuple((row.operation, row.serves, row.reason) for row in diagnosis.operations),
-        ),
-        Section(
-            "environment variables",
-            ("variable", "value", "from", "remark"),
-            tuple(
-                (row.name, shortened(row.value) or "not set", row.source, row.error or "") for row in diagnosis.gates
-            ),
-        ),
-        Section(
-            f"features here (fingerprint {diagnosis.fingerprint})",
-            ("feature", "switch", "state", "reason"),
-            tuple((row.id, row.choice, row.state, row.reason) for row in diagnosis.features),
-            "no features",
-        ),
-        Section(
-            "overridden methods",
-            ("feature", "class", "methods"),
-            tuple(
-                (row.id, name, ", ".join(methods))
-                for row in diagnosis.features
-                for name, methods in row.overrides.items()
-            ),
-            "no feature that is patched in overrides methods",
-        ),
-        *_planned_sections(diagnosis),
-        Section(
-            "the engine's processes",
-            ("process", "started", "vLLM", "feature", "state", "reason"),
-            tuple(_process_rows(diagnosis)),
-            "no run record of a vLLM process yet",
-        ),
-    )
-
-
-def _planned_sections(diagnosis: Diagnosis) -> Iterable[Section]:
+def sections(diagnosis: Diagnosis) -> Iterator[Section]:
+    """Yield the tables in their order."""
+    yield Section("host", "what,value", [*_host_rows(diagnosis)])
+    if diagnosis.musa:
+        packages = [(row.package, row.found or "not installed", row.expected, row.trouble) for row in diagnosis.musa]
+        yield Section("Moore Threads packages", "package,version,expected,remark", packages)
+    tools = [(tool.name, tool.version or "", tool.path or "not found") for tool in diagnosis.toolchains]
+    yield Section("toolchains", "tool,version,path", tools)
+    kernels = [(row.kernel, row.state, row.detail, row.library or "") for row in diagnosis.kernels]
+    yield Section("kernels", "kernel,state,detail,library", kernels)
+    operations = [(row.operation, row.serves, row.reason) for row in diagnosis.operations]
+    yield Section("vLLM's operations", "operation,kernel,reason", operations)
+    gates = [(row.name, shortened(row.value) or "not set", row.source, row.error or "") for row in diagnosis.gates]
+    yield Section("environment variables", "variable,value,from,remark", gates)
+    features = [(row.id, row.choice, row.state, row.reason) for row in diagnosis.features]
+    title = f"features here (fingerprint {diagnosis.fingerprint})"
+    yield Section(title, "feature,switch,state,reason", features, "no features")
+    overrides = [
+        (row.id, name, ", ".join(methods)) for row in diagnosis.features for name, methods in row.overrides.items()
+    ]
+    nothing = "no feature that is patched in overrides methods"
+    yield Section("overridden methods", "feature,class,methods", overrides, nothing)
     planned = diagnosis.planned
     if planned is not None:
         rows = [(name, "active" if use["used"] else "not used", use["reason"]) for name, use in planned.uses.items()]
         rows += [(name, "left to vLLM", reason) for name, reason in planned.left.items()]
         rows += [(", ".join(names), "unless", reason) for reason, names in sorted(planned.unknown.items())]
-        yield Section("planned engine", ("feature", "state", "reason"), tuple(rows))
-
-
-def _musa_sections(diagnosis: Diagnosis) -> Iterable[Section]:
-    if diagnosis.musa:
-        yield Section(
-            "Moore Threads packages",
-            ("package", "version", "expected", "remark"),
-            tuple((row.package, row.found or "not installed", row.expected, row.trouble) for row in diagnosis.musa),
-        )
+        yield Section("planned engine", "feature,state,reason", rows)
+    nothing = "no run record of a vLLM process yet"
+    columns = "process,started,vLLM,feature,state,reason"
+    yield Section("the engine's processes", columns, [*_process_rows(diagnosis)], nothing)
 
 
 def plain(section: Section) -> Iterable[str]:

@@ -14,7 +14,7 @@ import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ..base.cachedir import write_atomically
 from ..base.errors import HwpluginError
@@ -66,11 +66,6 @@ def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         return
     for row in (columns, *rows):
         print(*row, sep="\t")
-
-
-def for_a_reader(json_file: Path | None) -> TextIO:
-    """Return standard output, or standard error if the JSON goes there."""
-    return sys.stderr if json_file == STANDARD_OUTPUT else sys.stdout
 
 
 def write_json(results: Mapping[str, Any], json_file: Path) -> None:
