@@ -450,7 +450,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def _platform_row(found: _diagnosis.Diagnosis) -> str:
-    (row,) = [value for name, value in _doctor.sections(found)[0].rows if name == "platform class"]
+    (row,) = [value for name, value in next(_doctor.sections(found)).rows if name == "platform class"]
     return row
 
 

@@ -14,7 +14,7 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.spec_decode import graph_recording
-from vllm_hwplugin.spec_decode.v1 import added_sizes, mixed_sizes
+from vllm_hwplugin.spec_decode.v1 import mixed_sizes
 
 from ...conftest import versions
 from ...released import texts
@@ -47,7 +47,7 @@ class Runner:
             runtime_mode=CUDAGraphMode.FULL, graph_pool="the draft's", concrete_cudagraph_entries={}
         )
         self.wrappers = {one.runtime_mode: one for one in wrappers}
-        monkeypatch.setattr(added_sizes.CUDAGraphWrapper, "_all_instances", [*wrappers, self.of_draft])
+        monkeypatch.setattr(mixed_sizes.CUDAGraphWrapper, "_all_instances", [*wrappers, self.of_draft])
 
     def begin(self) -> None:
         """As vLLM does once more after it has measured what graphs need."""
