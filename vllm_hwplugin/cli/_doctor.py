@@ -9,7 +9,6 @@ import functools
 import io
 import platform as host
 import re
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -99,18 +98,10 @@ def _capability(text: str) -> str:
 
 
 def show(diagnosis: Diagnosis, *, all_tables: bool) -> None:
-    """Print problems, warnings, a summary and a verdict, optionally after all tables.
-
-    A terminal gets tables; a file or a pipe gets aligned plain lines.
-    """
+    """Print problems, warnings, a summary and a verdict, optionally after all tables."""
     for section in sections(diagnosis) if all_tables else ():
-        if not sys.stdout.isatty():
-            print(*plain(section), sep="\n")
-        elif section.rows:
-            rows = [[printable(" ".join(cell.split())) for cell in row] for row in section.rows]
-            print(section.title, table(section.columns.split(","), rows), "", sep="\n")
-        else:
-            print(f"{section.title}: {section.empty}\n")
+        rows = [[printable(" ".join(cell.split())) for cell in row] for row in section.rows]
+        print(f"== {section.title}", table(section.columns.split(","), rows) or section.empty, "", sep="\n")
     for line in diagnosis.problems:
         print(coloured(f"problem: {printable(line)}", "red"))
     for line in diagnosis.warnings:
@@ -151,18 +142,6 @@ def sections(diagnosis: Diagnosis) -> Iterator[Section]:
     nothing = "no run record of a vLLM process yet"
     columns = "process,started,vLLM,feature,state,reason"
     yield Section("the engine's processes", columns, [*_process_rows(diagnosis)], nothing)
-
-
-def plain(section: Section) -> Iterable[str]:
-    """Yield a section as aligned plain lines, for grep and awk."""
-    yield f"== {section.title}"
-    if not section.rows:
-        yield f"  {section.empty}"
-    widths = [max(map(len, column)) for column in zip(*section.rows, strict=True)]
-    for row in section.rows:
-        # A reason may have several lines; a row has one.
-        cells = [printable(" ".join(cell.split())).ljust(width) for cell, width in zip(row, widths, strict=True)]
-        yield ("  " + "  ".join(cells)).rstrip()
 
 
 def _host_rows(diagnosis: Diagnosis) -> Iterable[tuple[str, str]]:

@@ -56,14 +56,15 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a table that fits the terminal, without splitting words.
 
     Words are names and paths. If the longest words do not fit side by side, each row becomes a paragraph under its
-    first cell.
+    first cell. Where there is no terminal, each row is one line.
     """
     if not rows:
         return ""
     cells = list(zip(columns, *rows, strict=True))
     least = [max((len(word) for cell in column for word in cell.split()), default=1) for column in cells]
     most = [max(map(len, column)) for column in cells]
-    room = shutil.get_terminal_size().columns - sum(least) - 2 * (len(columns) - 1)
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sum(most) + 2 * len(columns)
+    room -= sum(least) + 2 * (len(columns) - 1)
     if room < 0:
         pairs = [[f"{name}: {cell}" for name, cell in zip(columns[1:], row[1:], strict=True) if cell] for row in rows]
         return "\n".join(f"{row[0]}\n  {'; '.join(pair)}" for row, pair in zip(rows, pairs, strict=True))
