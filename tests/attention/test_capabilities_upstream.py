@@ -14,7 +14,6 @@ from vllm_hwplugin.attention.capabilities import CAPABILITIES, GAPS, asked_in
 from ..conftest import versions
 
 BASE = "vllm/v1/attention/backend.py"
-every_version = pytest.mark.parametrize("version", versions(BASE))
 
 
 def asked(text: str) -> dict[str, bool]:
@@ -30,35 +29,20 @@ def asked(text: str) -> dict[str, bool]:
     return {name: plain for name, plain in found.items() if name.startswith(("supports_", "is_"))}
 
 
-def differences(text: str, version: str) -> dict[str, set[str]]:
-    upstream = set(asked(text)) - set(GAPS)
-    table = {CAPABILITIES[name].method for name in asked_in(version)}
-    return {"not in the table": upstream - table, "not in vLLM": table - upstream}
-
-
-SAME: dict[str, set[str]] = {"not in the table": set(), "not in vLLM": set()}
-
-
-@every_version
-def test_the_table_has_what_vllm_asks_and_no_more(version: str, vllm_tree: Callable[[str], Any]) -> None:
+@pytest.mark.parametrize("version", versions(BASE))
+def test_the_table_has_what_vllm_asks_and_no_more_by_the_same_arguments(
+    version: str, vllm_tree: Callable[[str], Any]
+) -> None:
     text = vllm_tree(version).read(BASE)
-    assert differences(text, version) == SAME
-    plain = {CAPABILITIES[name].method: CAPABILITIES[name].plain for name in asked_in(version)}
-    assert {name: is_plain for name, is_plain in asked(text).items() if name in plain} == plain
-
-
-@every_version
-def test_each_gap_is_still_there(version: str, vllm_tree: Callable[[str], Any]) -> None:
-    assert set(GAPS) <= set(asked(vllm_tree(version).read(BASE)))
-    assert not set(GAPS) & {item.method for item in CAPABILITIES.values()}
+    upstream, named = asked(text), asked_in(version)
+    plain = {CAPABILITIES[name].method: CAPABILITIES[name].plain for name in named}
+    # Each gap is still one.
+    assert upstream.keys() - plain.keys() == GAPS.keys()
     assert all(GAPS.values())
-
-
-@every_version
-def test_vllm_still_asks_by_these_arguments(version: str, vllm_tree: Callable[[str], Any]) -> None:
-    (cls,) = (n for n in ast.parse(vllm_tree(version).read(BASE)).body if getattr(n, "name", "") == "AttentionBackend")
-    (method,) = (n for n in cls.body if getattr(n, "name", "") == "validate_configuration")
+    assert {name: is_plain for name, is_plain in upstream.items() if name in plain} == plain
+    (cls,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == "AttentionBackend")
+    (method,) = (node for node in cls.body if getattr(node, "name", "") == "validate_configuration")
     arguments = {argument.arg for argument in method.args.args} - {"cls", "device_capability"}
-    named = {item.argument for item in CAPABILITIES.values() if item.argument and item.name in asked_in(version)}
     # With `use_dcp`, 0.29.0 asks for one combination only: MLA without causality (supports_non_causal_dcp).
-    assert named == arguments - ({"use_dcp"} if version == "0.29.0" else set())
+    expected = arguments - ({"use_dcp"} if version == "0.29.0" else set())
+    assert {CAPABILITIES[name].argument for name in named if CAPABILITIES[name].argument} == expected

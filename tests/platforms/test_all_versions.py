@@ -84,7 +84,9 @@ def test_the_cuda_class_asks_vllm_first_and_dflash_then(
 
 @every_version
 @pytest.mark.usefixtures("musa_host")
-def test_the_musa_class_keeps_the_contract(version: str, real_vllm: Load, vllm_tree: Callable[[str], Any]) -> None:
+def test_the_musa_class_keeps_the_contract_of_an_out_of_tree_platform(
+    version: str, real_vllm: Load, vllm_tree: Callable[[str], Any]
+) -> None:
     real_vllm(version)
     cuda = importlib.import_module("vllm.platforms.cuda")
     interface = importlib.import_module("vllm.platforms.interface")
@@ -102,13 +104,7 @@ def test_the_musa_class_keeps_the_contract(version: str, real_vllm: Load, vllm_t
     # Only elastic expert parallelism asks for it, which needs an all-to-all manager that MUSA does not have.
     elastic = ["stateless_init_device_torch_dist_pg"]
     assert not_given(cls, vllm_tree(version).read(INTERFACE), interface.Platform) == elastic
-
-
-@every_version
-@pytest.mark.usefixtures("musa_host")
-def test_the_musa_class_is_an_out_of_tree_platform_of_device_musa(version: str, real_vllm: Load) -> None:
-    real_vllm(version)
-    platform = own("vllm_hwplugin.musa.platform").MusaPlatform()
+    platform = cls()
     assert platform.is_out_of_tree()
     assert not platform.is_cuda_alike()
     assert (platform.device_name, platform.device_type, platform.dispatch_key) == ("musa", "musa", "PrivateUse1")
