@@ -177,31 +177,30 @@ def test_each_key_is_read_once_and_the_merge_knows_by_how_many(share: Share) -> 
         check(batch, found)
 
 
-def test_a_long_request_gets_the_programs_that_short_ones_do_not_need(share: Share) -> None:
-    lengths = (40,) * 20 + (20_000,) + (40,) * 11
-    (found,) = share([Batch((1,) * 32, lengths, longest_query=1)])
-    assert [splits for splits, _, _ in found.merged] == [1] * 20 + [79] + [1] * 11
+ONE, EIGHT = (1,), (8,)
 
 
-@pytest.mark.parametrize(("rows", "splits"), [(8, 16), (20, 6), (24, 5), (32, 4), (64, 2), (100, 1), (128, 1)])
-def test_requests_of_the_same_length_have_as_many_splits_as_fit_at_once(share: Share, rows: int, splits: int) -> None:
-    (found,) = share([Batch((1,) * rows, (8192,) * rows, longest_query=1)])
-    assert {count for count, _, _ in found.merged} == {splits}
-
-
-def test_where_results_take_long_beside_the_keys_there_are_fewer(share: Share) -> None:
-    short, long = share([Batch((8,) * 8, (length,) * 8) for length in (2048, 65536)])
-    assert {count for count, _, _ in short.merged} == {11}
-    assert {count for count, _, _ in long.merged} == {16}
-
-
-def test_results_count_as_many_as_there_are(share: Share) -> None:
-    """Each of 8 requests has 16 tiles: 16 splits would leave a result for each tile, and two rounds are no longer."""
-    (found,) = share([Batch((8,) * 8, (1024,) * 8, longest_query=8)])
-    assert {count for count, _, _ in found.merged} == {8}
-
-
-def test_others_are_not_cut_for_one_that_has_no_room_for_more(share: Share) -> None:
-    lengths = (100_000,) + (1024,) * 63
-    (found,) = share([Batch((8,) * 64, lengths)])
-    assert [splits for splits, _, _ in found.merged] == [8] + [1] * 63
+@pytest.mark.parametrize(
+    ("queries", "lengths", "splits"),
+    [
+        # A long request gets the programs that short ones do not need.
+        (ONE * 32, (40,) * 20 + (20_000,) + (40,) * 11, [1] * 20 + [79] + [1] * 11),
+        # Others are not cut for one that has no room for more.
+        (EIGHT * 64, (100_000,) + (1024,) * 63, [8] + [1] * 63),
+        # Requests of the same length have as many as fit.
+        *(
+            (ONE * rows, (8192,) * rows, [splits] * rows)
+            for rows, splits in ((8, 16), (20, 6), (24, 5), (32, 4), (64, 2), (100, 1), (128, 1))
+        ),
+        # Where results take long next to the keys there are fewer.
+        (EIGHT * 8, (2048,) * 8, [11] * 8),
+        (EIGHT * 8, (65536,) * 8, [16] * 8),
+        # Each request has 16 tiles: 16 splits would leave a result for each tile, and two rounds are no longer.
+        (EIGHT * 8, (1024,) * 8, [8] * 8),
+    ],
+)
+def test_how_many_splits_a_request_gets(
+    share: Share, queries: tuple[int, ...], lengths: tuple[int, ...], splits: list[int]
+) -> None:
+    (found,) = share([Batch(queries, lengths, longest_query=queries[0])])
+    assert [count for count, _, _ in found.merged] == splits

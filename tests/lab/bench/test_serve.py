@@ -15,7 +15,6 @@ from vllm_hwplugin_lab.bench import _server, _shapes
 from vllm_hwplugin_lab.bench.serve import TABLES, PromptsUnreadable, load_entry, read_prompts, speed, steady
 
 
-
 def request(start=0.0, ttft=0.25, gaps=(0.25,), tokens=2):
     return {"prompt_tokens": 2, "tokens": tokens, "start": start, "ttft": ttft, "gaps": list(gaps)}
 

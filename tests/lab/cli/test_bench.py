@@ -98,14 +98,6 @@ def test_all_sides_that_the_host_can_run(run, method, host, sides):
     assert found["settings"]["sides"] == sides
 
 
-def test_a_side_that_the_host_cannot_run_is_refused(run):
-    host = dataclasses.replace(GPU, vllm="0.20.2")
-    result, _, asked = run(["--shape", "8b", "--method", "dflash", "--side", "stock", "--side", "mrv2"], host=host)
-    assert result.exit_code == 2
-    assert "found vLLM 0.20.2" in result.output
-    assert asked == []
-
-
 def test_vllms_engine_arguments_take_the_place_of_what_the_command_chooses(run):
     asked = {"kv_cache_dtype": "fp8", "max_num_seqs": 64, "compilation_config": {"mode": 0}}
     words = ("kv-cache-dtype=fp8", "max_num_seqs=64", 'compilation_config={"mode": 0}')
