@@ -12,18 +12,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-from .drafters import (
-    BLOCK,
-    HIDDEN,
-    LAYER,
-    MASK_TOKEN,
-    MAX_LEN,
-    MAX_REQS,
-    MAX_TOKENS,
-    PRIME,
-    DraftModel,
-    Views,
-)
+from .drafters import BLOCK, HIDDEN, LAYER, MASK_TOKEN, MAX_LEN, MAX_REQS, MAX_TOKENS, PRIME, DraftModel, Views
 
 
 class DFlashModel(DraftModel):

@@ -98,9 +98,7 @@ class Views:
 def build_views(common_attn_metadata, draft_index: int) -> Views:
     """What the model reads of the metadata: views, as FLASH_ATTN's builder makes them for drafting."""
     return Views(
-        common_attn_metadata.query_start_loc,
-        common_attn_metadata.seq_lens,
-        common_attn_metadata.block_table_tensor,
+        common_attn_metadata.query_start_loc, common_attn_metadata.seq_lens, common_attn_metadata.block_table_tensor
     )
 
 

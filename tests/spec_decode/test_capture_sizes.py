@@ -17,13 +17,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode import capture_sizes as feature
-from vllm_hwplugin.spec_decode.capture_sizes import (
-    LARGEST,
-    LARGEST_MIXED,
-    capture_sizes,
-    largest_own,
-    max_num_splits,
-)
+from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, LARGEST_MIXED, capture_sizes, largest_own, max_num_splits
 
 from ..conftest import versions
 from .graph_manager import Manager
@@ -312,11 +306,7 @@ def test_released_v2_runners_decode_in_full_graphs(
     ),
 )
 def test_the_fullest_batches_draft_in_graphs_too(
-    entry: run_records.RunRecord,
-    version: str,
-    engine: tuple[int, int],
-    vllm_tree: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    entry: run_records.RunRecord, version: str, engine: tuple[int, int], vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose draft steps have one token a request."""
     k, seqs = engine

@@ -226,11 +226,7 @@ def test_writes_the_lists_items_of_a_bucket(monkeypatch: pytest.MonkeyPatch, rec
 
 @pytest.mark.parametrize(
     ("learned", "ranges"),
-    [
-        ([], []),
-        ([(8, 3)], [[1, 8, 3]]),
-        ([(1, 3), (8, 3), (16, 2), (128, 1)], [[1, 8, 3], [9, 16, 2], [65, 100, 1]]),
-    ],
+    [([], []), ([(8, 3)], [[1, 8, 3]]), ([(1, 3), (8, 3), (16, 2), (128, 1)], [[1, 8, 3], [9, 16, 2], [65, 100, 1]])],
 )
 def test_what_was_learned_is_a_value_of_vllms_setting(learned: list[tuple[int, int]], ranges: list[list[int]]) -> None:
     assert learned_setting(learned, 100) == ranges

@@ -39,12 +39,7 @@ def engine_of(tree: Any, **engine: Any) -> Any:
 @pytest.mark.parametrize("seqs", [64, 1024])
 @pytest.mark.parametrize("version", versions(*V2, among=("0.24.0", "0.26.0", "0.33.0")))
 def test_graphs_of_mixed_batches_reach_4096_tokens(
-    entry: run_records.RunRecord,
-    version: str,
-    seqs: int,
-    gate: str,
-    vllm_tree: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    entry: run_records.RunRecord, version: str, seqs: int, gate: str, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In each start: nothing is timed."""
     monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", gate)

@@ -23,11 +23,7 @@ from .v2.released_modules import Graph, capture
 #: Leaves vLLM's own text as it is.
 UNPATCHED = {feature.gate: "off" for feature in load_catalogue().features}
 #: What requests ask of the sampler: nothing that all graphs do not know, top-k and top-p, and what none knows.
-PLAIN: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 1.0, "seed": 3},
-    {"temperature": 0.6, "seed": 5},
-]
+PLAIN: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.6, "seed": 5}]
 BEST: list[dict[str, Any]] = [
     {"temperature": 0.6, "seed": 7, "top_k": 4},
     {"temperature": 0.9, "seed": 9, "top_k": 9, "top_p": 0.7},

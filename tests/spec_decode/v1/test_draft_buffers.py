@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -12,7 +10,7 @@ pytest.importorskip("vllm")
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_buffers import PassBuffers, full_block_table, rows_held, unmanaged_field  # noqa: E402
 
-from ..drafters import FIELDS, MAX_REQS, MAX_TOKENS, Runner, clone_metadata  # noqa: E402
+from ..drafters import MAX_REQS, Runner, clone_metadata  # noqa: E402
 
 CPU = torch.device("cpu")
 K = 3
@@ -21,11 +19,6 @@ K = 3
 @pytest.fixture
 def runner():
     return Runner(7)
-
-
-@pytest.fixture
-def slots():
-    return torch.full((MAX_TOKENS,), -1, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
@@ -72,30 +65,6 @@ def test_block_table_whose_storage_is_too_short(start, num_reqs):
     message = str(caught.value)
     assert f"has 1 rows and its storage ends before row {num_reqs}" in message
     assert "VLLM_HWPLUGIN_DRAFT_FULL_GRAPH=off" in message
-
-
-@pytest.mark.parametrize(
-    "field",
-    ["logits_indices_padded", "encoder_seq_lens", "dcp_local_seq_lens", "rswa_prefix_lens"],
-)
-def test_unmanaged_field(runner, field):
-    if field not in FIELDS:
-        pytest.skip(f"this vLLM's CommonAttentionMetadata has no {field}")
-    assert unmanaged_field(dataclasses.replace(runner.template(), **{field: torch.ones(1)})) == field
-
-
-@pytest.mark.parametrize(
-    ("ranges", "field"),
-    [({}, None), ({0: [], 1: []}, None), ({0: [], 1: [(4, 9)]}, "mm_req_doc_ranges")],
-)
-def test_image_ranges_count_where_there_are_any(runner, slots, ranges, field):
-    if "mm_req_doc_ranges" not in FIELDS:
-        pytest.skip("this vLLM's CommonAttentionMetadata has no mm_req_doc_ranges")
-    metadata = dataclasses.replace(runner.batch(K, size=2)["common_attn_metadata"], mm_req_doc_ranges=ranges)
-    assert unmanaged_field(metadata) == field
-    if field is None:
-        view = PassBuffers(MAX_REQS, 1 + K, CPU).view(metadata, uniform_shape(1 + K, 4), slots)
-        assert view.mm_req_doc_ranges is None
 
 
 def test_a_causal_flag_for_each_request_is_unmanaged(runner):

@@ -19,12 +19,7 @@ def sampler(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Sampler:
     monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
     device, config = torch.device("cpu"), VllmConfig()
     states = RequestState(
-        max_num_reqs=2,
-        max_model_len=8,
-        max_num_batched_tokens=8,
-        num_speculative_steps=3,
-        vocab_size=16,
-        device=device,
+        max_num_reqs=2, max_model_len=8, max_num_batched_tokens=8, num_speculative_steps=3, vocab_size=16, device=device
     )
     return Sampler(
         vllm_config=config,

@@ -194,9 +194,7 @@ def compare_ranks(engines: tuple[Ranks, Ranks]) -> None:
 
 
 def load(
-    engines: tuple[Ranks, Ranks],
-    kinds: list[dict[str, Any]],
-    step: Callable[[tuple[Ranks, Ranks]], None] = compare,
+    engines: tuple[Ranks, Ranks], kinds: list[dict[str, Any]], step: Callable[[tuple[Ranks, Ranks]], None] = compare
 ) -> None:
     """A rank gets more requests than the other, then has none; prompts come while the other decodes."""
 

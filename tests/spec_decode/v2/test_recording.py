@@ -98,8 +98,7 @@ def test_a_recording_updates_the_metadata_of_the_run_before_it(name: str, monkey
 
     setattr(Speculator, name, lambda self, step: calls.append("built") or f"metadata {calls.count('built')}")
     speculator = Speculator(
-        attn_groups=[[Group(kv_cache_group_id=1)]],
-        block_tables=SimpleNamespace(input_block_tables=[None, table]),
+        attn_groups=[[Group(kv_cache_group_id=1)]], block_tables=SimpleNamespace(input_block_tables=[None, table])
     )
     recording = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
@@ -111,8 +110,4 @@ def test_a_recording_updates_the_metadata_of_the_run_before_it(name: str, monkey
             assert speculator.draft() == f"metadata {shape}"
     # Behind it vLLM builds as before.
     assert speculator.draft() == "metadata 3"
-    assert calls == [
-        *("built", "mapped", "metadata 1 updated"),
-        *("built", "mapped", "metadata 2 updated"),
-        "built",
-    ]
+    assert calls == [*("built", "mapped", "metadata 1 updated"), *("built", "mapped", "metadata 2 updated"), "built"]

@@ -137,20 +137,6 @@ def vllms(*_: Any, **__: Any) -> str:
     return "vLLM's"
 
 
-def test_the_same_requests_are_served_with_their_lengths(served: tuple[StepInputs, Tail, Graph]) -> None:
-    inputs, _, graph = served
-    batch = step(inputs, scheduled())
-    assert graph.replays == 1
-    assert inputs._step_counts.outcomes() == {"served": 1}
-    # Padding has no length.
-    assert batch.num_computed_tokens_np.tolist() == [20, 50]
-    assert batch.seq_lens_cpu_upper_bound.tolist() == [20 + WIDTH, 50 + WIDTH, 0, 0]
-    assert inputs.prepare_metadata(vllms, batch) is None
-    assert inputs.prepare_model_inputs(vllms, batch) == {}
-    change(inputs, metadata_is_vllms=True)
-    assert inputs.prepare_metadata(vllms, step(inputs, scheduled())) == "vLLM's"
-
-
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
@@ -172,40 +158,6 @@ def test_what_is_no_decode_with_all_drafts_is_left_to_vllm(
     assert step(inputs, scheduled(**changed)) is None
     assert graph.replays == 0
     assert inputs._step_counts.outcomes() == {reason: 1}
-
-
-def test_requests_of_an_engine_without_drafts_have_none(served: tuple[StepInputs, Tail, Graph]) -> None:
-    inputs, _, graph = served
-    inputs.captured = captured(graph, 1)
-    plain = BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=4, num_reqs=4, uniform_token_count=1)
-    asked = {"num_scheduled_tokens": {"a": 1, "b": 1}, "total_num_scheduled_tokens": 2}
-    asked |= {"scheduled_spec_decode_tokens": {}, "num_spec_tokens_to_schedule": 0}
-    batch = step(inputs, scheduled(**asked), plain)
-    assert batch.seq_lens_cpu_upper_bound.tolist() == [21, 51, 0, 0]
-    asked |= {"num_scheduled_tokens": {"a": 1, "b": 2}, "total_num_scheduled_tokens": 3}
-    inputs._owner.req_states.num_computed_prefill_tokens[5] = 8
-    assert step(inputs, scheduled(**asked), plain) is None
-    assert inputs._step_counts.outcomes() == {"served": 1, "prompt": 1}
-
-
-def test_blocks_are_taken_over_when_a_request_has_new_ones(served: tuple[StepInputs, Tail, Graph]) -> None:
-    inputs, _, _ = served
-    step(inputs, scheduled())
-    assert inputs.captured.fixed[0].tolist() == [[3, 4]]
-    inputs._owner.block_tables.num_blocks.gpu = torch.tensor([[9, 9]])
-    step(inputs, scheduled())
-    assert inputs.captured.fixed[0].tolist() == [[3, 4]]
-    grown = scheduled(scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None, ([7],)]))
-    step(inputs, grown)
-    assert inputs.captured.fixed[0].tolist() == [[9, 9]]
-    # In a step that vLLM prepares, too: the next one that graphs serve has them.
-    inputs._owner.block_tables.num_blocks.gpu = torch.tensor([[11, 9]])
-    inputs._owner.req_states.num_computed_prefill_tokens[2] = 7
-    fewer = {**vars(grown), "scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS}}
-    assert step(inputs, SimpleNamespace(**fewer)) is None
-    inputs._owner.req_states.num_computed_prefill_tokens[2] = 8
-    step(inputs, scheduled())
-    assert inputs.captured.fixed[0].tolist() == [[11, 9]]
 
 
 @pytest.mark.parametrize("leaves_parts_out", [True, False])
@@ -251,9 +203,7 @@ def test_the_sampler_is_told_of_requests_and_processors_that_are_not_vllms_own_o
     assert applied(inputs) == ["sampling"]
 
 
-def test_vllm_applies_what_it_has_staged_where_a_step_has_something_new(
-    served: tuple[StepInputs, Tail, Graph],
-) -> None:
+def test_vllm_applies_what_it_has_staged_where_a_step_has_something_new(served: tuple[StepInputs, Tail, Graph]) -> None:
     """And outside of a step, as when it tries the sampler out."""
     inputs, _, _ = served
     inputs.begin_step(scheduled())

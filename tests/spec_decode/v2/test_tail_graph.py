@@ -41,7 +41,7 @@ def captured(**changed: Any) -> Captured:
 
 def shape_graphs(width: int, size: int, *parts: SamplerParts, graph: Any, outputs: Any = None) -> ShapeGraphs:
     """Graphs that all are `graph`."""
-    served = Served(graph, outputs, Output())
+    served = Served(graph, outputs)
     return ShapeGraphs(uniform_shape(width, size), dict.fromkeys(parts, served), served)
 
 
@@ -110,23 +110,6 @@ def test_what_vllm_calls_outside_of_its_graphs_is_watched() -> None:
     assert parameters.moved() is None
     model.language_model.lm_head = torch.nn.Linear(2, 3)
     assert "lm_head" in str(parameters.moved())
-
-
-def test_a_head_that_is_put_in_the_place_of_another_leaves_the_step_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = torch.nn.Linear(2, 3)
-    parameters = Parameters(torch.nn.Sequential(head), None)
-    head.weight.data.fill_(1)
-    assert parameters.moved() is None
-    head.weight.data = torch.ones(3, 2)
-    assert "weight" in str(parameters.moved())
-    head.weight = torch.nn.Parameter(torch.ones(3, 2))
-    assert "weight" in str(parameters.moved())
-    monkeypatch.setattr(run_records, "use", lambda *_: None)
-    graphs = TailGraphs(SimpleNamespace(max_num_reqs=2, sample=lambda *_: "vLLM's"))
-    graphs.captured = captured(parameters=parameters)
-    graphs.held = object()  # type: ignore[assignment]
-    assert graphs.sample(HIDDEN, SimpleNamespace(num_reqs=1, has_structured_output_reqs=False), None) == "vLLM's"
-    assert graphs.held is None
 
 
 @pytest.mark.parametrize(("method", "watched"), [("eagle3", False), ("draft_model", True)])
@@ -198,125 +181,21 @@ def test_a_head_is_watched_however_it_is_read_and_by_its_own_graphs_alone(
     assert (parameters.moved() is not None) is read
 
 
-@dataclasses.dataclass
-class Output:
-    """What is replaced of vLLM's `SamplerOutput`."""
-
-    sampled_token_ids: Any = None
-    num_sampled: Any = None
-    num_rejected: Any = None
-
-
-def test_each_step_is_counted_and_what_was_in_its_way() -> None:
-    """SamplerParts and drafting, in graphs of one request and of three."""
-    width, rows = 4, np.zeros(3)
-    states = SimpleNamespace(free_indices=[3])
-    parameters = {"temperature": rows, "top_k": rows + 9, "top_p": rows + 1}
-    runner = SimpleNamespace(
-        max_num_reqs=4,
-        decode_query_len=width,
-        sample=lambda *_: (None, torch.ones(2), torch.ones(2)),
-        cudagraph_manager=SimpleNamespace(hidden_states=HIDDEN, use_aux_hidden_state_outputs=False),
-        sampler=SimpleNamespace(
-            sampling_states=SimpleNamespace(
-                vocab_size=9, **{name: SimpleNamespace(np=values) for name, values in parameters.items()}
-            )
-        ),
-        speculator=SimpleNamespace(num_speculative_steps=width - 1, draft_tokens=torch.zeros(4, width - 1)),
-        req_states=states,
-        main_stream=SimpleNamespace(wait_stream=lambda _: None),
-        output_copy_stream=None,
-    )
-    graphs = TailGraphs(runner)
-    graphs._plain[:] = True
-    kept = SimpleNamespace(**dict.fromkeys(("sampled_token_ids", "num_sampled", "num_rejected"), torch.zeros(4)))
-    written: list[Any] = []
-    graph: Any = SimpleNamespace(replay=lambda: None)
-    one, three = (shape_graphs(width, size, SamplerParts.PLAIN, graph=graph, outputs=kept) for size in (1, 3))
-    graphs.captured = captured(
-        graphs={(width, 1): one, (width, 2): three, (width, 3): three},
-        most_reqs={width: 3},
-        buffers=SimpleNamespace(write=lambda *given: written.append(given)),
-    )
-
-    def step(
-        count: int,
-        *,
-        prompts: int = 0,
-        short: int = 0,
-        grammar: Any = None,
-        hidden: Any = HIDDEN,
-        wanted: int = width - 1,
-        **changed: Any,
-    ) -> None:
-        """Of `count` requests. The last `prompts` have six tokens of one each, and the first `short` a draft less."""
-        drafts = np.array([width - 1] * (count - prompts) + [0] * prompts)
-        drafts[:short] -= 1
-        tokens = np.array([6 if not some else 1 + some for some in drafts])
-        usual = {
-            "num_reqs": count,
-            "num_tokens": tokens.sum(),
-            "num_tokens_after_padding": width if count == 1 else 3 * width,
-            "num_draft_tokens": drafts.sum(),
-            "num_scheduled_tokens": tokens,
-            "has_structured_output_reqs": False,
-            "is_prefilling_np": np.arange(count) >= count - prompts,
-            "idx_mapping_np": np.arange(count),
-            "req_ids": [str(row) for row in range(count)],
-            "query_start_loc_np": np.concatenate(([0], tokens.cumsum())),
-            "cu_num_logits_np": np.concatenate(([0], (1 + drafts).cumsum())),
-            "logits_indices": torch.arange((1 + drafts).sum()),
-        }
-        batch = SimpleNamespace(**usual | changed)
-        graphs.sample(hidden, batch, grammar)
-        graphs.propose(lambda *_, **__: None, batch, num_speculative_tokens=wanted)
-
-    step(2)
-    step(2)
-    step(1, wanted=1)
-    assert [len(one[0]) for one in written] == [2, 1]
-    # Sampled by a graph, which reads the rows where they are, or copies of them.
-    elsewhere = torch.ones(20, 2)
-    step(2, prompts=1, hidden=elsewhere)
-    step(2, short=1, hidden=elsewhere)
-    step(2, short=1)
-    step(2, hidden=elsewhere)
-    assert [one[3].gathered for one in written[2:]] == [True, True, False, True]
-    assert graphs.held is None
-    # Without drafts vLLM has another sampler.
-    step(2, prompts=2, hidden=elsewhere)
-    step(4, hidden=elsewhere)
-    step(2, grammar=object())
-    step(2, has_structured_output_reqs=True)
-    graphs._scores_prompt[1] = True
-    step(2, prompts=1, hidden=elsewhere)
-    graphs._scores_prompt[1] = False
-    states.free_indices = []
-    step(2)
-    step(2, prompts=1, hidden=elsewhere)
-    graphs._plain[1] = False
-    step(2)
-    step(2, prompts=1, hidden=elsewhere)
-    states.free_indices = [3]
-    # vLLM samples, and the graph drafts. It copies drafts of a grammar's requests to the host beside the next step.
-    step(2)
-    assert graphs.drafts_of(torch.arange(2)).data_ptr() == runner.speculator.draft_tokens.data_ptr()
-    step(2, has_structured_output_reqs=True)
-    assert graphs.drafts_of(torch.arange(2)).data_ptr() != runner.speculator.draft_tokens.data_ptr()
-    # The second request has an adapter, which may be one of the head.
-    graphs._plain[1] = True
-    graphs.captured = dataclasses.replace(graphs.captured, adapts_logits=True)
-    runner.lora_state = SimpleNamespace(lora_ids=np.array([0, 7, 0, 0]))
-    step(1)
-    step(2)
-    sampling = {"served": 10, "prompt": 1, "structured_output": 3, "sampling_parameters": 4, "adapters": 1}
-    assert graphs._sampling.outcomes() == sampling | {"larger_batch": 1}
-    drafting = {"served": 8, "prompt": 5, "fewer_drafts": 3, "no_full_graph": 1}
-    assert graphs._drafting.outcomes() == drafting | {"larger_batch": 1, "no_free_row": 2}
-    # As the speculator of n-grams has them.
-    runner.speculator = SimpleNamespace(num_speculative_steps=width - 1, drafts=torch.zeros(4, width - 1))
-    step(2)
-    assert graphs.drafts_of(torch.arange(2)).data_ptr() == runner.speculator.drafts.data_ptr()
+@pytest.mark.parametrize("name", ["draft_tokens", "drafts"])
+def test_drafts_are_where_the_speculator_has_them_and_with_a_grammar_a_copy(name: str) -> None:
+    """vLLM copies drafts of a grammar's requests to the host while the next step runs."""
+    there = torch.zeros(4, 3)
+    speculator = SimpleNamespace(**{name: there})
+    graphs = TailGraphs(SimpleNamespace(max_num_reqs=4, decode_query_len=4, speculator=speculator))
+    served = Served(SimpleNamespace(replay=lambda: None), None)  # type: ignore[arg-type]
+    for grammar in (False, True):
+        batch = SimpleNamespace(num_reqs=2, has_structured_output_reqs=grammar)
+        graphs._step = tail_graph._Step(batch, served, served)
+        assert graphs.propose(lambda *_, **__: None, batch).data_ptr() == there.data_ptr()
+        assert (graphs.drafts_of(torch.arange(2)).data_ptr() == there.data_ptr()) is not grammar
+    # Where the number changes, vLLM drafts.
+    graphs.held = SimpleNamespace(graphs=SimpleNamespace(query_len=4))  # type: ignore[assignment]
+    assert graphs.propose(lambda *_, **__: "vLLM's", batch, num_speculative_tokens=1) == "vLLM's"
 
 
 def test_the_same_requests_are_held_anew_with_another_number_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +211,9 @@ def test_the_same_requests_are_held_anew_with_another_number_of_drafts(monkeypat
         assert not isinstance(held, Reason)
         assert held.graphs is made[width]
     assert written == [4, 2, 4]
+    # Drafting writes to padding's row.
+    graphs._owner.req_states.free_indices = []
+    assert graphs.hold(capture, ["c"], np.array([0]), 4, 8) is Reason.NO_FREE_ROW
 
 
 def test_a_graph_with_far_more_logits_than_a_batch_has_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
