@@ -275,7 +275,7 @@ def attempt():
     "a variable for the whole plugin": [Scenario(change=made_up, variables={"VLLM_HWPLUGIN_SLP": "perhaps"})],
     "(this part is off)": [
         Scenario(change=made_up, variables={f"VLLM_HWPLUGIN_{part}": "perhaps"})
-        for part in ("OPS", "ATTENTION", "PLAIN_DECODE", "TRTLLM_GRAPHS", "DELTA_RULE_GRAPHS")
+        for part in ("OPS", "ATTENTION", "PLAIN_DECODE", "TRTLLM_GRAPHS", "DELTA_RULE_GRAPHS", "MLA_PROMPT_GRAPHS")
     ],
     "the switch of a feature": [
         Scenario(change=made_up, variables={MADE_UP: "perhaps"}),

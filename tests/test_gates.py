@@ -44,13 +44,8 @@ OUTSIDE = [gates.feature_gate(f"{gates.CATALOGUE_PREFIX}ACME_{name}", "a fix", c
 UNKNOWN = [f"{gates.CATALOGUE_PREFIX}ACNE_{name}" for name in "AB"]
 NAMES = [name for gate in WORDED for name in (gate.name, *(alias.name for alias in gate.aliases))]
 #: Switches of what is no feature.
-PARTS = {
-    "VLLM_HWPLUGIN_OPS",
-    "VLLM_HWPLUGIN_ATTENTION",
-    "VLLM_HWPLUGIN_TRTLLM_GRAPHS",
-    gates.DELTA_RULE_GRAPHS,
-    gates.PLAIN_DECODE,
-}
+GRAPHS = {"VLLM_HWPLUGIN_TRTLLM_GRAPHS", gates.DELTA_RULE_GRAPHS, gates.MLA_PROMPT_GRAPHS, gates.PLAIN_DECODE}
+PARTS = {"VLLM_HWPLUGIN_OPS", "VLLM_HWPLUGIN_ATTENTION", *GRAPHS}
 WORDS = ["1", "0", "true", "No", "ON", "off", "auto", "musa", "stage", "scrub", "perhaps", "", "  "]
 
 
@@ -202,9 +197,7 @@ NOT_COMPILED = {
     "VLLM_HWPLUGIN_SLP": "kernels have a key of their own",
     "VLLM_HWPLUGIN_LOAD_CLUSTER": "kernels have a key of their own",
     "VLLM_HWPLUGIN_CAPTURE_SIZES": "vLLM's key has the sizes that it compiles for",
-    "VLLM_HWPLUGIN_TRTLLM_GRAPHS": "graphs are recorded at each start",
-    gates.DELTA_RULE_GRAPHS: "graphs are recorded at each start",
-    gates.PLAIN_DECODE: "graphs are recorded at each start",
+    **dict.fromkeys(GRAPHS, "graphs are recorded at each start"),
     "VLLM_HWPLUGIN_NWOR_MODE": "it works between steps",
     "VLLM_HWPLUGIN_V2_DRAFT_HEAD": "vLLM compiles no head",
     "VLLM_HWPLUGIN_NWOR_EMIT_METRICS": "it counts",

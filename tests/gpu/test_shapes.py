@@ -8,12 +8,13 @@ Each case says which features its engine uses, and why not the others.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ..musa_sim import loads
-from ..musa_sim.loads import Run
+from ..musa_sim.loads import Request, Run
 from .engines import needs
 from .findings import keep
 from .mixed_load import run_each
@@ -59,3 +60,33 @@ def test_v1(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_v2(name: str, tmp_path: Path) -> None:
     compare(name, tmp_path, "V2", CASES[name].v2, V2_GRAPHS)
+
+
+def test_mixed_graphs_over_mla(tmp_path: Path) -> None:
+    """With PIECEWISE graphs of the same sizes, so that both sides round alike."""
+    needs("0.31")
+    case, sizes = CASES["MLA"], list(range(32, 641, 32))
+    made = case.load(tmp_path / "model")
+    options = {**made.options, "max_model_len": 1024, "max_num_batched_tokens": 640}
+    options["compilation_config"] = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": sizes}
+    long = [
+        Request(f"l{tokens}", [3 + place % 1000 for place in range(tokens)], at, {"temperature": 0.0, "max_tokens": 8})
+        for at, tokens in ((8, 512), (16, 513), (24, 700))
+    ]
+    load = replace(made, options=options, requests=[*made.requests, *long])
+    features = ("v2-mixed-graphs",)
+    variables = {**case.variables, "VLLM_HWPLUGIN_MLA_PROMPT_GRAPHS": "1"}
+    runs = run_each(load, tmp_path, "V2", {"off": {}, "on": dict.fromkeys(features, "on")}, features, **variables)
+    expected, found = runs["off"], runs["on"]
+    replays = {side: run.counts["graph_replays"]["target"] for side, run in runs.items()}
+    longest = [max(step["scheduled"].values()) for step in found.steps]
+    facts = {"used": found.used, "unused": found.unused, "steps": len(longest), "replays": replays}
+    keep("mixed graphs over MLA", {**facts, "noted": found.noted, "accepted": expected.accepted()})
+    loads.assert_same(expected, found)
+    assert set(features) <= set(found.used)
+    assert_means_something(expected, case.k)
+    assert {512, 513} <= set(longest)
+    # vLLM's side runs each step in as many PIECEWISE graphs.
+    pieces, rest = divmod(replays["off"], len(expected.steps))
+    assert rest == 0
+    assert replays["on"] == sum(1 if count <= 512 else pieces for count in longest)

@@ -388,6 +388,12 @@ def not_knowing(what: str) -> contextlib.AbstractContextManager:
         return building_on_the_host()
     if what.startswith("any batch"):
         return attention_of_any_batch(what)
+    if what.startswith("FLASH_ATTN_MLA"):
+        from . import flash_mla
+
+        load_plugins()
+        flash_mla.use(what)
+        return contextlib.nullcontext()
     # Where this is not asked for, the module is none that the runs come of.
     from vllm_hwplugin.spec_decode import obstacles
 

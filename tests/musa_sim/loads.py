@@ -92,7 +92,7 @@ class Load:
         waits: functions, as ``module:name``, that wait for the device while the engine starts: no graph can hold them.
         unknown: what the plugin does not know, and leaves to vLLM: the ``drafter``, whether ``builders`` of metadata
             work on the host, or that ``updates alone`` may be in a graph; or ``any batch``, see
-            `load_child.attention_of_any_batch`.
+            `load_child.attention_of_any_batch`; or ``FLASH_ATTN_MLA``, see `flash_mla.use`.
     """
 
     options: Mapping[str, Any]

@@ -15,7 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from . import checkpoints, loads
+from vllm_hwplugin.base.features import gate_of
+
+from . import checkpoints, flash_mla, loads
 from .checkpoints import DEEPSEEK
 from .loads import Engine, Load, Process, Request, Run
 from .test_engines import V1, texts
@@ -134,3 +136,45 @@ def test_fp8_blocks_and_bfloat16_are_served(musa_host: None, newest: tuple[str, 
     ranks = checkpoints.ranks_in_float32(twin, requests(), texts(runs["FP8 blocks"]))
     assert ranks.count(0) > len(ranks) / 2
     assert max(ranks) < VOCABULARY / 100
+
+
+def mixed_load(model: Path, unknown: str = "FLASH_ATTN_MLA") -> Load:
+    """Prompts in pieces, some of them longer than the decode way takes; requests come while others decode."""
+    more = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 60}
+    engine = Engine(None, graphs_of=(3, 6, 12, 96), more=more)
+    made = {**engine.on_musa(), "model": str(model), "skip_tokenizer_init": True}
+    made["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 2}
+    chance = torch.Generator().manual_seed(0)
+    lengths = {"a": (30, 0), "b": (140, 1), "c": (1, 3), "d": (flash_mla.LONGEST, 5), "e": (flash_mla.LONGEST + 1, 12)}
+    asked = [
+        Request(
+            name,
+            torch.randint(3, VOCABULARY, (length,), generator=chance).tolist(),
+            at,
+            {"max_tokens": 9, "logprobs": 2} | ({"temperature": 0.0} if name != "c" else {"seed": 3}),
+        )
+        for name, (length, at) in lengths.items()
+    ]
+    return Load(made, asked, unknown=unknown)
+
+
+def test_prompts_of_flash_attn_mla_are_replays_unless_a_request_is_long(
+    musa_host: None, newest: tuple[str, Path], model: Path, tmp_path: Path
+) -> None:
+    load, stock = mixed_load(model), loads.UNPATCHED
+    names = ("tail-graph", "step-inputs", "graph-addresses", "mixed-graphs")
+    features = (*(f"v2-{name}" for name in names), "backport-mixed-graphs")
+    on = {gate_of(one): "on" for one in (*features, "engine-report")} | {"VLLM_HWPLUGIN_MLA_PROMPT_GRAPHS": "1"}
+    expected, found = loads.compare_runs(load, stock, stock | on, tmp_path, newest)
+    assert found.attention == ["FlashAttnMLABackend"]
+    assert "v2-mixed-graphs" in found.used
+    longest = [max(step["scheduled"].values()) for step in found.steps]
+    replayed = sum(count <= flash_mla.LONGEST for count in longest)
+    assert {flash_mla.LONGEST, flash_mla.LONGEST + 1} <= set(longest)
+    before, after = (run.counts["graph_replays"]["target"] for run in (expected, found))
+    assert before + 3 < after == replayed < len(found.steps)
+    # A builder that measures the longest query captures a kernel for the short requests of a dummy batch.
+    measuring = {"measuring": mixed_load(model, "FLASH_ATTN_MLA, its builder measures")}
+    process = Process(measuring, loads.musa(tmp_path / "host, measuring", newest, **stock | on))
+    with pytest.raises(AssertionError, match=r"max_seqlen_q is \d+|the schedule is for"):
+        process.run(tmp_path / "measuring")

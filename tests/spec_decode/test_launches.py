@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 
+from .host_runner import FLASH_MLA
 from .test_obstacles import change, runner_v2
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "launches.md"
@@ -105,6 +106,11 @@ V4 = (
 FLASHMLA = Attention(
     f"{_BACKENDS}.mla.flashmla.FlashMLAMetadataBuilder",
     host="FLASHMLA: decodes and prompts have different kernels, and decodes all have the same number of tokens",
+)
+FLASH_ATTN_MLA = Attention(
+    FLASH_MLA,
+    host="FLASH_ATTN_MLA: prompts of more than 512 tokens have another kernel; other steps have graphs with "
+    "`VLLM_HWPLUGIN_MLA_PROMPT_GRAPHS=1`",
 )
 FLASHINFER_MLA = Attention(f"{_BACKENDS}.mla.flashinfer_mla.FlashInferMLAMetadataBuilder", _ALWAYS)
 OWN = Attention(
@@ -197,6 +203,7 @@ LAUNCHES: Final = (
         drafter="Gemma4Speculator",
         more={"model_config.is_mm_prefix_lm": True},
     ),
+    Launch("DeepSeek-V3.1, TP8, MTP", on_large(FLASH_ATTN_MLA, blackwell=(FLASHINFER_MLA,))),
     Launch("DeepSeek-V3.2 and GLM-5.2, TP8, MTP", on_large(SPARSE_MLA, INDEXER)),
     Launch("DeepSeek-V3.2, DP8, MTP", on_large(SPARSE_MLA, INDEXER), more=_DP),
     Launch("DeepSeek-V4-Flash, MTP", on_large(*V4)),

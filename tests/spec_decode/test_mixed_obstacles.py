@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps graphs of mixed batches away no more: FlashAttention 2 and 4, drafters that graphs do not hold, and layers
-with a gated delta rule.
+"""What has graphs of mixed batches: FlashAttention 2 and 4, and drafters that graphs do not hold; layers with a gated
+delta rule and MLA if asked for.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm_hwplugin.base import gates
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 
+from .host_runner import FLASH_MLA, builder
 from .test_obstacles import MIXED, TAIL, change, group, refused, runner_v2
 
 
@@ -88,3 +89,35 @@ def test_layers_with_a_gated_delta_rule_are_served_where_their_kernels_are_known
         change(runner, path, value)
     reason = why_not(runner, MIXED)
     assert words in str(reason) if words else reason is None
+
+
+def _told(self: object, num_decode_tokens: int, max_query_len: int) -> None: ...
+
+
+def _measuring(self: object, num_decode_tokens: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("asked", "build", "ranks", "reason"),
+    [
+        ("1", _told, 1, None),
+        ("1", _told, 2, "ranks of data parallelism do not know of each other's longest requests"),
+        ("0", _told, 1, "only some batches can have graphs: FlashAttnMLAMetadataBuilder supports UNIFORM_BATCH"),
+        # Up to 0.30.
+        ("1", _measuring, 1, "only some batches can have graphs: FlashAttnMLAMetadataBuilder supports UNIFORM_BATCH"),
+    ],
+)
+def test_flash_attn_mla_takes_short_prompts_if_asked_for(
+    asked: str, build: object, ranks: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(gates.MLA_PROMPT_GRAPHS, asked)
+    made = group(builder(FLASH_MLA), "layers.0", reorder_batch_threshold=512)
+    of_class = {"_build_decode": build, "get_cudagraph_support": lambda *_: AttentionCGSupport.UNIFORM_BATCH}
+    for name, method in of_class.items():
+        setattr(type(made.get_metadata_builder()), name, method)
+    runner = change(runner_v2(), "attn_groups", [[made]])
+    runner = change(runner, "vllm_config.parallel_config.data_parallel_size", ranks)
+    found = why_not(runner, MIXED)
+    # The vLLM here may have another reason for several ranks.
+    assert (found is None) == (reason is None)
+    assert (found or "").endswith(reason or "")

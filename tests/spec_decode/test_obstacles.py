@@ -615,6 +615,7 @@ OTHERS: Final = {
     "metadata must be built in each step ({})",
     "ranks of data parallelism agree on each draft pass on the host",
     "ranks of data parallelism do not know of each other's images",
+    "ranks of data parallelism do not know of each other's longest requests",
     "a schedule for windows depends on the longest sequence",
 }
 

@@ -29,6 +29,7 @@ FINGERPRINT: Final = "VLLM_HWPLUGIN_FINGERPRINT"
 
 PLAIN_DECODE: Final = "VLLM_HWPLUGIN_PLAIN_DECODE"
 DELTA_RULE_GRAPHS: Final = "VLLM_HWPLUGIN_DELTA_RULE_GRAPHS"
+MLA_PROMPT_GRAPHS: Final = "VLLM_HWPLUGIN_MLA_PROMPT_GRAPHS"
 
 STRICT: Final = "VLLM_HWPLUGIN_STRICT"
 COMPILE_KEY: Final = "compile key"
@@ -274,6 +275,15 @@ GATES: Final[tuple[Gate, ...]] = (
         False,
         "Graphs of mixed batches of models with a gated delta rule (Qwen3-Next, Qwen3.5, Qwen3.6) and MTP, with "
         "--gdn-prefill-backend triton (Model Runner V2, vLLM 0.32 and 0.33). Not run on a GPU.",
+        affects=("graphs",),
+        since="0.3.0",
+    ),
+    Gate(
+        MLA_PROMPT_GRAPHS,
+        "bool",
+        False,
+        "Graphs of mixed batches of MLA over FLASH_ATTN_MLA (Hopper), for steps without a request of more than 512 new "
+        "tokens (Model Runner V2, vLLM 0.31 and newer). Not run on a GPU.",
         affects=("graphs",),
         since="0.3.0",
     ),

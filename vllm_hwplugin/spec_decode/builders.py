@@ -14,6 +14,7 @@ A captured kernel reads the tensors that its metadata named at capture. A build'
   shape from the host, or the model's longest sequence in place of the batch's. It copies nothing from the host to the
   device, because a replay would read freed memory, and it never waits for the device.
 - *A decode batch*, the same for several tokens per request: only lengths, slots and block tables change between steps.
+- *Short prompts*: the build takes them for decodes, of any length up to its `reorder_batch_threshold`.
 - *Prompts*, the same for any mix of requests: the graph is captured as if one request had all its tokens.
   `AttentionCGSupport.ALWAYS` does not imply that: from 0.31 on FLASHINFER_MLA declares it for any mix of 1 to 1 + k
   tokens, and its capture of a longer request raises.
@@ -28,6 +29,7 @@ each minor version from 0.20 to 0.33. A class that is not listed, or that overri
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -51,6 +53,8 @@ class Builder:
         decode: the build with several tokens per request.
         prompts: the build with any mix of prompts and decodes, if the class also declares `ALWAYS` (FLASH_ATTN also on
             FlashAttention 2 and 4, see `flash_versions`).
+        short_prompts: the build of requests of any length up to `reorder_batch_threshold` as decodes. Never run on a
+            GPU, so V2 graphs have it only with VLLM_HWPLUGIN_MLA_PROMPT_GRAPHS.
         updated: one-token metadata that vLLM's own update refreshes on the device, if the builder declares it
             (`supports_draft_decode_metadata_update`).
         asked_for: V2 graphs have it only with VLLM_HWPLUGIN_TRTLLM_GRAPHS.
@@ -63,6 +67,7 @@ class Builder:
     one_token: bool = False
     decode: bool = False
     prompts: bool = False
+    short_prompts: bool = False
     updated: bool = False
     asked_for: bool = False
     why: str = ""
@@ -85,7 +90,11 @@ BUILDERS: Final[Mapping[str, Builder]] = {
     "vllm_hwplugin.musa.attention.MusaFlashAttentionMetadataBuilder": _VIEWS,
     f"{_BACKENDS}.triton_attn.TritonAttentionMetadataBuilder": _VIEWS,
     f"{_BACKENDS}.mla.flashattn_mla.FlashAttnMLAMetadataBuilder": Builder(
-        passes=True, one_token=True, decode=True, why="each build plans a schedule into one buffer of the builder's"
+        passes=True,
+        one_token=True,
+        decode=True,
+        short_prompts=True,
+        why="each build plans a schedule into one buffer of the builder's",
     ),
     # Unlike vLLM's FLASHMLA: each build has a kernel plan, in tensors of the builder.
     "vllm_hwplugin.musa.mla.MusaFlashMLAMetadataBuilder": Builder(
@@ -214,6 +223,15 @@ def updated_in_place(speculator: Any) -> bool:
 def serves_prompts(builder: Any) -> bool:
     """Whether a graph can make prompt metadata in place of this builder."""
     return _of(builder, causal=True).prompts
+
+
+def longest_as_decode(builder: Any) -> int:
+    """Return the most tokens of a decode in mixed graphs, or 0."""
+    if not (known(type(builder)).short_prompts and gates.is_on(gates.MLA_PROMPT_GRAPHS)):
+        return 0
+    # Up to 0.30 a build does not get the graph's longest request, and the capture's batch has only short ones.
+    told = "max_query_len" in inspect.signature(builder._build_decode).parameters
+    return builder.reorder_batch_threshold if told else 0
 
 
 def flash_versions(group: Any, compilation_config: Any) -> frozenset[int]:

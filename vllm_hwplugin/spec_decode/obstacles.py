@@ -30,6 +30,7 @@ from vllm_hwplugin.spec_decode.builders import (
     host_work,
     is_delta_rule,
     known,
+    longest_as_decode,
     refusing,
     serves_prompts,
     updated_in_place,
@@ -330,7 +331,7 @@ def _some_batches_only(runner: Any) -> str:
             if reason := _delta_rule_refused(runner, group, builder):
                 refused.append(f"{name} supports {support.name}, and {reason}")
             continue
-        if support == AttentionCGSupport.UNIFORM_BATCH and _flash_2_or_4(runner, group):
+        if support == AttentionCGSupport.UNIFORM_BATCH and (_flash_2_or_4(runner, group) or longest_as_decode(builder)):
             continue
         if support != AttentionCGSupport.ALWAYS:
             refused.append(f"{name} supports {support.name}")
@@ -531,6 +532,11 @@ OBSTACLES: Final = (
         "ranks of data parallelism do not know of each other's images",
         _MIXED,
         lambda r: _ranks("data")(r) and r.supports_mm_inputs,
+    ),
+    Obstacle(
+        "ranks of data parallelism do not know of each other's longest requests",
+        _MIXED,
+        lambda r: _ranks("data")(r) and any(map(longest_as_decode, builders_of(r.attn_groups))),
     ),
     Obstacle(
         "stages of a pipeline exchange tokens in the host's order", _PHASE | _V1 | _TAIL | _MIXED, _ranks("pipeline")

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from vllm_hwplugin.spec_decode.v2 import mixed_dispatch, mixed_graphs
 from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch, computes_media, prompts_of
 
 from ..walks import live_load
-from .test_mixed_graphs import with_them
+from .test_mixed_graphs import SIZES_HERE, with_them
 
 #: An image of four tokens from the sixth on, and one of two.
 FEATURES = [SimpleNamespace(mm_position=SimpleNamespace(offset=at, length=n)) for at, n in ((5, 4), (20, 2))]
@@ -93,6 +94,7 @@ def images_in_every_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def attached(self: MixedDispatch, *arguments: Any) -> None:
         attach(self, *arguments)
+        self._runner.supports_mm_inputs = True
         mixed_dispatch.put_before(self._runner, "update_requests", self._see_requests)
 
     monkeypatch.setattr(MixedDispatch, "attach", attached)
@@ -167,3 +169,37 @@ def test_a_model_that_takes_images_keeps_its_piecewise_graphs(vllm_here: Any, mo
                 manager = sides.both[1].runner.cudagraph_manager
                 pieces.append(len(manager._capture_descs[CUDAGraphMode.PIECEWISE]))
     assert pieces[0] < pieces[1]
+
+
+@pytest.mark.each_vllm("v2-mixed-graphs")
+@pytest.mark.parametrize("told", [True, False])
+def test_graphs_with_a_longest_request_serve_steps_of_shorter_requests(
+    vllm_here: Any, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over MLA, whose decode way takes requests of up to 512 new tokens."""
+    if not hasattr(BatchExecutionDescriptor, "max_query_len"):
+        pytest.skip("no graph bounds the tokens of a request before 0.28")
+    monkeypatch.setattr(mixed_graphs, "longest_as_decode", lambda builder: 5)
+    if not told:
+        monkeypatch.setattr(MixedDispatch, "_see_requests", lambda self, vllms, output: vllms(output))
+    longest: list[int] = []
+    # Four requests have no more tokens.
+    held = {size: min(size, 5) for size in SIZES_HERE if size <= 20}
+    with with_them(vllm_here, CUDAGraphMode.FULL_AND_PIECEWISE) as sides:
+        runner = sides.both[1].runner
+        for manager in (runner.cudagraph_manager, runner.speculator.prefill_cudagraph_manager):
+            mixed = [desc for desc in manager.graphs if mixed_dispatch.is_mixed(desc)]
+            assert {desc.num_tokens: desc.max_query_len for desc in mixed} == held
+        dispatched, update = Dispatched(runner), runner.update_requests
+
+        def seen(output: Any) -> None:
+            longest.extend([max(output.num_scheduled_tokens.values())] if output.num_scheduled_tokens else [])
+            update(output)
+
+        monkeypatch.setattr(runner, "update_requests", seen)
+        live_load(sides)
+    steps = [(tokens, *step) for tokens, step in zip(longest, dispatched.steps, strict=True)]
+    assert {tokens > 5 for tokens in longest} == {False, True}
+    # vLLM does not tell the target's dispatch of a step with a prompt how long a request is, and the draft's never.
+    replayed = [all(map(mixed_dispatch.is_mixed, step)) for _, *step in steps if not step[0].uniform_token_count]
+    assert told == (replayed == [tokens <= 5 for tokens, target, *_ in steps if not target.uniform_token_count])

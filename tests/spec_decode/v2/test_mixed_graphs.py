@@ -20,6 +20,7 @@ from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.frozen import capture_metadata
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
+from vllm_hwplugin.spec_decode.v2.mixed_bounds import most_splits, set_mixed_graphs
 
 from ...backports.draft_schedule import DRAFT, Engine
 from ...conftest import versions
@@ -235,7 +236,7 @@ def test_each_step_of_a_live_load_is_a_replay_and_nothing_differs(vllm_here, mod
         assert stock == {"target": set(), "first pass": set()}
         assert patched == {"target": {*SIZES_HERE}, "first pass": {*SIZES_HERE}}
         engines = [side.runner.compilation_config for side in sides.both]
-        assert [mixed_graphs.most_splits(one, 512, 32) for one in engines] == [None, 4]
+        assert [most_splits(one, MAX_REQS_HERE, 9, 9, 32) for one in engines] == [None, 4]
         live_load(sides)
     assert all(graphs for _, graphs in sides.replays)
     assert not all(graphs for graphs, _ in sides.replays)
@@ -330,7 +331,7 @@ def test_flash_attention_splits_keys_into_few_parts_there(vllm_tree, version: st
     # With `cudagraph_mode` FULL such graphs are vLLM's own. The V1 runner captures them as this, and replays them with
     # whatever the longest request has: the parts have to be the same.
     assert splits(8, 64, 64) == splits(8, 64, 40) == 32
-    vars(config)[mixed_graphs._ADDED] = True
+    set_mixed_graphs(config, {tokens: (8, tokens) for tokens in (32, 128, 1024, 2048, 4096)})
     # In the first the graph has more tokens than vLLM captures, and the schedule has to be the graph's all the same.
     assert splits(8, 128, 128) == splits(8, 32, 32) == 4
     # More tokens have fewer, so that the float32 outputs need no more memory.
@@ -339,5 +340,5 @@ def test_flash_attention_splits_keys_into_few_parts_there(vllm_tree, version: st
     assert splits(8, 64, 8) == splits(1, 64, 64) == 32
     assert splits(8, 128, 16) == splits(1, 128, 128) == 0
     # With one request at a time a decode batch, and any other.
-    engine._groups[0][0].get_metadata_builder(0).vllm_config.scheduler_config = types.SimpleNamespace(max_num_seqs=1)
+    set_mixed_graphs(config, {64: (1, 64)})
     assert (splits(1, 8, 8), splits(1, 64, 64)) == (32, 4)

@@ -20,7 +20,7 @@ from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.features import CAPTURE_SIZES, V2_MIXED_GRAPHS
 from vllm_hwplugin.spec_decode.capture_sizes import has_sizes, leave_to_vllm, vllms_sizes
 from vllm_hwplugin.spec_decode.graph_recording import agreed, attempt, exchanged_later
-from vllm_hwplugin.spec_decode.v2.mixed_graphs import has_mixed_graphs, leave_out_mixed_graphs
+from vllm_hwplugin.spec_decode.v2.mixed_bounds import has_mixed_graphs, set_mixed_graphs
 from vllm_hwplugin.spec_decode.v2.mixed_sizes import LEFT_OUT
 
 _STOCK: Final = "only the graphs that vLLM captures by itself"
@@ -98,7 +98,7 @@ def captured(
                 leave_to_vllm(compilation)
                 run_records.use(CAPTURE_SIZES, False, "capturing graphs of its sizes failed")
             if mixed:
-                leave_out_mixed_graphs(compilation)
+                set_mixed_graphs(compilation, {})
         _begin_anew(manager)
         _leave_pool(manager)
 

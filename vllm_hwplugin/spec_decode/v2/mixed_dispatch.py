@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide which steps replay a graph of a mixed batch (Model Runner V2).
 
-vLLM's `CudaGraphManager.dispatch` decides by counts. Three rules are added:
+vLLM's `CudaGraphManager.dispatch` decides by counts. These rules are added:
 
 - A step that computes a part of an image, a video or audio replays none. A replay runs no Python, and models do more
   with an image than embed it: Qwen3-VL keeps features for later layers in a buffer, and clears it after the forward.
 - A draft's first pass replays one only if the target does. It reads the target's attention metadata, and FlashAttention
   3's schedule is laid out for a mixed batch's graph only if the target replays it.
 - A step with more prompts than the metadata of `delta_rule` holds replays none.
+- Graphs over MLA bound the longest request. vLLM does not tell the dispatch how long a request is if the step has a
+  prompt, and never tells the draft's.
 
 Such a step runs in a PIECEWISE graph, or without one.
 """
@@ -35,6 +37,7 @@ class MixedDispatch:
         # Of the current step.
         self._has_media = self._too_many = self._replays = False
         self._num_tokens = 0
+        self._longest: int | None = None
 
     @classmethod
     def of(cls, runner: Any) -> MixedDispatch | None:
@@ -42,11 +45,15 @@ class MixedDispatch:
         dispatch: MixedDispatch | None = vars(runner).get(_ATTRIBUTE)
         return dispatch
 
-    def attach(self, shares_first_pass: bool, most_prompts: int | None = None) -> None:
-        """Put the rules before vLLM's dispatch of target and draft."""
-        runner, self._most_prompts = self._runner, most_prompts
+    def attach(self, shares_first_pass: bool, most_prompts: int | None = None, bounded: bool = False) -> None:
+        """Put the rules before vLLM's dispatch of target and draft.
+
+        Args:
+            bounded: whether the graphs bound the tokens of a request.
+        """
+        runner, self._most_prompts, self._bounded = self._runner, most_prompts, bounded
         vars(runner)[_ATTRIBUTE] = self
-        if runner.supports_mm_inputs or most_prompts is not None:
+        if runner.supports_mm_inputs or most_prompts is not None or bounded:
             put_before(runner, "update_requests", self._see_requests)
         put_before(runner.cudagraph_manager, "dispatch", self._dispatch_target)
         if shares_first_pass:
@@ -59,16 +66,18 @@ class MixedDispatch:
     def _see_requests(self, vllms: Callable[..., None], scheduler_output: Any) -> None:
         vllms(scheduler_output)
         runner, tokens = self._runner, scheduler_output.num_scheduled_tokens
-        # A draft that takes images has them one token before the target.
-        ahead = int(getattr(runner.speculator, "supports_mm_inputs", False))
-        most = self._most_prompts
-        # Without a limit of prompts, only a model that takes images is asked.
-        self._has_media = (most is None or runner.supports_mm_inputs) and computes_media(runner, tokens, ahead)
-        self._too_many = most is not None and prompts_of(runner, tokens) > most
+        self._longest = max(tokens.values(), default=None)
+        self._too_many = self._most_prompts is not None and prompts_of(runner, tokens) > self._most_prompts
+        if runner.supports_mm_inputs:
+            # A draft that takes images has them one token before the target.
+            ahead = int(getattr(runner.speculator, "supports_mm_inputs", False))
+            self._has_media = computes_media(runner, tokens, ahead)
 
     def _dispatch_target(
         self, vllms: Callable[..., Any], num_reqs: int, num_tokens: int, *more: Any, **named: Any
     ) -> Any:
+        if self._bounded:
+            self._longest = named["max_query_len"] = named.get("max_query_len") or self._longest
         desc = vllms(num_reqs, num_tokens, *more, **named)
         self._replays, self._num_tokens = is_mixed(desc), num_tokens
         if self._replays and (self._has_media or self._too_many):
@@ -79,6 +88,8 @@ class MixedDispatch:
     def _dispatch_first_pass(
         self, vllms: Callable[..., Any], num_reqs: int, num_tokens: int, *more: Any, **named: Any
     ) -> Any:
+        if self._bounded:
+            named["max_query_len"] = self._longest
         desc, speculator = vllms(num_reqs, num_tokens, *more, **named), self._runner.speculator
         if not is_mixed(desc):
             return desc
@@ -92,10 +103,9 @@ class MixedDispatch:
 
 
 def is_mixed(desc: Any) -> bool:
-    """Whether a `BatchExecutionDescriptor` is a FULL graph that takes any batch."""
-    # Before 0.28 no graph bounds the tokens of a request.
-    bound = desc.uniform_token_count or getattr(desc, "max_query_len", None)
-    return desc.cg_mode == CUDAGraphMode.FULL and bound is None
+    """Whether a `BatchExecutionDescriptor` is a mixed batch's FULL graph."""
+    # vLLM's graphs of decode batches are uniform, except with adaptive verification, which has no mixed graphs.
+    return desc.cg_mode == CUDAGraphMode.FULL and desc.uniform_token_count is None
 
 
 def computes_media(runner: Any, num_scheduled_tokens: Mapping[str, int], ahead: int = 0) -> bool:

@@ -19,10 +19,11 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.fallback import report_unused
 from vllm_hwplugin.base.features import BACKPORT_MIXED_GRAPHS, V2_MIXED_GRAPHS
-from vllm_hwplugin.spec_decode.builders import builders_of, flash_versions, is_delta_rule
+from vllm_hwplugin.spec_decode.builders import builders_of, flash_versions, is_delta_rule, longest_as_decode
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.drafters import SHARED_FIRST_PASS
 from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
+from vllm_hwplugin.spec_decode.v2.mixed_bounds import lost_mixed_graphs, set_mixed_graphs
 from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch
 from vllm_hwplugin.spec_decode.v2.mixed_sizes import KEEPS_PIECES
 
@@ -36,37 +37,6 @@ SIZES: Final = (*range(32, 1024, 32), *range(1024, 2048, 64), *range(2048, 4097,
 #: that the graph may get, and most of them only exit. At 32 heads the limit leaves 16,384 blocks per layer, by an
 #: estimate 0.1 ms. Not measured.
 _FLASH_2_GRID: Final = 1 << 15
-
-#: Attribute of a `CompilationConfig`: True if the engine has these graphs, False if their capture failed.
-_ADDED: Final = "_hwplugin_mixed_graphs"
-
-#: Limit of tokens × splits.
-_SPLIT_TOKENS: Final = 4096
-
-
-def most_splits(compilation_config: Any, num_tokens: int, most: int) -> int | None:
-    """Return FlashAttention 3's limit of KV splits in a mixed batch's graph.
-
-    vLLM's patched metadata builder calls this. None: the batch has only vLLM's graphs, and vLLM decides. `most` is
-    vLLM's limit.
-    """
-    # A decode batch of one request also has all tokens in its longest request.
-    if not has_mixed_graphs(compilation_config) or num_tokens < SIZES[0]:
-        return None
-    # FlashAttention 3 keeps a float32 output for each token and split, and many tokens keep the GPU busy without
-    # splits. A replay uses the capture's splits: V2 passes the builder a longest query of all tokens both times, and V1
-    # only in the capture.
-    return max(1, min(4, most, _SPLIT_TOKENS // num_tokens))
-
-
-def has_mixed_graphs(compilation_config: Any) -> bool:
-    """Whether this engine has graphs for mixed batches from this module."""
-    return bool(vars(compilation_config).get(_ADDED))
-
-
-def leave_out_mixed_graphs(compilation_config: Any) -> None:
-    """Mark these graphs as absent, after their capture failed."""
-    vars(compilation_config)[_ADDED] = False
 
 
 def add_mixed_graphs(runner: Any) -> None:
@@ -82,7 +52,7 @@ def add_mixed_graphs(runner: Any) -> None:
     """
     if runner.speculator is None and not decodes_plainly(runner):
         return
-    if vars(runner.compilation_config).get(_ADDED) is False:
+    if lost_mixed_graphs(runner.compilation_config):
         # The capture for vLLM's memory estimate failed and gave the reason.
         return
     most_tokens = min(runner.max_num_tokens, runner.compilation_config.max_cudagraph_capture_size or 0)
@@ -105,9 +75,17 @@ def add_mixed_graphs(runner: Any) -> None:
         # Ranks of data parallelism agree on tokens, and each looks for the graph by its own requests: a graph takes as
         # many as a batch of its tokens may have, so that all find the same.
         sizes = [size for size in sizes if min(size, most) <= grid // size]
+    longest = _longest_query(runner)
+    if longest is not None:
+        # More tokens need a longer request.
+        sizes = [size for size in sizes if size <= longest * most]
     graphs = [
         BatchExecutionDescriptor(
-            cg_mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=min(size, most, grid // size if grid else most)
+            cg_mode=CUDAGraphMode.FULL,
+            num_tokens=size,
+            num_reqs=min(size, most, grid // size if grid else most),
+            # Before 0.28 no graph bounds the tokens of a request.
+            **({} if longest is None else {"max_query_len": min(size, longest)}),
         )
         for size in sizes
     ]
@@ -118,15 +96,24 @@ def add_mixed_graphs(runner: Any) -> None:
         # Its batch is padded to the target's graph.
         _offer(runner.speculator.prefill_cudagraph_manager, graphs)
     dispatch = MixedDispatch.of(runner) or MixedDispatch(runner)
-    dispatch.attach(shares_first_pass, most_prompts)
+    dispatch.attach(shares_first_pass, most_prompts, longest is not None)
     for builder in delta_rules:
         delta_rule.attach(builder, sizes[-1], most, dispatch.replays)
-    vars(runner.compilation_config)[KEEPS_PIECES] = runner.supports_mm_inputs or bool(delta_rules)
-    vars(runner.compilation_config)[_ADDED] = True
+    keeps_pieces = runner.supports_mm_inputs or bool(delta_rules) or longest is not None
+    vars(runner.compilation_config)[KEEPS_PIECES] = keeps_pieces
+    shapes = {desc.num_tokens: (desc.num_reqs, min(desc.num_tokens, longest or desc.num_tokens)) for desc in graphs}
+    set_mixed_graphs(runner.compilation_config, shapes)
     bound = f", and {grid} tokens × requests over FlashAttention 2" if grid else ""
+    bound += f", and {longest} tokens per request over MLA" if longest else ""
     run_records.note(V2_MIXED_GRAPHS, f"{len(graphs)} shapes of at most {sizes[-1]} tokens and {most} requests{bound}")
     for feature in (V2_MIXED_GRAPHS, BACKPORT_MIXED_GRAPHS):
         run_records.use(feature, True)
+
+
+def _longest_query(runner: Any) -> int | None:
+    """Return the most tokens of a request, or None for any number."""
+    longest = filter(None, map(longest_as_decode, builders_of(runner.attn_groups)))
+    return min(longest, default=None)
 
 
 def _over_flash_2(runner: Any) -> bool:

@@ -15,7 +15,8 @@ from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 _TARGET: Final = "ModelCudaGraphManager"
 #: Attribute of a `CompilationConfig`: graphs that vLLM's memory estimate leaves out, as (count, samples in bytes).
 LEFT_OUT: Final = "_hwplugin_left_out"
-#: Attribute of a `CompilationConfig` with graphs of mixed batches: whether batches with images run in PIECEWISE graphs.
+#: Attribute of a `CompilationConfig` with graphs of mixed batches: whether batches with images or long
+#: requests run in PIECEWISE graphs.
 KEEPS_PIECES: Final = "_hwplugin_keeps_pieces"
 #: Bytes that vLLM counts for a graph at least. Another allocation may hide a graph's own bytes.
 _LEAST: Final = 1 << 20
@@ -66,8 +67,8 @@ def _seldom_replayed(manager: Any, dropped: Collection[Any]) -> dict[Any, Any]:
     A PIECEWISE graph takes about twice as long to capture as a FULL graph. Some only cover batches that have a FULL
     graph, which `v2-mixed-graphs` puts first. A batch without a FULL graph has more requests than the FULL graphs hold,
     and usually more tokens than vLLM's largest size. So if the sizes are the plugin's, a graph up to vLLM's largest
-    size stays only if a batch would otherwise be padded by more than a fifth. All stay for a model that takes images,
-    because a batch with an image replays no FULL graph. `dropped` are graphs already removed.
+    size stays only if a batch would otherwise be padded by more than a fifth. All stay if a batch with an image or a
+    long request replays no FULL graph. `dropped` are graphs already removed.
     """
     if vars(manager.compilation_config).get(KEEPS_PIECES):
         return {}

@@ -21,6 +21,7 @@ from vllm_hwplugin.spec_decode.drafters import MASK_METHODS, STANDALONE_METHODS
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments, record_graph, shared_scratch
 from vllm_hwplugin.spec_decode.obstacles import Part
 from vllm_hwplugin.spec_decode.step_counts import Reason
+from vllm_hwplugin.spec_decode.v2.mixed_bounds import longest_query
 from vllm_hwplugin.spec_decode.v2.recording import (
     HiddenRows,
     SamplerParts,
@@ -269,7 +270,7 @@ class TailRecorder:
     def _capture_mixed(self, shape: GraphShape) -> ShapeGraphs:
         runner, query_len = self._runner, self._runner.decode_query_len
         self._buffers.clear(query_len)
-        prepared = self._prepared(shape, None)
+        prepared = self._prepared(shape, longest_query(runner.compilation_config, shape.num_tokens))
         inputs, num_reqs = runner.input_buffers, shape.num_reqs
         batch = dataclasses.replace(
             InputBatch.make_dummy(num_reqs, shape.num_tokens, inputs),
@@ -279,7 +280,7 @@ class TailRecorder:
         )
         return self._capture_draft(shape, {}, batch, query_len, prepared)
 
-    def _prepared(self, shape: GraphShape, max_query_len: int | None) -> list[tuple[Any, Any]]:
+    def _prepared(self, shape: GraphShape, max_query_len: int) -> list[tuple[Any, Any]]:
         """Return attention metadata and slots for a warm-up and a capture."""
         # Twice: the first kernel that reads a FlashMLA plan computes it, and the captured kernel must compute it too.
         runner = self._runner
