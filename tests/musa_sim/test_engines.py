@@ -62,7 +62,7 @@ def on_cpu(cpu_host: bench.Host, tmp_path_factory: pytest.TempPathFactory) -> li
 def on_musa(musa_host: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("musa")
     asked = {name: Load(options, requests()) for name, options in ENGINES.items()}
-    environment = loads.musa(folder / "host", MUSA_SIM_GRAPHS=str(GRAPHS), **V1)
+    environment = loads.musa(folder / "host", None, MUSA_SIM_GRAPHS=str(GRAPHS), **V1)
     return Process(asked, environment).run(folder / "engines")
 
 
