@@ -15,7 +15,7 @@ from vllm_hwplugin_lab.bench import micro, results, serve, soak
 _OF_ENGINES = ("date", "commit", "plugin", "host", "settings", "cases")
 _OF_KERNELS = ("date", "commit", "plugin", "host", "settings", "processes", "cells")
 #: Prefix of a file's name -> the entry with its format, the format that is read, and required entries.
-#: None: files of `probe` and `start_cost.py`, which are on no page.
+#: None: on no page.
 _FORMATS: Mapping[str, tuple[str, Any, tuple[str, ...]] | None] = {
     "engines-": ("format", results.FORMAT, _OF_ENGINES),
     "cost-linear-": ("format", results.FORMAT, _OF_ENGINES),
@@ -30,6 +30,7 @@ _FORMATS: Mapping[str, tuple[str, Any, tuple[str, ...]] | None] = {
     "probe-": None,
     "starts-": ("format", "starts 1", _OF_ENGINES),
     "start_cost": None,
+    "commits-": None,
 }
 #: README.md's picture has results from this vLLM on. docs/benchmarks.md has all.
 _RECENT = Version("0.27")

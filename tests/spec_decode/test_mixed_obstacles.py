@@ -60,7 +60,7 @@ def test_a_drafter_that_graphs_do_not_hold_leaves_the_target_its_graphs() -> Non
 
 #: Layers of the first KV cache group, and what else is not as graphs need it.
 REFUSED = [
-    ({gates.DELTA_RULE_GRAPHS: "0"}, {}, "=1 asks for graphs that were not run"),
+    ({gates.DELTA_RULE_GRAPHS: "0"}, {}, "=1 asks for graphs whose speed was not measured"),
     ({}, {"compilation_config.static_forward_context": {}}, "its layers are NoneType"),
     ({}, {"prefill": "flashinfer"}, "gdn_prefill_backend is flashinfer"),
     ({}, {"older": True}, "up to 0.31"),

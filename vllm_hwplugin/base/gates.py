@@ -274,7 +274,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "bool",
         False,
         "Graphs of mixed batches of models with a gated delta rule (Qwen3-Next, Qwen3.5, Qwen3.6) and MTP, with "
-        "--gdn-prefill-backend triton (Model Runner V2, vLLM 0.32 and 0.33). Not run on a GPU.",
+        "--gdn-prefill-backend triton (Model Runner V2, vLLM 0.32 and 0.33). Run on an H200, speed not measured.",
         affects=("graphs",),
         since="0.3.0",
     ),
@@ -283,7 +283,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "bool",
         False,
         "Graphs of mixed batches of MLA over FLASH_ATTN_MLA (Hopper), for steps without a request of more than 512 new "
-        "tokens (Model Runner V2, vLLM 0.31 and newer). Not run on a GPU.",
+        "tokens (Model Runner V2, vLLM 0.31 and newer). Run on an H200, speed not measured.",
         affects=("graphs",),
         since="0.3.0",
     ),

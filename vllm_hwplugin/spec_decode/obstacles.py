@@ -344,7 +344,7 @@ def _some_batches_only(runner: Any) -> str:
 def _delta_rule_refused(runner: Any, group: Any, builder: Any) -> str:
     """Return why mixed graphs cannot hold gated-delta-rule layers, or ""."""
     if not gates.is_on(gates.DELTA_RULE_GRAPHS):
-        return f"{gates.DELTA_RULE_GRAPHS}=1 asks for graphs that were not run on a GPU"
+        return f"{gates.DELTA_RULE_GRAPHS}=1 asks for graphs whose speed was not measured"
     layers = runner.compilation_config.static_forward_context
     others = {type(layers.get(name)).__name__ for name in group.layer_names} - {"QwenGatedDeltaNetAttention"}
     if others:
