@@ -69,7 +69,10 @@ ROOMS = {room(module) for module in MODULES} - {WORKSHOP, LAB}
     [
         # The plugin needs neither of the other packages, nor do they need each other; the command line finds their
         # commands by name.
-        *((importer, ROOMS) for importer in ROOMS - {"base", "patching", "spec_decode", "nwor", "attention", "ops"}),
+        *(
+            (importer, ROOMS)
+            for importer in sorted(ROOMS - {"base", "patching", "spec_decode", "nwor", "attention", "ops"})
+        ),
         *((importer, {importer, *ROOMS}) for importer in (WORKSHOP, LAB)),
         ("base", {"base", ""}),
         ("patching", {"patching", "base", ""}),
