@@ -81,7 +81,8 @@ FLASHINFER = Attention(f"{_BACKENDS}.flashinfer.FlashInferMetadataBuilder")
 TRTLLM = FLASHINFER._replace(kernel="TRTLLM_GEN")
 GDN = Attention(
     f"{_BACKENDS}.gdn_attn.GDNAttentionMetadataBuilder",
-    host="gated delta rule: decodes and prompts have different kernels, and prompts are cut into chunks",
+    host="gated delta rule: decodes and prompts have different kernels, and prompts are cut into chunks; without data "
+    "parallelism there are graphs with `VLLM_HWPLUGIN_DELTA_RULE_GRAPHS=1` and `--gdn-prefill-backend triton`",
 )
 MAMBA = Attention(
     f"{_BACKENDS}.mamba2_attn.Mamba2AttentionMetadataBuilder",
