@@ -17,7 +17,7 @@ import pytest
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.patching import find_installed, load_catalogue
 
-from ..conftest import CHECKSUMS, cannot_run, versions
+from ..conftest import CHECKSUMS, cannot_run
 from ..releases import DOES_NOT_IMPORT, NEWEST
 from .stand_in import UnknownName
 
@@ -29,11 +29,24 @@ STEPPED = {
     for file in Path(__file__).parent.rglob("test_*.py")
     if (found := re.search(r'mark\.each_vllm\("(.+)"\)', file.read_text()))
 }
-#: The newest first. With `--all-versions` also the fewest of the others that have each hunk of the runners, in few
-#: walks each; the installed one steps in this process.
-LAST = tuple({version.rpartition(".")[0]: version for version in SUPPORTED}.values())
+LAST = list({version.rpartition(".")[0]: version for version in SUPPORTED}.values())
 RUNNERS = ("vllm/v1/worker/gpu_model_runner.py", "vllm/v1/worker/gpu/model_runner.py")
-CHOSEN = sorted({one for path in RUNNERS for one in versions(path, among=LAST, each_text=False)}, key=LAST.index)
+
+
+def hunks_of(version: str) -> frozenset[tuple[str, int]]:
+    """Return which hunks of the runners a release has, of the features that are stepped."""
+    files = [(name, file) for name in STEPPED.values() for file in FEATURES[name].files if file.path in RUNNERS]
+    return frozenset(
+        (name, number)
+        for name, file in files
+        for number, hunk in enumerate(file.hunks)
+        if FEATURES[name].versions.covers(version) and (hunk.versions is None or hunk.versions.covers(version))
+    )
+
+
+#: The newest first. With `--all-versions` also the first minor version of those that have the same hunks, in few walks
+#: each; the installed one steps in this process.
+CHOSEN = list({hunks_of(version): version for version in LAST[::-1]}.values())[::-1]
 OLDER = [version for version in CHOSEN[-2::-1] if version != find_installed().version] if CHECKSUMS else []
 RELEASES = [NEWEST, *(pytest.param(version, marks=pytest.mark.slow) for version in OLDER)]
 
