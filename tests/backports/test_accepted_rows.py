@@ -46,12 +46,7 @@ class Host:
         pass
 
     def postprocess_mamba_align_gpu(
-        self,
-        *,
-        num_reqs: int,
-        num_accepted_tokens_gpu: Any,
-        num_accepted_tokens_cpu_tensor: Any,
-        **_: Any,
+        self, *, num_reqs: int, num_accepted_tokens_gpu: Any, num_accepted_tokens_cpu_tensor: Any, **_: Any
     ) -> None:
         self._copies.append((num_accepted_tokens_cpu_tensor[:num_reqs], num_accepted_tokens_gpu[:num_reqs].clone()))
 

@@ -48,8 +48,7 @@ class OnCuda(torch.Tensor):
 def platform() -> SimpleNamespace:
     answers = {"is_cuda_alike": True, "is_cuda": True, "is_cpu": False, "is_rocm": False, "is_xpu": False}
     return SimpleNamespace(
-        simple_compile_backend="eager",
-        **{name: lambda answer=answer: answer for name, answer in answers.items()},
+        simple_compile_backend="eager", **{name: lambda answer=answer: answer for name, answer in answers.items()}
     )
 
 

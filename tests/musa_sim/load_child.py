@@ -383,7 +383,7 @@ def drafting_with_images() -> contextlib.AbstractContextManager:
 
 
 def not_knowing(what: str) -> contextlib.AbstractContextManager:
-    """While it lasts, each drafter of Model Runner V2 is another's, or builders may make all metadata on the host."""
+    """While it lasts, the plugin does not know what `Load.unknown` names."""
     if what == "updates alone":
         return building_on_the_host()
     if what.startswith("any batch"):
@@ -397,9 +397,7 @@ def not_knowing(what: str) -> contextlib.AbstractContextManager:
     # Where this is not asked for, the module is none that the runs come of.
     from vllm_hwplugin.spec_decode import obstacles
 
-    if what == "drafter":
-        return mock.patch.object(obstacles, "SPECULATORS", ())
-    return mock.patch.object(obstacles, "host_work", return_value="asked to say so")
+    return mock.patch.object(obstacles, "SPECULATORS", ())
 
 
 def one(job: dict, others_follow: bool) -> dict:

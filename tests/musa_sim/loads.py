@@ -36,18 +36,11 @@ T = TypeVar("T")
 SMALL = simulated.HERE.parent / "assets" / "small"
 
 #: What every run has, also the ones that are not on the simulated device.
-VARIABLES = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
+VARIABLES = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 #: Leaves vLLM's own code as it is.
 UNPATCHED = {feature.gate: "off" for feature in load_catalogue().features}
 #: Model Runner V2 on the simulated device.
-V2 = {
-    **VARIABLES,
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
-}
+V2 = {**VARIABLES, "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
 @dataclass(frozen=True)
@@ -90,9 +83,9 @@ class Load:
         calls: methods of the worker, or of `load_child.CALLS`, by the engine's step before which they are called.
         ceiling: tokens of the largest size that vLLM captures by itself, in place of 512.
         waits: functions, as ``module:name``, that wait for the device while the engine starts: no graph can hold them.
-        unknown: what the plugin does not know, and leaves to vLLM: the ``drafter``, whether ``builders`` of metadata
-            work on the host, or that ``updates alone`` may be in a graph; or ``any batch``, see
-            `load_child.attention_of_any_batch`; or ``FLASH_ATTN_MLA``, see `flash_mla.use`.
+        unknown: what the plugin does not know, and leaves to vLLM: the ``drafter``, or that ``updates alone`` may be in
+            a graph; or ``any batch``, see `load_child.attention_of_any_batch`; or ``FLASH_ATTN_MLA``, see
+            `flash_mla.use`.
     """
 
     options: Mapping[str, Any]
@@ -302,11 +295,7 @@ def dummies(target: Path, speculation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare_runs(
-    load: Load,
-    off: Mapping[str, str],
-    on: Mapping[str, str],
-    folder: Path,
-    vllm: tuple[str, Path] | None = None,
+    load: Load, off: Mapping[str, str], on: Mapping[str, str], folder: Path, vllm: tuple[str, Path] | None = None
 ) -> tuple[Run, Run]:
     """Run a load on the simulated device with two sets of variables, which may not make a difference to any token.
 
@@ -377,9 +366,7 @@ class Engine:
         if self.method is None:
             return {}
         model = str(SMALL / self.method)
-        return {
-            "speculative_config": {"method": self.method, "model": model, "num_speculative_tokens": self.drafts},
-        }
+        return {"speculative_config": {"method": self.method, "model": model, "num_speculative_tokens": self.drafts}}
 
     def on_musa(self) -> dict[str, Any]:
         made = {**_COMMON, **_MUSA, **self.speculation, **self.more}

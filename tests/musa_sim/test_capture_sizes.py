@@ -10,7 +10,7 @@ import pytest
 from vllm_hwplugin.base.features import CAPTURE_SIZES, gate_of
 
 from . import loads
-from .loads import Engine, Load, Process, Request, Run
+from .loads import Engine, Load, Request
 from .test_model_runner_v2 import WITH_GRAPHS
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
@@ -27,39 +27,17 @@ REQUESTS = [
 LOAD = Load({**ENGINE.on_musa(), "compilation_config": GRAPHS}, REQUESTS, ceiling=OWN)
 
 
-RUNNERS = {"V1": loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "0", gate_of("engine-report"): "on"}, "V2": WITH_GRAPHS}
-
-
-@pytest.fixture(scope="module", params=RUNNERS)
-def runs(
-    request: pytest.FixtureRequest,
-    musa_host: None,
-    newest: tuple[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Run]:
-    """The load without the feature, and with it for prompts, too."""
-    folder = tmp_path_factory.mktemp("capture sizes")
-    sides = {gate: RUNNERS[request.param] | {gate_of(CAPTURE_SIZES): gate} for gate in ("off", "mixed")}
-    processes = {
-        gate: Process({gate: LOAD}, loads.musa(folder / f"host, {gate}", newest, **sides[gate])) for gate in sides
-    }
-    return {gate: found[gate] for gate, found in loads.side_by_side(processes, folder).items()}
-
-
-def test_tokens_and_drafts_are_the_same(runs: dict[str, Run]) -> None:
-    loads.assert_same(runs["off"], runs["mixed"])
-    assert {len(step["scheduled"]) for step in runs["mixed"].steps} >= {3, 6}
-
-
-@pytest.mark.parametrize("runs", ["V2"], indirect=True)
-def test_every_decode_batch_has_graphs_of_target_and_tail(runs: dict[str, Run]) -> None:
-    without, found = ({**runs[gate].counted["v2-tail-graph drafting"]} for gate in ("off", "mixed"))
+def test_every_decode_batch_has_graphs_of_target_and_tail(
+    musa_host: None, newest: tuple[str, Path], tmp_path: Path
+) -> None:
+    """Tokens and drafts are the same without the feature, and with it for prompts, too."""
+    off, mixed = ({**WITH_GRAPHS, gate_of(CAPTURE_SIZES): gate} for gate in ("off", "mixed"))
+    expected, found = loads.compare_runs(LOAD, off, mixed, tmp_path, newest)
+    assert {len(step["scheduled"]) for step in found.steps} >= {3, 6}
+    without, with_it = (run.counted["v2-tail-graph drafting"] for run in (expected, found))
     # Each step without a prompt.
-    assert found.keys() == {"prompt", "served"}
-    assert found["served"] > without["served"] + 8
-
-
-def test_what_is_captured_is_on_record(runs: dict[str, Run]) -> None:
-    assert CAPTURE_SIZES not in runs["off"].used
-    assert CAPTURE_SIZES in runs["mixed"].used
-    assert f"up to {LARGEST} tokens" in runs["mixed"].noted[CAPTURE_SIZES]
+    assert with_it.keys() == {"prompt", "served"}
+    assert with_it["served"] > without["served"] + 8
+    assert CAPTURE_SIZES not in expected.used
+    assert CAPTURE_SIZES in found.used
+    assert f"up to {LARGEST} tokens" in found.noted[CAPTURE_SIZES]

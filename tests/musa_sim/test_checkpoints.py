@@ -17,20 +17,14 @@ from vllm_hwplugin_lab import bench
 
 from .. import releases
 from . import checkpoints, loads, simulated
-from .loads import Engine, Load, Process
+from .loads import Engine, Load, Process, Run
 from .test_engines import V1, requests, texts
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
 
 _PLAIN, _EAGLE3 = Engine(None, graphs_of=(1, 2)), Engine("eagle3", "FULL", graphs_of=(1, 2))
-_DFLASH = Engine("dflash", "FULL", 7, (1, 2), {"max_num_batched_tokens": 112, "num_gpu_blocks_override": 24})
-ENGINES = {
-    "experts, Eagle3": _EAGLE3,
-    "experts, DFlash": _DFLASH,
-    "FP8 blocks": _PLAIN,
-    "W4A16": _PLAIN,
-}
+ENGINES = {"experts": _EAGLE3, "FP8 blocks": _PLAIN, "W4A16": _PLAIN}
 
 
 def _models(folder: Path) -> dict[str, tuple[Path, Path]]:
@@ -40,8 +34,7 @@ def _models(folder: Path) -> dict[str, tuple[Path, Path]]:
     blocks, of_blocks = checkpoints.quantized(mixture, checkpoints.fp8_blocks)
     bits, of_bits = checkpoints.quantized(checkpoints.dense(), checkpoints.four_bits)
     return {
-        "experts, Eagle3": (experts, experts),
-        "experts, DFlash": (experts, experts),
+        "experts": (experts, experts),
         "FP8 blocks": (
             checkpoints.write(folder / "blocks", blocks, **checkpoints.MIXTURE, **checkpoints.FP8_BLOCKS),
             checkpoints.write(folder / "of blocks", of_blocks, **checkpoints.MIXTURE),
@@ -63,21 +56,31 @@ def runs(
     eager = Engine(None).on_cpu()
     there = {kind: Load({**ENGINES[kind].on_musa(), "model": str(model)}, asked) for kind, (model, _) in models.items()}
     here = {kind: Load({**eager, "model": str(twin)}, asked) for kind, (_, twin) in models.items()}
-    processes = {"musa": Process(there, loads.musa(folder / "host", newest, **V1)), "cpu": Process(here, loads.cpu())}
+    cached = {"FP8 cache": Load({**_EAGLE3.on_musa(), "kv_cache_dtype": "fp8"}, asked)}
+    processes = {
+        "musa": Process(there, loads.musa(folder / "host", newest, **V1)),
+        "newer mate": Process(cached, loads.musa(folder / "host, newer mate", newest, mate="0.2.7", **V1)),
+        "cpu": Process(here | {"FP8 cache": Load(eager, asked)}, loads.cpu()),
+    }
     found = loads.side_by_side(processes, folder)
-    for kind, run in found["musa"].items():
-        assert run.platform == "MusaPlatform"
-        if ENGINES[kind].method is not None:
-            assert run.accepted()[0] > 0
-            assert run.counts["draft_phases_in_graphs"] == run.counts["draft_phases"] > 0
-    return {kind: (texts(found["musa"][kind]), texts(found["cpu"][kind])) for kind in models}
+    on_musa = found["musa"] | found["newer mate"]
+    for run in on_musa.values():
+        assert (run.platform, run.attention) == ("MusaPlatform", ["MusaFlashAttentionBackend"])
+    for kind in ("experts", "FP8 cache"):
+        assert_drafts_in_graphs(on_musa[kind])
+    return {kind: (texts(run), texts(found["cpu"][kind])) for kind, run in on_musa.items()}
 
 
-@pytest.mark.parametrize("kind", ENGINES)
+def assert_drafts_in_graphs(run: Run) -> None:
+    assert run.accepted()[0] > 0
+    assert run.counts["draft_phases_in_graphs"] == run.counts["draft_phases"] > 0
+
+
+@pytest.mark.parametrize("kind", [*ENGINES, "FP8 cache"])
 def test_texts_are_those_of_the_cpu(kind: str, runs: dict[str, tuple[list[list[int]], list[list[int]]]]) -> None:
     found, expected = runs[kind]
-    if kind == "FP8 blocks":
-        # On MUSA, activations are rounded as well, and one of two near tokens may be the other.
+    if kind.startswith("FP8"):
+        # On MUSA, activations or keys are rounded as well, and one of two near tokens may be the other.
         assert_alike(found, expected)
     else:
         assert found == expected
@@ -102,23 +105,8 @@ def test_experts_on_the_version_of_musas_torch(
     load = Load({**_EAGLE3.on_musa(), "model": str(model)}, requests(tokens=8, prompts=2))
     host = loads.musa(tmp_path / "host", released("0.26.0"), MUSA_SIM_INDUCTOR="refuse", **V1)
     run = Process({"experts": load}, host).run(tmp_path / "engine")["experts"]
-    assert texts(run) == runs["experts, Eagle3"][1]
-    assert run.accepted()[0] > 0
-    assert run.counts["draft_phases_in_graphs"] == run.counts["draft_phases"] > 0
-
-
-def test_an_fp8_cache_over_mate_serves_with_drafts_in_graphs(
-    musa_host: None, cpu_host: bench.Host, newest: tuple[str, Path], tmp_path: Path
-) -> None:
-    asked = requests(tokens=8, prompts=2)
-    load = Load({**_EAGLE3.on_musa(), "kv_cache_dtype": "fp8"}, asked)
-    cpu = Process({"cpu": Load(Engine(None).on_cpu(), asked)}, loads.cpu()).run(tmp_path / "cpu")["cpu"]
-    environment = loads.musa(tmp_path / "host", newest, mate="0.2.7", **V1)
-    run = Process({"fp8": load}, environment).run(tmp_path / "fp8")["fp8"]
-    assert_alike(texts(run), texts(cpu))
-    assert run.attention == ["MusaFlashAttentionBackend"]
-    assert run.accepted()[0] > 0
-    assert run.counts["draft_phases_in_graphs"] == run.counts["draft_phases"] > 0
+    assert texts(run) == runs["experts"][1]
+    assert_drafts_in_graphs(run)
 
 
 def test_two_gpus_share_experts_and_communicate_by_mccl(
@@ -141,7 +129,7 @@ def test_two_gpus_share_experts_and_communicate_by_mccl(
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience(600))
     assert done.returncode == 0, done.stderr[-6000:]
     found: dict[str, Any] = json.loads(answer.read_text())
-    assert found["texts"] == runs["experts, Eagle3"][1]
+    assert found["texts"] == runs["experts"][1]
     assert len({found["process"], *(worker["process"] for worker in found["workers"])}) == 3
     for index, worker in enumerate(found["workers"]):
         assert (worker["device"], worker["runner"], worker["communicator"]) == (
@@ -183,11 +171,7 @@ def layers(asked: list[str], folder: Path, vllm: tuple[str, Path] | None = None,
 
 @pytest.mark.parametrize(("version", "without"), [(releases.NEWEST, ()), ("0.20.2", ("GPTQ", "AWQ"))])
 def test_quantized_layers_compute_what_their_weights_stand_for(
-    version: str,
-    without: tuple[str, ...],
-    released: Callable[[str], tuple[str, Path]],
-    musa_host: None,
-    tmp_path: Path,
+    version: str, without: tuple[str, ...], released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path: Path
 ) -> None:
     asked = [f"{kind} 192 384" for kind in LAYERS if kind not in without]
     assert not any(layers(asked, tmp_path, released(version)).values())

@@ -146,9 +146,9 @@ def gemma4(folder: Path) -> dict[str, Any]:
     return loads.dummies(target, {"method": "mtp", "model": str(draft), "num_speculative_tokens": DRAFTS})
 
 
-def scheduled(method: str) -> dict[str, Any]:
+def scheduled() -> dict[str, Any]:
     """Four drafts for one request, two for two or three, one for more, up to five of which are padded to six."""
-    engine = Engine(method, drafts=4)
+    engine = Engine("dflash", drafts=4)
     schedule = {"num_speculative_tokens_per_batch_size": [[1, 1, 4], [2, 3, 2], [4, 6, 1]]}
     made = dataclasses.replace(engine, more={"speculative_config": engine.speculation["speculative_config"] | schedule})
     options = {**made.on_musa(), "num_gpu_blocks_override": 60}
@@ -187,6 +187,23 @@ def adapter(folder: Path, targets: Sequence[str]) -> str:
     return str(folder)
 
 
+def with_adapters(engine: Engine, folder: Path, targets: Sequence[str], unknown: str = "") -> Load:
+    """Return few tokens of requests, of which each second one has an adapter.
+
+    Triton's interpreter takes seconds for the kernels of each step.
+    """
+    adapted = {"adapter": adapter(folder, targets)}
+    return Load(
+        {**engine.on_musa(), "enable_lora": True, "max_lora_rank": 8, "lora_target_modules": targets},
+        [
+            dataclasses.replace(one, params={**one.params, "max_tokens": 8, **(adapted if at % 2 == 0 else {})})
+            for at, one in enumerate(loads.by_temperature()[:4])
+        ],
+        autotuned=False,
+        unknown=unknown,
+    )
+
+
 @pytest.fixture(scope="module")
 def runs(
     musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
@@ -210,20 +227,9 @@ def runs(
             loads.by_temperature(),
             autotuned=False,
         ),
-        "schedule": Load(scheduled("eagle3"), growing(), autotuned=False),
-        "block schedule": Load(scheduled("dflash"), growing(), autotuned=False),
+        "schedule": Load(scheduled(), growing(), autotuned=False),
+        "head adapters": with_adapters(Engine("eagle3"), folder / "adapter", ["o_proj", "lm_head"]),
     }
-    # Triton's interpreter takes seconds for the kernels of each step.
-    for name, targets in (("adapters", ["o_proj"]), ("head adapters", ["o_proj", "lm_head"])):
-        adapted = {"adapter": adapter(folder / name, targets)}
-        asked[name] = Load(
-            {**Engine("eagle3").on_musa(), "enable_lora": True, "max_lora_rank": 8, "lora_target_modules": targets},
-            [
-                dataclasses.replace(one, params={**one.params, "max_tokens": 8, **(adapted if at % 2 == 0 else {})})
-                for at, one in enumerate(loads.by_temperature()[:4])
-            ],
-            autotuned=False,
-        )
     graphs = {gate_of(feature): "on" for feature in ("engine-report", "v2-graph-addresses", *GRAPHS)}
     sides = {"stock": loads.UNPATCHED, "graphs": loads.UNPATCHED | graphs}
     return loads.side_by_side(
@@ -231,10 +237,7 @@ def runs(
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["dflash2", "lilicorr", "gemma4", "processor", "schedule", "block schedule", "adapters", "head adapters"],
-)
+@pytest.mark.parametrize("name", ["dflash2", "lilicorr", "gemma4", "processor", "schedule", "head adapters"])
 def test_graphs_change_nothing(name: str, runs: dict[str, dict[str, Run]]) -> None:
     expected, found = runs["stock"][name], runs["graphs"][name]
     loads.assert_same(expected, found)
@@ -246,10 +249,9 @@ def test_graphs_change_nothing(name: str, runs: dict[str, dict[str, Run]]) -> No
     assert found.counted["v2-tail-graph drafting"]["served"] == found.counted["v2-step-inputs inputs"]["served"] > 3
 
 
-@pytest.mark.parametrize("name", ["schedule", "block schedule"])
-def test_graphs_draft_each_number_of_the_schedule(name: str, runs: dict[str, dict[str, Run]]) -> None:
+def test_graphs_draft_each_number_of_the_schedule(runs: dict[str, dict[str, Run]]) -> None:
     """Where as many are verified; where the number changes, vLLM drafts. The states keep what each has drafted."""
-    found = runs["graphs"][name]
+    found = runs["graphs"]["schedule"]
     steps = [
         (
             {step["verified"].get(one, 0) for one in step["scheduled"]},
@@ -268,30 +270,18 @@ def test_graphs_draft_each_number_of_the_schedule(name: str, runs: dict[str, dic
 
 
 def test_adapters_change_the_texts_of_those_that_have_them(runs: dict[str, dict[str, Run]]) -> None:
-    plain = {name: answer["tokens"][:8] for name, answer in runs["graphs"]["schedule"].answers.items()}
-    for name in ("adapters", "head adapters"):
-        assert runs["graphs"][name].answers["c"]["tokens"] != plain["c"]
-    sampled = {name: runs["graphs"][name].counted["v2-tail-graph sampling"] for name in ("adapters", "head adapters")}
-    assert "adapters" not in sampled["adapters"]
+    plain, found = (runs["graphs"][name] for name in ("schedule", "head adapters"))
+    assert found.answers["c"]["tokens"] != plain.answers["c"]["tokens"][:8]
     # Of logits with adapters there is no graph.
-    assert sampled["head adapters"]["adapters"] > 3
+    assert found.counted["v2-tail-graph sampling"]["adapters"] > 3
 
 
 def test_prompts_with_adapters_are_replays(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
-    adapted = {"adapter": adapter(tmp_path / "adapter", ["o_proj"])}
-    engine = Engine("eagle3", graphs_of=(1, 2, 4, 6, 16))
-    load = Load(
-        {**engine.on_musa(), "enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["o_proj"]},
-        [
-            dataclasses.replace(one, params={**one.params, "max_tokens": 6, **(adapted if at % 2 == 0 else {})})
-            for at, one in enumerate(loads.by_temperature()[:4])
-        ],
-        autotuned=False,
-        unknown="any batch",
-    )
+    load = with_adapters(Engine("eagle3", graphs_of=(1, 2, 4, 6, 16)), tmp_path / "adapter", ["o_proj"], "any batch")
     features = ("engine-report", "v2-graph-addresses", "v2-mixed-graphs", "backport-mixed-graphs", *GRAPHS)
     gates = {gate_of(feature): "on" for feature in features}
     expected, found = loads.compare_runs(load, loads.UNPATCHED, loads.UNPATCHED | gates, tmp_path, newest)
     assert "v2-mixed-graphs" in found.used
     before, after = (run.counts["graph_replays"]["target"] for run in (expected, found))
     assert before < after == found.counts["steps"]
+    assert "adapters" not in found.counted["v2-tail-graph sampling"]

@@ -96,11 +96,7 @@ def test_a_dflash_drafter_runs_in_graphs(on_musa: dict[str, Run]) -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_vllm(
-    version: str,
-    released: Callable[[str], tuple[str, Path]],
-    musa_host: None,
-    on_cpu: list[list[int]],
-    tmp_path: Path,
+    version: str, released: Callable[[str], tuple[str, Path]], musa_host: None, on_cpu: list[list[int]], tmp_path: Path
 ) -> None:
     """Its Python, on the torch that is installed here."""
     asked = {"eagle3": Load(Engine("eagle3", "FULL").on_musa(), requests())}

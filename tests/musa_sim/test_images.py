@@ -137,15 +137,16 @@ def test_replays_with_an_image_leave_nothing_for_later_tokens(
     """With `cudagraph_mode` FULL vLLM's model leaves features for later layers in a buffer."""
     variables = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": v2}
     on = variables | {gate_of("backport-image-features"): "on"}
-    sides = {"eager": (None, variables), "vllm": ("FULL", variables), "fixed": ("FULL", on)}
+    sides = {"eager": (None, variables), "fixed": ("FULL", on)} | ({"vllm": ("FULL", variables)} if v2 == "1" else {})
     processes = {}
     for name, (mode, gates) in sides.items():
         # The simulated device's generators have no offset, which V1 sets back.
         load = load_in_pieces(tmp_path / f"of {name}", mode, seeded=v2 == "1")
         processes[name] = Process({"": load}, loads.musa(tmp_path / f"host, {name}", newest, **gates))
     runs = loads.side_by_side(processes, tmp_path)
-    eager, vllms, fixed = (runs[name][""] for name in sides)
+    eager, fixed, *vllms = (runs[name][""] for name in sides)
     assert fixed.counts["graph_replays"]["target"] == fixed.counts["steps"]
     loads.assert_same(eager, fixed)
-    with pytest.raises(AssertionError, match=r"request ., its step \d+: "):
-        loads.assert_same(eager, vllms)
+    for run in vllms:
+        with pytest.raises(AssertionError, match=r"request ., its step \d+: "):
+            loads.assert_same(eager, run)

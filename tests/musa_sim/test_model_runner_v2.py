@@ -24,11 +24,7 @@ pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 DFLASH = Engine("dflash", drafts=7, more={"max_num_batched_tokens": 112, "num_gpu_blocks_override": 24})
 ENGINES = {"eagle3": Engine("eagle3"), "dflash": DFLASH}
 #: It moves no keys, and is shown each step.
-CONNECTOR = {
-    "kv_connector": "Witness",
-    "kv_connector_module_path": "tests.musa_sim.kv_connector",
-    "kv_role": "kv_both",
-}
+CONNECTOR = {"kv_connector": "Witness", "kv_connector_module_path": "tests.musa_sim.kv_connector", "kv_role": "kv_both"}
 #: Larger batches, among them those of vLLM's warm-up, take more of the memory that kernels share.
 SMALL_GRAPHS = "eagle3, small graphs"
 MIXED = loads.mixed()
@@ -48,7 +44,6 @@ LOADS = {
             "eagle3, KV connector": Engine("eagle3", more={"kv_transfer_config": CONNECTOR}),
         }.items()
     },
-    "eagle3, mixed": Load(ENGINES["eagle3"].on_musa(), MIXED),
     SMALL_GRAPHS: Load(Engine("eagle3", graphs_of=(1, 2)).on_musa(), MIXED),
 }
 
@@ -71,9 +66,6 @@ GRAPHS = ("v2-step-inputs", "v2-tail-graph")
 WITH_GRAPHS = loads.UNPATCHED | {gate_of(feature): "on" for feature in ("engine-report", "v2-graph-addresses", *GRAPHS)}
 #: All draft steps in one launch, for versions that have one for each.
 FUSED = "v2-fused-drafts"
-WITH_FUSED = loads.UNPATCHED | {
-    gate_of(feature): "auto" for feature in ("engine-report", "v2-graph-addresses", "v2-draft-metadata", FUSED)
-}
 
 
 @pytest.fixture(scope="module")
@@ -108,22 +100,20 @@ def runs(eagle3: dict[str, Run], sides: dict[str, dict[str, Run]]) -> dict[str, 
 def step_by_step(
     released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Run]:
-    """The load on Eagle3 in the older version, stock and with features; and how it begins, with others."""
+    """The load on Eagle3 in the older version, stock and with features; and how it begins, with small graphs."""
     folder = tmp_path_factory.mktemp("step by step")
     # The small graphs' engine is the first of its process: kernels keep their memory, and an engine before would have
     # had more. Batches that the tail's graph does not serve draft in the other one.
     asked = {
         "stock": (["eagle3"], loads.UNPATCHED),
         "graphs": ([SMALL_GRAPHS, "eagle3"], WITH_GRAPHS | {gate_of(FUSED): "on"}),
-        "fused": (["eagle3, mixed"], WITH_FUSED),
     }
     processes = {
         side: process(folder / f"host, {side}", names, released(STEP_BY_STEP), variables)
         for side, (names, variables) in asked.items()
     }
     found = loads.side_by_side(processes, folder)
-    runs = {side: [*found[side].values()][-1] for side in asked}
-    return {**runs, "small graphs": found["graphs"][SMALL_GRAPHS]}
+    return {**{side: found[side]["eagle3"] for side in asked}, "small graphs": found["graphs"][SMALL_GRAPHS]}
 
 
 def assert_graphs_serve(expected: Run, found: Run) -> None:
@@ -161,10 +151,10 @@ def test_nor_with_dflash(sides: dict[str, dict[str, Run]]) -> None:
 @pytest.fixture(scope="module")
 def not_known(musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Of one load: stock vLLM, and the plugin where it does not know something of the engine."""
-    folder, load = tmp_path_factory.mktemp("not known"), LOADS["eagle3, mixed"]
+    folder, load = tmp_path_factory.mktemp("not known"), Load(ENGINES["eagle3"].on_musa(), MIXED)
     wanted = WITH_GRAPHS | {gate_of("v2-step-inputs"): "auto"}
     processes = {"stock": Process({"eagle3": load}, loads.musa(folder / "host, stock", newest, **loads.UNPATCHED))}
-    for what in ("drafter", "builders", "updates alone"):
+    for what in ("drafter", "updates alone"):
         made = dataclasses.replace(load, unknown=what)
         processes[what] = Process({"eagle3": made}, loads.musa(folder / f"host, {what}", newest, **wanted))
     return {name: runs["eagle3"] for name, runs in loads.side_by_side(processes, folder).items()}
@@ -184,12 +174,6 @@ def assert_inputs_are_made(found: Run, why_without_metadata: str) -> None:
     inputs = found.counted["v2-step-inputs inputs"]
     assert inputs["served"] == found.counts["graph_replays"]["inputs"] > len(found.steps) // 4
     assert found.noted["v2-step-inputs"] == f"{why_without_metadata}; attention metadata is vLLM's in each step"
-
-
-def test_a_graph_makes_inputs_where_the_host_may_make_metadata(not_known: dict[str, Run]) -> None:
-    found = not_known["builders"]
-    loads.assert_same(not_known["stock"], found)
-    assert_inputs_are_made(found, "MusaFlashAttentionMetadataBuilder may make metadata on the host")
 
 
 def test_graphs_draft_with_metadata_that_vllm_updates(not_known: dict[str, Run]) -> None:
@@ -259,17 +243,6 @@ def test_graphs_work_in_the_memory_that_they_were_recorded_with(step_by_step: di
     loads.assert_same(step_by_step["stock"].before(found), found)
     # Of batches of one and two requests.
     assert found.counts["graph_replays"]["sampling"] > 5
-
-
-def test_all_draft_steps_are_one_launch_and_nothing_else_differs(step_by_step: dict[str, Run]) -> None:
-    stock, fused = step_by_step["stock"], step_by_step["fused"]
-    loads.assert_same(stock.before(fused), fused)
-    assert FUSED in fused.used
-    # The first pass, and each later step; or the first pass, and all later steps.
-    before, after = (
-        one.counts["graph_replays"]["draft"] / one.counts["draft_phases_in_graphs"] for one in (stock, fused)
-    )
-    assert 0 < after < before
 
 
 @pytest.mark.parametrize("name", ENGINES)

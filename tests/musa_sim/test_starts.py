@@ -27,11 +27,11 @@ ENGINES = {
     "V1": {
         "no chain, no inputs": _load(
             "v1.draft_loop_graph:eagle_step_update_slot_mapping_and_metadata", "v1.step_inputs:StepInputs._advance"
-        ),
+        )
     },
     "V2": {
         # A memory profile is taken before there is a KV cache, on some of the target's graphs. It records no more.
-        "no inputs, short sizes": _load("v2.step_inputs:prepare_pos_seq_lens", graphs_of=(1, 2)),
+        "no inputs, short sizes": _load("v2.step_inputs:prepare_pos_seq_lens", graphs_of=(1, 2))
     },
 }
 

@@ -101,9 +101,10 @@ def test_every_kernel_that_a_drafting_engine_launches(
     assert all("next-token-kernel" in run.used for run in runs.values())
     assert not refused()
     assert refused(VLLM_HWPLUGIN_NEXT_TOKEN_KERNEL="off").keys() == {NEXT_TOKENS}
-    stock = loads.musa(tmp_path / "host, stock", (version, package_of(version)), **STOCK)
-    for name, expected in Process(asked, stock).run(tmp_path / "stock").items():
-        loads.assert_same(expected, runs[name])
+    if version == "0.20.2":
+        stock = loads.musa(tmp_path / "host, stock", (version, package_of(version)), **STOCK)
+        for name, expected in Process(asked, stock).run(tmp_path / "stock").items():
+            loads.assert_same(expected, runs[name])
 
 
 @pytest.mark.musa_sim

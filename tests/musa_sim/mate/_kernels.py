@@ -113,10 +113,7 @@ def packed(
             out[rows], lse[:, rows] = 0, float("-inf")
             continue
         found_out, found_lse = _rows(
-            q[rows].double(),
-            *(one[keys].double().repeat_interleave(groups, 1) for one in (k, v)),
-            scale,
-            causal,
+            q[rows].double(), *(one[keys].double().repeat_interleave(groups, 1) for one in (k, v)), scale, causal
         )
         out[rows], lse[:, rows] = found_out, found_lse
 

@@ -64,12 +64,7 @@ from .core.random import (
     set_rng_state_all,
 )
 from .core.stream import Event, Stream, current_stream, default_stream, set_stream, stream
-from .musa_graph.graphs import (
-    MUSAGraph,
-    graph,
-    graph_pool_handle,
-    is_current_stream_capturing,
-)
+from .musa_graph.graphs import MUSAGraph, graph, graph_pool_handle, is_current_stream_capturing
 
 OutOfMemoryError = torch.OutOfMemoryError
 # The types of tensors by name, which Dynamo looks for. Nothing here makes one.
