@@ -224,9 +224,11 @@ class TailGraphs(Graphs[Captured]):
         if input_batch is not step.batch:
             return vllms(input_batch, *arguments, **settings)
         drafting = step.drafting
-        wanted, query_len = settings.get("num_speculative_tokens"), self._owner.decode_query_len
-        if wanted is not None and wanted != (query_len if held is None else held.graphs.query_len) - 1:
-            drafting = Reason.FEWER_DRAFTS
+        wanted = settings.get("num_speculative_tokens")
+        if wanted is not None and not isinstance(drafting, Reason):
+            query_len = self._owner.decode_query_len if held is None else held.graphs.query_len
+            if wanted != query_len - 1:
+                drafting = Reason.FEWER_DRAFTS
         if self._drafting.missed(drafting):
             return vllms(input_batch, *arguments, **settings)
         drafting.graph.replay()
