@@ -245,8 +245,9 @@ def test_ranks_replay_the_same_graph_of_a_mixed_batch(
         # As without data parallelism: a graph takes fewer requests than its tokens could be of.
         offer = mixed_graphs._offer
 
-        def bounded(manager: Any, graphs: list[Any]) -> None:
-            offer(manager, [replace(one, num_reqs=1) if one.num_tokens > 5 else one for one in graphs])
+        def bounded(manager: Any, graphs: list[Any], **settings: Any) -> None:
+            graphs = [replace(one, num_reqs=1) if one.num_tokens > 5 else one for one in graphs]
+            offer(manager, graphs, **settings)
 
         monkeypatch.setattr(mixed_graphs, "_offer", bounded)
     with both(vllm_here, CUDAGraphMode.FULL_AND_PIECEWISE) as engines:

@@ -90,13 +90,18 @@ def images_in_every_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if each second step computed a part of an image."""
     answers = itertools.cycle((True, False))
     monkeypatch.setattr(mixed_dispatch, "computes_media", lambda *_: next(answers))
-    attach = MixedDispatch.attach
+    attach, see = MixedDispatch.attach, MixedDispatch._see_requests
+
+    def seen(self: MixedDispatch, *arguments: Any) -> None:
+        self._runner.supports_mm_inputs = True
+        see(self, *arguments)
+        self._runner.supports_mm_inputs = False
 
     def attached(self: MixedDispatch, *arguments: Any) -> None:
         attach(self, *arguments)
-        self._runner.supports_mm_inputs = True
         mixed_dispatch.put_before(self._runner, "update_requests", self._see_requests)
 
+    monkeypatch.setattr(MixedDispatch, "_see_requests", seen)
     monkeypatch.setattr(MixedDispatch, "attach", attached)
 
 
@@ -120,7 +125,8 @@ def test_a_step_with_an_image_replays_no_mixed_graph_and_its_draft_follows(
     decode = {CUDAGraphMode.FULL}
     assert {step[0].cg_mode for step in shown} - decode <= {CUDAGraphMode.NONE, mode.mixed_mode()}
     assert ((False, True) in dispatched.mixed()) is not follows
-    assert (True, True) in dispatched.mixed()
+    # A graph may draft for such a batch, without vLLM's dispatch.
+    assert dispatched.mixed() & {(True, True), (True,)}
 
 
 @pytest.mark.each_vllm("v2-mixed-graphs")

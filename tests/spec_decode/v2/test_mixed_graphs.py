@@ -244,9 +244,11 @@ def test_each_step_of_a_live_load_is_a_replay_and_nothing_differs(vllm_here, mod
     # drafted for by graphs of mixed batches.
     tail = sides.both[1].runner.tail_graphs
     assert tail._sampling.outcomes()["served"] > 15
-    # What is left has no token or no row for padding.
-    assert tail._drafting.outcomes().keys() == {"served", "no_full_graph", "no_free_row"}
-    assert tail._drafting.outcomes()["served"] > 12
+    # What is left has no token or no row for padding. Older releases may decode a prompt of one token.
+    drafting = tail._drafting.outcomes()
+    assert drafting.keys() - {"prompt"} == {"served", "no_full_graph", "no_free_row"}
+    assert drafting["served"] > 12
+    assert drafting.get("prompt", 0) <= 1
 
 
 @pytest.mark.each_vllm("v2-mixed-graphs")
