@@ -252,6 +252,21 @@ def test_each_step_of_a_live_load_is_a_replay_and_nothing_differs(vllm_here, mod
 
 
 @pytest.mark.each_vllm("v2-mixed-graphs")
+def test_a_graph_with_the_tokens_of_a_full_decode_batch_drafts_for_prompts(
+    vllm_here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = MAX_REQS_HERE * (1 + DRAFTS)
+    monkeypatch.setitem(globals(), "SIZES_HERE", (full, 2 * full))
+    with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY) as sides:
+        for length in (full - 1, full - 2, full - 4):
+            sides.add(prompt=[(3 * length + place) % WORDS for place in range(length)], max_tokens=4, **PLAIN[0])
+            sides.finish()
+        tail = sides.both[1].runner.tail_graphs
+    assert tail.captured.mixed.keys() == {full, 2 * full}
+    assert "prompt" not in tail._drafting.outcomes()
+
+
+@pytest.mark.each_vllm("v2-mixed-graphs")
 def test_one_request_at_a_time_has_them(vllm_here, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "MAX_REQS", 1)
     with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY) as sides:

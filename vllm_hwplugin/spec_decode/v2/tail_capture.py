@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -308,7 +309,9 @@ class TailRecorder:
     ) -> ShapeGraphs:
         runner = self._runner
         with metadata_of_steps(runner.speculator) if updated_in_place(runner.speculator) else nullcontext() as metadata:
-            graph = record_graph(lambda: self._draft(batch, query_len, *prepared.pop()), self._pool, runner.vllm_config)
+            mixed = shape.query_len is None
+            draft = partial(self._draft, batch, query_len, mixed)
+            graph = record_graph(lambda: draft(*prepared.pop()), self._pool, runner.vllm_config)
         return ShapeGraphs(shape, sampling, Served(graph, self._buffers.outputs), metadata)
 
     def _recorded_batch(self, reqs: slice, query_len: int) -> Any:
@@ -380,7 +383,7 @@ class TailRecorder:
             runner.input_buffers.query_start_loc[: num_reqs + 1],
         )
 
-    def _draft(self, batch: Any, query_len: int, metadata: Any, slots: Any) -> None:
+    def _draft(self, batch: Any, query_len: int, mixed: bool, metadata: Any, slots: Any) -> None:
         """Draft from the requests' new state, and put the drafts into it."""
         runner, buffers = self._runner, self._buffers
         num_reqs, outputs = batch.num_reqs, buffers.outputs
@@ -396,7 +399,7 @@ class TailRecorder:
         num_sampled, num_rejected = (
             counts[:num_reqs] * padding.alive for counts in (outputs.num_sampled, outputs.num_rejected)
         )
-        if batch.num_tokens != num_reqs * query_len:
+        if mixed:
             # In a mixed batch padding has no tokens, and the draft's first pass writes the next token to a request's
             # last place. With -1 rejected, padding's is the first place that no request has.
             num_rejected -= (batch.query_start_loc.diff() == 0).int()
