@@ -44,7 +44,8 @@ OUTSIDE = [gates.feature_gate(f"{gates.CATALOGUE_PREFIX}ACME_{name}", "a fix", c
 UNKNOWN = [f"{gates.CATALOGUE_PREFIX}ACNE_{name}" for name in "AB"]
 NAMES = [name for gate in WORDED for name in (gate.name, *(alias.name for alias in gate.aliases))]
 #: Switches of what is no feature.
-GRAPHS = {"VLLM_HWPLUGIN_TRTLLM_GRAPHS", gates.DELTA_RULE_GRAPHS, gates.MLA_PROMPT_GRAPHS, gates.PLAIN_DECODE}
+UNTRIED = {gates.DELTA_RULE_GRAPHS, gates.IMAGE_SPAN_GRAPHS, gates.MLA_PROMPT_GRAPHS}
+GRAPHS = {"VLLM_HWPLUGIN_TRTLLM_GRAPHS", gates.PLAIN_DECODE, *UNTRIED}
 PARTS = {"VLLM_HWPLUGIN_OPS", "VLLM_HWPLUGIN_ATTENTION", *GRAPHS}
 WORDS = ["1", "0", "true", "No", "ON", "off", "auto", "musa", "stage", "scrub", "perhaps", "", "  "]
 

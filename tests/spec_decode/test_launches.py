@@ -121,7 +121,8 @@ OWN = Attention(
 COMPOSITE = Attention(
     f"{_BACKENDS}.composite.CompositeAttentionMetadataBuilder",
     AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
-    host="TRITON_FLASH_ATTN: an image in a batch decides which kernel runs, so vLLM has no FULL graphs with a drafter",
+    host="TRITON_FLASH_ATTN: an image in a batch decides which kernel runs, so vLLM has no FULL graphs with a drafter; "
+    "steps of text have graphs with `VLLM_HWPLUGIN_IMAGE_SPAN_GRAPHS=1`",
 )
 
 #: What vLLM chooses for layers of plain attention.

@@ -29,6 +29,7 @@ FINGERPRINT: Final = "VLLM_HWPLUGIN_FINGERPRINT"
 
 PLAIN_DECODE: Final = "VLLM_HWPLUGIN_PLAIN_DECODE"
 DELTA_RULE_GRAPHS: Final = "VLLM_HWPLUGIN_DELTA_RULE_GRAPHS"
+IMAGE_SPAN_GRAPHS: Final = "VLLM_HWPLUGIN_IMAGE_SPAN_GRAPHS"
 MLA_PROMPT_GRAPHS: Final = "VLLM_HWPLUGIN_MLA_PROMPT_GRAPHS"
 
 STRICT: Final = "VLLM_HWPLUGIN_STRICT"
@@ -275,6 +276,15 @@ GATES: Final[tuple[Gate, ...]] = (
         False,
         "Graphs of mixed batches of models with a gated delta rule (Qwen3-Next, Qwen3.5, Qwen3.6) and MTP, with "
         "--gdn-prefill-backend triton (Model Runner V2, vLLM 0.32 and 0.33). Run on an H200, speed not measured.",
+        affects=("graphs",),
+        since="0.3.0",
+    ),
+    Gate(
+        IMAGE_SPAN_GRAPHS,
+        "bool",
+        False,
+        "Graphs of steps without a part of an image over TRITON_FLASH_ATTN (Gemma 4 on Hopper and newer GPUs), of "
+        "decode and mixed batches with a drafter (Model Runner V2, vLLM 0.30 and newer). Not run on a GPU.",
         affects=("graphs",),
         since="0.3.0",
     ),

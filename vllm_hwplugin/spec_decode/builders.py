@@ -157,9 +157,19 @@ def known(builder_class: type, *, by_its_word: bool = False) -> Builder:
     return _UNKNOWN
 
 
+def builder_of(group: Any) -> Any:
+    """Return the builder whose metadata a graph over an `AttentionGroup` holds.
+
+    TRITON_FLASH_ATTN has a builder for steps with a part of an image, and a causal one for all other steps, which vLLM
+    captures.
+    """
+    builder = group.get_metadata_builder(0)
+    return getattr(builder, "causal_builder", builder)
+
+
 def builders_of(attn_groups: Iterable[Iterable[Any]]) -> Iterator[Any]:
     """Return the builders of each KV cache group's `AttentionGroup`s, which exist."""
-    return (group.get_metadata_builder(0) for groups in attn_groups for group in groups)
+    return (builder_of(group) for groups in attn_groups for group in groups)
 
 
 def refusing(builder_classes: Iterable[type], use: str) -> str | None:
@@ -242,11 +252,11 @@ def flash_versions(group: Any, compilation_config: Any) -> frozenset[int]:
     the heads of a group into rows and drops the causal mask. A graph that is captured for more tokens per request reads
     all lengths on the device, and takes any batch.
     """
-    builder = type(group.get_metadata_builder(0))
-    if f"{builder.__module__}.{builder.__qualname__}" != _FLASH_ATTN:
+    if not is_flash_attn(type(builder_of(group))):
         return frozenset()
     layers = (compilation_config.static_forward_context.get(name) for name in group.layer_names)
-    versions = (getattr(getattr(layer, "impl", None), "vllm_flash_attn_version", None) for layer in layers)
+    impls = (getattr(layer, "impl", None) for layer in layers)
+    versions = (getattr(getattr(impl, "causal_impl", impl), "vllm_flash_attn_version", None) for impl in impls)
     return frozenset(0 if version is None else version for version in versions)
 
 
@@ -254,6 +264,16 @@ def is_delta_rule(builder: Any) -> bool:
     """Whether a builder is vLLM's `GDNAttentionMetadataBuilder`, and no subclass."""
     cls = type(builder)
     return f"{cls.__module__}.{cls.__qualname__}" == f"{_BACKENDS}.gdn_attn.GDNAttentionMetadataBuilder"
+
+
+def computes_images_apart(attn_groups: Iterable[Iterable[Any]]) -> bool:
+    """Whether another kernel computes steps with a part of an image."""
+    return any(hasattr(group.get_metadata_builder(0), "causal_builder") for groups in attn_groups for group in groups)
+
+
+def is_flash_attn(builder: type) -> bool:
+    """Whether it is the builder of vLLM's FLASH_ATTN."""
+    return f"{builder.__module__}.{builder.__qualname__}" == _FLASH_ATTN
 
 
 def host_work(builder: Any) -> str | None:

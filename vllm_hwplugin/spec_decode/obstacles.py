@@ -25,6 +25,7 @@ from vllm.v1.sample import logits_processor
 from vllm_hwplugin.base import features, gates
 from vllm_hwplugin.base.fallback import in_a_line
 from vllm_hwplugin.spec_decode.builders import (
+    builder_of,
     builders_of,
     flash_versions,
     host_work,
@@ -325,7 +326,7 @@ def _no_decode_apart(runner: Any) -> str:
 def _some_batches_only(runner: Any) -> str:
     refused = []
     for group in (group for groups in runner.attn_groups for group in groups):
-        builder = group.get_metadata_builder(0)
+        builder = builder_of(group)
         name, support = type(builder).__name__, builder.get_cudagraph_support(runner.vllm_config, group.kv_cache_spec)
         if is_delta_rule(builder):
             if reason := _delta_rule_refused(runner, group, builder):

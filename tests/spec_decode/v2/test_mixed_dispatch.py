@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +12,20 @@ import numpy as np
 import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
+from vllm_hwplugin.base import gates
 from vllm_hwplugin.spec_decode.v2 import mixed_dispatch, mixed_graphs
 from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch, computes_media, prompts_of
 
+from ...conftest import versions
+from ...released import text_of
 from ..walks import live_load
 from .test_mixed_graphs import SIZES_HERE, with_them
 
+COMPOSITE = "vllm/v1/attention/backends/composite.py"
 #: An image of four tokens from the sixth on, and one of two.
 FEATURES = [SimpleNamespace(mm_position=SimpleNamespace(offset=at, length=n)) for at, n in ((5, 4), (20, 2))]
 
@@ -107,11 +114,13 @@ def images_in_every_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.each_vllm("v2-mixed-graphs")
 @pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE])
-@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize(("follows", "apart"), [(True, False), (True, True), (False, False)])
 def test_a_step_with_an_image_replays_no_mixed_graph_and_its_draft_follows(
-    vllm_here: Any, mode: CUDAGraphMode, follows: bool, monkeypatch: pytest.MonkeyPatch
+    vllm_here: Any, mode: CUDAGraphMode, follows: bool, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images_in_every_other_step(monkeypatch)
+    for module in (mixed_dispatch, mixed_graphs):
+        monkeypatch.setattr(module, "computes_images_apart", lambda groups: apart)
     if not follows:
         # The draft would find its own graph, and read a schedule that is laid out for the batch as it is.
         monkeypatch.setattr(
@@ -122,8 +131,10 @@ def test_a_step_with_an_image_replays_no_mixed_graph_and_its_draft_follows(
         live_load(sides)
     shown = [step for step, media in zip(dispatched.steps, dispatched.media, strict=True) if media]
     assert not any(mixed_dispatch.is_mixed(step[0]) for step in shown)
-    decode = {CUDAGraphMode.FULL}
+    # Another kernel computes images: then graphs of decode batches hold none either.
+    decode = set() if apart else {CUDAGraphMode.FULL}
     assert {step[0].cg_mode for step in shown} - decode <= {CUDAGraphMode.NONE, mode.mixed_mode()}
+    assert not (apart and any(one.cg_mode == CUDAGraphMode.FULL for step in shown for one in step))
     assert ((False, True) in dispatched.mixed()) is not follows
     # A graph may draft for such a batch, without vLLM's dispatch.
     assert dispatched.mixed() & {(True, True), (True,)}
@@ -209,3 +220,29 @@ def test_graphs_with_a_longest_request_serve_steps_of_shorter_requests(
     # vLLM does not tell the target's dispatch of a step with a prompt how long a request is, and the draft's never.
     replayed = [all(map(mixed_dispatch.is_mixed, step)) for _, *step in steps if not step[0].uniform_token_count]
     assert told == (replayed == [tokens <= 5 for tokens, target, *_ in steps if not target.uniform_token_count])
+
+
+@pytest.mark.parametrize("version", versions(COMPOSITE, among=["0.30.0", "0.32.0", "0.33.0"]))
+def test_graphs_of_text_take_more_than_one_token_per_request_over_kernels_for_images(
+    version: str, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("composite")
+    exec(compile(text_of(vllm_tree(version), COMPOSITE), COMPOSITE, "exec"), vars(module))
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}), use_v2_model_runner=True)
+
+    def support(causal: Any) -> str:
+        backend = module.create_composite_attention_backend(
+            *(TritonAttentionBackend, causal),
+            name="both",
+            backend_name="BOTH",
+            module="composite",
+            routing_policy=module.MMPrefixAttentionRouting,
+        )
+        found: str = backend.get_builder_cls().get_cudagraph_support(config, None).name
+        return found
+
+    assert support(FlashAttentionBackend) == "UNIFORM_SINGLE_TOKEN_DECODE"
+    monkeypatch.setenv(gates.IMAGE_SPAN_GRAPHS, "1")
+    assert support(FlashAttentionBackend) == "UNIFORM_BATCH"
+    config.use_v2_model_runner = False
+    assert support(FlashAttentionBackend) == "UNIFORM_SINGLE_TOKEN_DECODE"

@@ -11,7 +11,8 @@ vLLM's `CudaGraphManager.dispatch` decides by counts. These rules are added:
 - Graphs over MLA bound the longest request. vLLM does not tell the dispatch how long a request is if the step has a
   prompt, and never tells the draft's.
 
-Such a step runs in a PIECEWISE graph, or without one.
+Over TRITON_FLASH_ATTN another kernel computes a step with a part of an image, so the first two rules are for every FULL
+graph. Such a step runs in a PIECEWISE graph, or without one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
 
+from vllm_hwplugin.base import gates
+from vllm_hwplugin.spec_decode.builders import computes_images_apart, is_flash_attn
 from vllm_hwplugin.spec_decode.v2.runner import put_before
 
 #: Attribute of a runner: its `MixedDispatch`.
@@ -33,9 +37,11 @@ class MixedDispatch:
 
     def __init__(self, runner: Any):
         self._runner = runner
+        self._apart = computes_images_apart(runner.attn_groups)
         self._most_prompts: int | None = None
         # Of the current step.
-        self._has_media = self._too_many = self._replays = False
+        self._has_media = self._too_many = False
+        self._target: Any = None
         self._num_tokens = 0
         self._longest: int | None = None
 
@@ -61,7 +67,7 @@ class MixedDispatch:
 
     def replays(self) -> bool:
         """Whether the target replays a mixed batch's graph in this step."""
-        return self._replays
+        return self._target is not None and is_mixed(self._target)
 
     def _see_requests(self, vllms: Callable[..., None], scheduler_output: Any) -> None:
         vllms(scheduler_output)
@@ -79,10 +85,9 @@ class MixedDispatch:
         if self._bounded:
             self._longest = named["max_query_len"] = named.get("max_query_len") or self._longest
         desc = vllms(num_reqs, num_tokens, *more, **named)
-        self._replays, self._num_tokens = is_mixed(desc), num_tokens
-        if self._replays and (self._has_media or self._too_many):
-            self._replays = False
-            return _other_than(desc, self._runner.cudagraph_manager, num_reqs, num_tokens)
+        if (self._has_media and self._rules(desc)) or (self._too_many and is_mixed(desc)):
+            desc = _other_than(desc, self._runner.cudagraph_manager, num_reqs, num_tokens)
+        self._target, self._num_tokens = desc, num_tokens
         return desc
 
     def _dispatch_first_pass(
@@ -91,15 +96,34 @@ class MixedDispatch:
         if self._bounded:
             named["max_query_len"] = self._longest
         desc, speculator = vllms(num_reqs, num_tokens, *more, **named), self._runner.speculator
-        if not is_mixed(desc):
+        if not self._rules(desc):
             return desc
-        if not self._replays:
+        if self._target.cg_mode != CUDAGraphMode.FULL or is_mixed(self._target) != is_mixed(desc):
             return _other_than(desc, speculator.prefill_cudagraph_manager, num_reqs, num_tokens)
         if getattr(speculator, "supports_mm_inputs", False):
             # Its graph embeds all ids. After the batch there are ids of earlier batches, and an image's id may be
             # outside the vocabulary.
             speculator.input_buffers.input_ids[self._num_tokens : desc.num_tokens].zero_()
         return desc
+
+    def _rules(self, desc: Any) -> bool:
+        """Whether the rules on images are for this graph."""
+        return is_mixed(desc) or (self._apart and desc.cg_mode == CUDAGraphMode.FULL)
+
+
+def text_support(causal_builder: type, vllm_config: Any, support: AttentionCGSupport) -> AttentionCGSupport:
+    """Return which batches without images FULL graphs may hold.
+
+    vLLM's patched TRITON_FLASH_ATTN calls this. vLLM declares graphs with one token per request, because a longer query
+    may have a part of an image. `MixedDispatch` keeps such steps out of graphs.
+
+    Args:
+        causal_builder: the builder of steps without a part of an image.
+        support: what vLLM declares.
+    """
+    single = support == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    serves = single and is_flash_attn(causal_builder) and vllm_config.use_v2_model_runner
+    return AttentionCGSupport.UNIFORM_BATCH if serves and gates.is_on(gates.IMAGE_SPAN_GRAPHS) else support
 
 
 def is_mixed(desc: Any) -> bool:

@@ -19,7 +19,13 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.fallback import report_unused
 from vllm_hwplugin.base.features import BACKPORT_MIXED_GRAPHS, V2_MIXED_GRAPHS
-from vllm_hwplugin.spec_decode.builders import builders_of, flash_versions, is_delta_rule, longest_as_decode
+from vllm_hwplugin.spec_decode.builders import (
+    builders_of,
+    computes_images_apart,
+    flash_versions,
+    is_delta_rule,
+    longest_as_decode,
+)
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.drafters import SHARED_FIRST_PASS
 from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
@@ -50,6 +56,10 @@ def add_mixed_graphs(runner: Any) -> None:
     Raises:
         FeatureRequired: an engine with a drafter cannot have these graphs, and the feature's switch is `on`.
     """
+    if computes_images_apart(runner.attn_groups):
+        # vLLM's own graphs of decode batches hold no image either.
+        dispatch = MixedDispatch.of(runner) or MixedDispatch(runner)
+        dispatch.attach(hasattr(runner.speculator, "prefill_cudagraph_manager"))
     if runner.speculator is None and not decodes_plainly(runner):
         return
     if lost_mixed_graphs(runner.compilation_config):
