@@ -178,6 +178,25 @@ def test_a_drafter_that_cannot_run_is_refused_at_the_start(
         platform.check_and_update_config(made)
 
 
+@pytest.mark.parametrize(
+    ("vllm", "states", "refused"),
+    [("0.27.0", "align", False), ("0.28.0", "none", False), ("0.28.0", "align", True)],
+)
+def test_a_hybrid_with_drafts_and_prefix_cache_is_refused_where_a_kernel_does_not_compile(
+    vllm: str, states: str, refused: bool, platform: Any, dflash: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = {"triton": "3.2.0", "vllm": vllm}
+    monkeypatch.setattr(sys.modules["vllm_hwplugin.musa.versions"], "installed", installed.get)
+    monkeypatch.setattr(run_records, "current", lambda: SimpleNamespace(live=("next-token-kernel",)))
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    made = config()
+    made.speculative_config, made.cache_config = SimpleNamespace(method="mtp"), SimpleNamespace(mamba_cache_mode=states)
+    made.compilation_config.cudagraph_mode = SimpleNamespace(has_full_cudagraphs=lambda: False)
+    made.model_config.is_hybrid = True
+    with pytest.raises(ValueError, match="--no-enable-prefix-caching") if refused else contextlib.nullcontext():
+        platform.check_and_update_config(made)
+
+
 def test_images_are_not_split_where_the_model_attends_in_both_directions(
     platform: Any, dflash: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:

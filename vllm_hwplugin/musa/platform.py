@@ -115,7 +115,7 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
             logger.info("fusions are off on MUSA, their kernels are for other devices: %s", ", ".join(fusions))
         if trouble := versions.triton_trouble(versions.installed("triton")):
             _warn(trouble)
-        _check_speculation(vllm_config.speculative_config)
+        _check_speculation(vllm_config)
         if _verifies_hybrid(vllm_config):
             # vLLM has decided on it before it asks the platform, so the user's word is not known.
             scheduler.async_scheduling = False
@@ -280,16 +280,22 @@ def _verifies_hybrid(vllm_config: VllmConfig) -> bool:
     return vllm_config.speculative_config is not None and model is not None and model.is_hybrid
 
 
-def _check_speculation(spec: Any) -> None:
+def _check_speculation(vllm_config: VllmConfig) -> None:
     """Refuse a drafter with a kernel that does not compile."""
     # vLLM launches these kernels at the first request, not while the engine starts.
-    triton, record = versions.installed("triton"), run_records.current()
+    spec, triton, record = vllm_config.speculative_config, versions.installed("triton"), run_records.current()
     if spec is None or not versions.older(triton, versions.MIN_TRITON_TO_SPECULATE):
         return
     enough = f"install MUSA's Triton {versions.MIN_TRITON_TO_SPECULATE} or later"
     if os.environ.get(_V2, "0") != "0":
         raise ValueError(
             f"Triton {triton} does not compile Model Runner V2's kernel that verifies drafts; set {_V2}=0, or {enough}"
+        )
+    tiled = not versions.older(versions.installed("vllm"), versions.VLLM_WITH_TILED_STATES)
+    if tiled and _verifies_hybrid(vllm_config) and vllm_config.cache_config.mamba_cache_mode == "align":
+        raise ValueError(
+            f"Triton {triton} does not compile vLLM's kernel for recurrent states of drafts in the prefix cache; set "
+            f"--no-enable-prefix-caching, or {enough}"
         )
     if getattr(spec, "disable_padded_drafter_batch", False) or spec.method not in CACHED_METHODS:
         return

@@ -21,6 +21,8 @@ from ..ops.compile.plan import MIN_TORCH
 MIN_TRITON: Final = Version("3.6")
 #: The first Triton that compiles V1's drafters without the feature next-token-kernel.
 MIN_TRITON_TO_SPECULATE: Final = Version("3.3")
+#: The first vLLM whose kernel for recurrent states of drafts in the prefix cache also needs that Triton.
+VLLM_WITH_TILED_STATES: Final = Version("0.28")
 #: The first mate that takes a page table and an output tensor.
 MIN_MATE: Final = Version("0.2")
 #: The first mate whose prebuilt kernels are a separate distribution, mate-mubin.
