@@ -13,6 +13,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -52,6 +53,9 @@ if importlib.util.find_spec("hypothesis") is not None:
 # Tests call the plugin's entry points, and so does vLLM where it is imported while tests are collected: none of them
 # changes what the others log. `test_log.py` has processes for that.
 log.prepare = lambda: None
+# What tests start compiles the modules of a released vLLM once, and not in each process.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
