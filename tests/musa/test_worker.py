@@ -42,7 +42,10 @@ def musa_vllm(real_vllm: Load, musa_host: list[Any], monkeypatch: pytest.MonkeyP
 def test_weights_and_cache_come_from_torchs_allocator(
     version: str, musa_vllm: Callable[..., Any], vllm_tree: Callable[[str], Any], monkeypatch: Any
 ) -> None:
-    """vLLM's ``load_model``, and what its later methods allocate in. Captures after it are each thread's own."""
+    """vLLM's ``load_model``, and what its later methods allocate in.
+
+    Captures after it are each thread's own, and masks are sorted as numbers.
+    """
     import torch
 
     modes: list[str] = []
@@ -52,6 +55,8 @@ def test_weights_and_cache_come_from_torchs_allocator(
             modes.append(capture_error_mode)
 
     monkeypatch.setattr(torch, "musa", SimpleNamespace(MUSAGraph=Graph), raising=False)
+    sorted_as: list[Any] = []
+    monkeypatch.setattr(torch, "argsort", lambda values, **_: sorted_as.append(values.dtype))
     # It needs more of vLLM than is here.
     monkeypatch.setitem(sys.modules, "vllm_hwplugin.musa.layers", MagicMock())
     allocator = "vllm/device_allocator/__init__.py"
@@ -65,6 +70,9 @@ def test_weights_and_cache_come_from_torchs_allocator(
     Graph().capture_begin()
     Graph().capture_begin(capture_error_mode="relaxed")
     assert modes == ["thread_local", "relaxed"]
+    for dtype in (torch.bool, torch.float32):
+        torch.argsort(torch.ones(1, dtype=dtype), stable=True)
+    assert sorted_as == [torch.int32, torch.float32]
     for tag in ("workspace", "kv_cache", "runtime"):
         with worker._maybe_get_memory_pool_context(tag) as pool:
             assert pool is None

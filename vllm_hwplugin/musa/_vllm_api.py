@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Final
 
+import torch
+
 logger = logging.getLogger("vllm.hwplugin")
 
 # Switches of vLLM's PassConfig that fuse operations of vllm._C; later versions add fusions with this prefix.
@@ -101,6 +103,20 @@ def capture_by_thread(musa: Any) -> None:
         begin(graph, pool=pool, capture_error_mode=mode)
 
     musa.MUSAGraph.capture_begin = capture_begin
+
+
+def sort_masks_as_numbers() -> None:
+    """Make `torch.argsort` sort a mask as int32, for metadata of recurrent layers."""
+    # vllm-musa does so in that metadata; torch_musa's own tests of sort have no mask.
+    argsort = torch.argsort
+    if hasattr(argsort, "__wrapped__"):
+        return
+
+    @functools.wraps(argsort)
+    def sort_numbers(values: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return argsort(values.int() if values.dtype == torch.bool else values, *args, **options)
+
+    torch.argsort = sort_numbers
 
 
 def set_streams_by_vllm(cuda: Any, musa: Any) -> None:

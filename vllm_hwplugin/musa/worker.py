@@ -45,6 +45,7 @@ class MusaWorker(Worker):  # type: ignore[misc]  # vLLM is not there where the t
     def load_model(self, *args: Any, **options: Any) -> None:
         _vllm_api.bind_caches_of_one_layer()
         _vllm_api.capture_by_thread(torch.musa)
+        _vllm_api.sort_masks_as_numbers()
         _vllm_api.set_streams_by_vllm(torch.cuda, torch.musa)
         # Imported late: it imports most of vLLM.
         importlib.import_module("vllm_hwplugin.musa.layers")
