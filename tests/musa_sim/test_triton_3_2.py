@@ -69,7 +69,7 @@ def said_of(launches: Path, version: str, triton: Path, folder: Path, **variable
 
 
 @pytest.mark.musa_sim
-@pytest.mark.parametrize(("version", "runner"), [("0.20.2", "V1"), (NEWEST, "V1"), (NEWEST, "V2")])
+@pytest.mark.parametrize(("version", "runner"), [("0.20.2", "V1"), (NEWEST, "V1"), ("0.32.0", "V2")])
 def test_every_kernel_that_a_drafting_engine_launches(
     version: str, runner: str, triton_3_2: Path, musa_host: None, tmp_path: Path
 ) -> None:
