@@ -75,6 +75,8 @@ CAPTURES: dict[str, tuple[tuple[Any, str], Callable[..., bool], set[str]]] = {
     "sampling": ((tail_capture.TailRecorder, "_sample"), capturing, {"v2-tail-graph", "v2-step-inputs"}),
     "drafting, before": ((tail_capture.TailRecorder, "_draft"), lambda *_: True, {"v2-tail-graph", "v2-step-inputs"}),
     "drafting": ((tail_capture.TailRecorder, "_draft"), capturing, {"v2-tail-graph", "v2-step-inputs"}),
+    # Its third argument is whether the batch is mixed.
+    "drafting for prompts": ((tail_capture.TailRecorder, "_draft"), lambda *a: a[3] and capturing(), set()),
     "buffers": ((tail_capture, "TailBuffers"), lambda *_: True, {"v2-tail-graph", "v2-step-inputs"}),
     # No graph is captured then.
     "an obstacle": ((obstacles, "get_offloader"), lambda *_: True, {"v2-tail-graph", "v2-step-inputs"}),
@@ -109,7 +111,10 @@ def test_a_capture_that_raises_costs_its_graphs_and_not_the_start(
     finally:
         mock.patch.stopall()
     if "v2-tail-graph" not in lost:
-        assert sides.both[1].runner.tail_graphs._sampling.outcomes()["served"] > 5
+        tail = sides.both[1].runner.tail_graphs
+        assert tail._sampling.outcomes()["served"] > 5
+        assert tail._drafting.outcomes()["served"] > 5
+        assert bool(tail.captured.mixed) == (capture == "inputs")
 
 
 class Failing(Manager):

@@ -231,12 +231,10 @@ class TailRecorder:
                 most_reqs.setdefault(made.query_len, shape.num_reqs)
                 # The smallest that holds a batch is captured last, and replaces larger ones.
                 graphs |= {(made.query_len, count): made for count in range(1, shape.num_reqs + 1)}
-            # Last, so that they use the memory of sampling's logits.
-            mixed = {shape.num_tokens: self._capture_mixed(shape) for shape in self._mixed}
         return Captured(
             left=self._left,
             graphs=graphs,
-            mixed=mixed,
+            mixed={},
             most_reqs=most_reqs,
             batches=self._batches,
             buffers=self._buffers,
@@ -248,6 +246,13 @@ class TailRecorder:
             touched=touched,
             read_whole=draft if standalone else None,
         )
+
+    def record_mixed(self, captured: Captured) -> Captured:
+        """Return `captured`, of `record`, with the graphs of mixed batches."""
+        # After `record`, so that they use the memory of sampling's logits.
+        with captured.touched:
+            mixed = {shape.num_tokens: self._capture_mixed(shape) for shape in self._mixed}
+        return dataclasses.replace(captured, mixed=mixed, scratch=[*captured.scratch, *shared_scratch()])
 
     def _capture_shape(self, shape: GraphShape) -> ShapeGraphs:
         runner, buffers = self._runner, self._buffers

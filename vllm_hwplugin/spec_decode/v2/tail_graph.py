@@ -28,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
 import numpy as np
@@ -38,7 +39,7 @@ from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.features import V2_TAIL_GRAPH
 from vllm_hwplugin.nwor import runner as nwor
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, asks_for_nothing_else
-from vllm_hwplugin.spec_decode.graph_recording import Graphs, reserved_memory
+from vllm_hwplugin.spec_decode.graph_recording import Graphs, attempt, reserved_memory
 from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch
@@ -58,6 +59,7 @@ _SURPLUS: Final = 128
 
 #: The parts of a step, with the words for the case that vLLM does the part.
 _DRAFTS: Final = "vLLM drafts"
+_DRAFTS_MIXED: Final = "vLLM drafts for mixed batches"
 _HALVES: Final = {Part.V2_SAMPLING: "vLLM samples", Part.V2_DRAFTING: _DRAFTS}
 
 
@@ -99,6 +101,7 @@ class TailGraphs(Graphs[Captured]):
         self._splits_top_p = splits_top_p()
         # Seconds that the capture for vLLM's memory estimate took.
         self._estimated = 0.0
+        self._mixed_failed = False
         self._sampling, self._drafting = StepCounts(V2_TAIL_GRAPH, "sampling"), StepCounts(V2_TAIL_GRAPH, "drafting")
 
     def forget(self) -> None:
@@ -131,8 +134,9 @@ class TailGraphs(Graphs[Captured]):
         parts = _HALVES if runner.speculator is not None else (Part.V2_SAMPLING,)
         by_vllm = {_HALVES[part]: reason for part, reason in left.items() if part in parts}
         reason = why_not(runner, Part.V2_SAMPLING | Part.V2_DRAFTING) if len(left) == len(_HALVES) else None
-        shapes = [] if reason else decode_shapes(runner)[: 1 if profile_only else None]
-        mixed = [] if Part.V2_DRAFTING in left else mixed_shapes(runner)[: 1 if profile_only else None]
+        largest = slice(1 if profile_only else None)
+        shapes = [] if reason else decode_shapes(runner)[largest]
+        mixed = [] if Part.V2_DRAFTING in left or self._mixed_failed else mixed_shapes(runner)[largest]
         if not shapes:
             if not profile_only:
                 self.stay_stock(reason or "the target has no FULL graph of a decode batch")
@@ -161,12 +165,24 @@ class TailGraphs(Graphs[Captured]):
             f"{len(shapes)} shapes of at most {max(captured.most_reqs.values())} requests, captured in "
             f"{time.perf_counter() - started:.1f} s, {(reserved_memory() - reserved) / 2**20:.0f} MiB"
             + (f"; the largest before that, for vLLM's estimate, in {self._estimated:.1f} s" if self._estimated else "")
-            + "".join(f"; {part}: {reason}" for part, reason in by_vllm.items()),
+            + "".join(f"; {part}: {reason}" for part, reason in by_vllm.items())
+            + (f"; {_DRAFTS_MIXED}: capturing graphs failed" if self._mixed_failed else ""),
         )
         run_records.use(V2_TAIL_GRAPH, True)
 
     def _record(self, shapes: Sequence[GraphShape], mixed: Sequence[GraphShape], left: Mapping[Part, str]) -> None:
-        self.captured = TailRecorder(self._owner, self._vllm, left, shapes, mixed).record()
+        recorder = TailRecorder(self._owner, self._vllm, left, shapes, mixed)
+        captured = self.captured = recorder.record()
+
+        def record() -> None:
+            self.captured = recorder.record_mixed(captured)
+
+        def forget() -> None:
+            # A failed capture may leave the pool in disorder.
+            self.captured = dataclasses.replace(captured, pool=torch.cuda.graph_pool_handle())
+
+        if mixed:
+            self._mixed_failed = not attempt(V2_TAIL_GRAPH, _DRAFTS_MIXED, record, forget, kernels=nullcontext)
 
     # -- a request ----------------------------------------------------------------------------------------------------
 
