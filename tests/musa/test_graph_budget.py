@@ -62,25 +62,21 @@ def test_as_many_sizes_as_a_process_can_hold(made: Any, kept: int) -> None:
 
 
 @pytest.mark.parametrize(("layers", "largest"), [(6, 4096), (36, 1024)])
-def test_larger_graphs_of_batches_with_prompts_go_first(
-    layers: int, largest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_larger_graphs_of_batches_with_prompts_go_first(layers: int, largest: int) -> None:
     """A decode batch of 256 requests with three drafts keeps its graph, and is padded no more for them."""
     made = config(layers, model(1))
     made.speculative_config.num_speculative_tokens, made.scheduler_config = 3, SimpleNamespace(max_num_seqs=256)
     compilation = made.compilation_config
-    compilation.cudagraph_capture_sizes = list(capture_sizes.capture_sizes(4, 256, 8192, OWN, mixed=True))
-    vars(compilation)[capture_sizes._OWN] = 512
+    compilation.cudagraph_capture_sizes = list(capture_sizes.capture_sizes(4, 256, 8192, OWN, mixed=4096))
+    vars(compilation).update({capture_sizes._OWN: 512, capture_sizes._MIXED: 4096})
     assert max(capture_sizes.piecewise_sizes(compilation)) == 4096
     graph_budget.fit(made, named=False)
     assert compilation.cudagraph_capture_sizes[-1] == largest
     decodes = config(layers, model(1))
     decodes.compilation_config.cudagraph_capture_sizes = list(capture_sizes.capture_sizes(4, 256, 8192, OWN))
-    vars(decodes.compilation_config)[capture_sizes._OWN] = 512
-    with monkeypatch.context() as patch:
-        patch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "decode")
-        decodes.speculative_config.num_speculative_tokens, decodes.scheduler_config = 3, made.scheduler_config
-        graph_budget.fit(decodes, named=False)
+    vars(decodes.compilation_config).update({capture_sizes._OWN: 512, capture_sizes._MIXED: 512})
+    decodes.speculative_config.num_speculative_tokens, decodes.scheduler_config = 3, made.scheduler_config
+    graph_budget.fit(decodes, named=False)
     if largest == 1024:
         assert compilation.cudagraph_capture_sizes == decodes.compilation_config.cudagraph_capture_sizes
         assert max(capture_sizes.piecewise_sizes(compilation)) == 512

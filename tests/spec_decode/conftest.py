@@ -208,10 +208,10 @@ def make_dflash(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def entry() -> Any:
-    """This process's run record, in which `capture-sizes` is live."""
+    """This process's run record, in which `capture-sizes` and `v2-mixed-graphs` are live."""
     from vllm_hwplugin.base import run_records
 
     made = run_records.new("0")
-    made.features = {"capture-sizes": {"state": "live", "reason": ""}}
+    made.features = {name: {"state": "live", "reason": ""} for name in ("capture-sizes", "v2-mixed-graphs")}
     run_records.begin(made, None)
     return made

@@ -66,7 +66,11 @@ def config_of(k: int = 3, seqs: int = 1024, batched: int = 8192, method: str = "
             compile_sizes=more.get("compile_sizes"),
             is_attention_compiled_piecewise=lambda: True,
         ),
-        model_config=SimpleNamespace(enforce_eager=False, architectures=more.get("architectures", ())),
+        model_config=SimpleNamespace(
+            enforce_eager=False,
+            architectures=more.get("architectures", ()),
+            get_hidden_size=lambda: more.get("hidden", 4096),
+        ),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
         lora_config=more.get("lora"),
         use_v2_model_runner=more.get("v2", False),

@@ -91,7 +91,7 @@ def test_batches_with_prompts_have_sizes_up_to_the_bound_for_any_number_of_reque
 ) -> None:
     block, seqs, batched, _ = engine
     own = own_of(*engine)
-    sizes, mixed = (capture_sizes(*engine[:3], own, mixed=mixed) for mixed in (False, True))
+    sizes, mixed = (capture_sizes(*engine[:3], own, mixed=mixed) for mixed in (0, LARGEST_MIXED))
     assert set(sizes) <= set(mixed)
     bound = min(batched, LARGEST_MIXED)
     assert bound - block < max(mixed) <= max(bound, *own, block)
@@ -107,6 +107,39 @@ def test_where_vllms_sizes_hold_every_decode_batch_they_stay() -> None:
 
 
 # -- as vLLM calls it -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "largest"),
+    [
+        # Qwen3-0.6B, 1.7B, 4B and 8B, and the latter two over as many GPUs as leave each that little.
+        ({"hidden": 1024}, 8192),
+        ({"hidden": 2048}, 8192),
+        ({"hidden": 2560}, 4096),
+        ({"hidden": 2560, "tp": 2}, 8192),
+        ({"hidden": 4096}, 4096),
+        ({"hidden": 4096, "tp": 4}, 8192),
+        # Also Qwen3-30B-A3B and Qwen3-Next-80B-A3B; and Qwen3.6-27B.
+        ({"hidden": 2048, "k": 4}, 8192),
+        ({"hidden": 5120}, 4096),
+        ({"hidden": 0}, 4096),
+        ({"hidden": 1024, "batched": 6001}, 6001),
+        ({"hidden": 1024, "batched": 16384}, 8192),
+    ],
+)
+def test_batches_with_prompts_of_a_small_target_have_larger_sizes_on_v2(
+    entry: run_records.RunRecord, shape: dict[str, Any], largest: int
+) -> None:
+    config = made(config_of(**shape, v2=True), stock)
+    assert config.compilation_config.max_cudagraph_capture_size == largest
+    assert len([size for size in config.compilation_config.cudagraph_capture_sizes if size > LARGEST_MIXED]) <= 10
+    # On the V1 runner, and where the graphs' feature is off, nothing changes.
+    block = config.uniform_decode_query_len
+    assert made(config_of(**shape), stock).compilation_config.max_cudagraph_capture_size == 4096 // block * block
+    del entry.features["v2-mixed-graphs"]
+    assert made(config_of(**shape, v2=True), stock).compilation_config.max_cudagraph_capture_size == 4096
+    # The split bound of decode batches does not depend on it.
+    assert splits_of(config, LARGEST, block) == 4
 
 
 def test_an_engine_of_several_gpus_has_the_sizes(entry: run_records.RunRecord) -> None:

@@ -72,11 +72,12 @@ def test_sizes_of_the_user_stay_as_they_are(version: str, sizes: list[int], vllm
 
 
 def test_padding_of_a_mixed_batch_is_small() -> None:
-    """Below 3 % on average from 512 tokens on."""
+    """On average below 3 % from 512 tokens on, and below 6 % in the eight sizes that only a small target has."""
     sizes = [size for size in mixed_graphs.SIZES if size >= 512]
     padded = [(size - below) / 2 / size for below, size in pairwise(sizes)]
-    assert max(padded) <= 0.03
-    assert sizes[-1] == LARGEST_MIXED
+    assert max(padded[:-8]) <= 0.03
+    assert max(padded[-8:]) <= 0.06
+    assert (sizes[-9], sizes[-1]) == (LARGEST_MIXED, 8192)
 
 
 class Runner:

@@ -256,7 +256,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "choice",
         "mixed",
         "Feature capture-sizes: decode batches of up to 2048 tokens have CUDA graphs where the user names no size "
-        "(decode); batches with prompts of up to 4096 tokens, too (mixed).",
+        "(decode); batches with prompts of up to 4096 tokens, too, and of a small target up to 8192 (mixed).",
         affects=("patches",),
         choices=("off", "decode", "mixed"),
         since="0.2.0",

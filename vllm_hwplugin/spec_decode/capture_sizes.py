@@ -3,8 +3,8 @@
 
 A decode batch has a FULL graph if its token count is a multiple of 1 + k, up to the largest size. vLLM's list counts
 tokens and ends at 512: 128 requests with three drafts, 32 with fifteen. Larger decode batches run without any graph.
-This module adds multiples of 1 + k tokens, up to `LARGEST`, and up to `LARGEST_MIXED` for batches with prompts. The
-sizes follow from the configuration, so each start has the same.
+This module adds multiples of 1 + k tokens, up to `LARGEST`, and larger ones for batches with prompts. The sizes follow
+from the configuration, so each start has the same.
 
 If the user names only the largest size (`max_cudagraph_capture_size`), only whole blocks up to it are added: vLLM's
 list ends at a multiple of 8 or 16 tokens, and the fullest decode batches have no graph.
@@ -25,7 +25,7 @@ from packaging.version import Version
 
 from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.base.errors import HwpluginError
-from vllm_hwplugin.base.features import CAPTURE_SIZES, gate_of
+from vllm_hwplugin.base.features import CAPTURE_SIZES, V2_MIXED_GRAPHS, gate_of
 from vllm_hwplugin.spec_decode.drafters import MASK_METHODS, TRIED_METHODS
 
 logger = logging.getLogger("vllm.hwplugin")
@@ -35,6 +35,8 @@ logger = logging.getLogger("vllm.hwplugin")
 LARGEST: Final = 2048
 #: Tokens of the largest batch with prompts. A batch in which several requests begin has more than two thousand.
 LARGEST_MIXED: Final = 4096
+#: The same for a small target, where Model Runner V2 has FULL graphs of such batches.
+LARGEST_MIXED_SMALL: Final = 8192
 # Sizes per octave of request counts. Padding adds less than its inverse to a batch.
 _RUNGS_PER_OCTAVE: Final = 8
 #: The note on decode batches without a FULL graph.
@@ -62,7 +64,7 @@ def capture_sizes(
     max_num_batched_tokens: int,
     own_sizes: Iterable[int],
     *,
-    mixed: bool = False,
+    mixed: int = 0,
     steps: bool = False,
 ) -> tuple[int, ...]:
     """Return the sizes of an engine with a drafter, in tokens, ascending.
@@ -70,20 +72,20 @@ def capture_sizes(
     vLLM's sizes from a block on become whole blocks, as on the V1 runner: Model Runner V2 of 0.25 to 0.28 looks for a
     decode batch's FULL graph only at the next size, and a size that is not a whole block has none. The fullest decode
     batch has its own size, up to `LARGEST`. Above vLLM's largest size there are eight sizes per octave, up to the
-    fullest decode batch, or up to `LARGEST_MIXED` with `mixed`. With `mixed` the fullest decode batch has its own size
-    up to `LARGEST_MIXED`, because a DFlash drafter of the V1 runner has buffers for no larger one.
+    fullest decode batch, or up to `mixed`. The fullest decode batch then has its own size up to `mixed`, because a
+    DFlash drafter of the V1 runner has buffers for no larger one.
 
     Args:
         block: tokens of a request in a decode batch, 1 + num_speculative_tokens.
         own_sizes: vLLM's own capture sizes, in tokens.
-        mixed: whether batches with prompts get larger graphs, too.
+        mixed: tokens of the largest batch with prompts that gets a graph above vLLM's sizes; 0 for none.
         steps: whether graphs of the sizes up to `max_num_seqs`, draft with one token per request. Then
             `max_num_seqs` is a size if vLLM's sizes reach it, with the whole blocks on both sides: otherwise, in 0.25
             to 0.28, decode batches of the one kind would find the other kind's graph.
     """
     own = {size if size < block else min(_whole_blocks(size, block), max_num_batched_tokens) for size in own_sizes}
     largest = max(own)
-    bound, most = (min(max_num_batched_tokens, max(top, largest)) // block for top in (LARGEST, LARGEST_MIXED))
+    bound, most = (min(max_num_batched_tokens, max(top, largest)) // block for top in (LARGEST, mixed))
     tops = {min(max_num_seqs, count) for count in ((bound, most) if mixed else (bound,))} - {0}
     counts = _request_counts(most if mixed else min(max_num_seqs, bound))
     ladder = {count * block for count in counts if count * block > largest}
@@ -194,25 +196,41 @@ def _set(vllm_config: Any, limit: int | None) -> tuple[str, str]:
     seqs, batched = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     if limit is not None:
         batched = min(batched, limit)
-    # With FULL_DECODE_ONLY batches with prompts have no graphs.
-    mixed = limit is None and wants_mixed() and compilation.cudagraph_mode.mixed_mode().name != "NONE"
-    # On the V1 runner the drafter's passes after the first have their own sizes.
     v2: bool = getattr(vllm_config, "use_v2_model_runner", False)
+    # With FULL_DECODE_ONLY batches with prompts have no graphs.
+    wants_mixed = gates.read(gate_of(CAPTURE_SIZES)).text == "mixed"
+    mixes = limit is None and wants_mixed and compilation.cudagraph_mode.mixed_mode().name != "NONE"
+    mixed = _largest_with_prompts(vllm_config, v2) if mixes else 0
+    # On the V1 runner the drafter's passes after the first have their own sizes.
     steps = v2 and block > 2 and vllm_config.speculative_config.method not in MASK_METHODS
     sizes = list(capture_sizes(block, seqs, batched, own, mixed=mixed, steps=steps))
+    if v2 and mixed:
+        # A step that computes as much of prompts as it may has this many tokens. V1 rounds its sizes up.
+        sizes = sorted({*sizes, min(batched, mixed)})
     if sizes == own:
         blocks = "hold every decode batch" if limit is None else f"have each whole block up to {limit} tokens"
         return f"its {len(own)} sizes {blocks}", ""
     vars(compilation)[_VLLMS] = own, compilation.max_cudagraph_capture_size
     compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes, sizes[-1]
     if limit is None:
-        vars(compilation)[_OWN] = min(_whole_blocks(own[-1], block), batched)
+        largest = vars(compilation)[_OWN] = min(_whole_blocks(own[-1], block), batched)
+        vars(compilation)[_MIXED] = sizes[-1] if wants_mixed else largest
     # Larger sizes stay if batches with prompts gain from them.
     decodes = min(sizes[-1], max(LARGEST, own[-1]))
     return "", (
         f"{len(sizes)} sizes up to {sizes[-1]} tokens, {len(set(sizes) - set(own))} of them not vLLM's, for decode "
         f"batches of up to {min(decodes // block, seqs)} requests (max_num_seqs is {seqs})"
     )
+
+
+def _largest_with_prompts(vllm_config: Any, v2: bool) -> int:
+    """Return the tokens of the largest graph of a batch with prompts."""
+    # Without a graph the host needs 1 ms or more to launch a layer. A dense layer has about 12 × hidden size²
+    # parameters, divided among the ranks: at 2048 a GPU with 6e14 FLOP/s computes 6,000 tokens in 1 ms, at 4096 1,500.
+    entry, hidden = run_records.current(), vllm_config.model_config.get_hidden_size()
+    small = 0 < hidden**2 <= 2048**2 * vllm_config.parallel_config.tensor_parallel_size
+    full = v2 and entry is not None and V2_MIXED_GRAPHS in entry.live
+    return LARGEST_MIXED_SMALL if small and full else LARGEST_MIXED
 
 
 def _note_unserved(vllm_config: Any, option: str) -> None:
@@ -260,16 +278,10 @@ def served_requests(
         graphs = {size for size in graphs if block <= size <= min(largest, block * max_num_seqs)}
         if not graphs and not v2 and block <= largest:
             graphs = {block}
-    if separate and v2 and vllm < Version("0.29"):
-        # The next size decides, also one whose only graph is PIECEWISE.
-        def has_graph(tokens: int) -> bool:
-            return min((size for size in (*graphs, *sizes) if size >= tokens), default=0) in graphs
-    else:
-
-        def has_graph(tokens: int) -> bool:
-            return tokens <= max(graphs, default=0)
-
-    return frozenset(count for count in range(1, max_num_seqs + 1) if has_graph(count * block))
+    # The next size decides; up to 0.28 also one whose only graph is PIECEWISE.
+    deciding = graphs.union(sizes) if separate and v2 and vllm < Version("0.29") else graphs
+    nexts = {n: min((size for size in deciding if size >= n * block), default=0) for n in range(1, max_num_seqs + 1)}
+    return frozenset(count for count, size in nexts.items() if size in graphs)
 
 
 def _ranges(counts: Sequence[int]) -> str:
@@ -330,7 +342,8 @@ def leave_to_vllm(compilation_config: Any) -> None:
     """Restore vLLM's own sizes, after the capture of added sizes failed."""
     attributes = vars(compilation_config)
     sizes, largest = attributes.pop(_VLLMS)
-    attributes.pop(_OWN, None)
+    for name in (_OWN, _MIXED):
+        attributes.pop(name, None)
     compilation_config.cudagraph_capture_sizes, compilation_config.max_cudagraph_capture_size = sizes, largest
 
 
@@ -338,7 +351,7 @@ def leave_to_vllm(compilation_config: Any) -> None:
 def vllms_sizes(compilation_config: Any) -> Iterator[None]:
     """Use only vLLM's own sizes inside the context."""
     attributes = vars(compilation_config)
-    before = {name: attributes[name] for name in (_VLLMS, _OWN, *_SIZES) if name in attributes}
+    before = {name: attributes[name] for name in (_VLLMS, _OWN, _MIXED, *_SIZES) if name in attributes}
     if _VLLMS in attributes:
         leave_to_vllm(compilation_config)
     try:
@@ -347,18 +360,10 @@ def vllms_sizes(compilation_config: Any) -> Iterator[None]:
         attributes.update(before)
 
 
-def wants_mixed() -> bool:
-    """Whether batches with prompts may have larger graphs than vLLM's."""
-    return gates.read(gate_of(CAPTURE_SIZES)).text == "mixed"
-
-
 def largest_mixed(compilation_config: Any) -> int | None:
     """Return the largest mixed graph's tokens; None if :func:`largest_own` is None."""
-    own = largest_own(compilation_config)
-    if own is None:
-        return None
-    largest: int = compilation_config.cudagraph_capture_sizes[-1] if wants_mixed() else own
-    return int(vars(compilation_config).get(_MIXED, largest))
+    largest: int | None = vars(compilation_config).get(_MIXED)
+    return largest
 
 
 def piecewise_sizes(compilation_config: Any) -> Sequence[int]:
@@ -420,5 +425,6 @@ def max_num_splits(builder: Any, num_tokens: int, max_query_len: int = 1) -> int
     if max_query_len > 1 + builder.vllm_config.speculative_config.num_speculative_tokens:
         # As without the larger sizes: the kernel decides.
         return 0
-    largest: int = builder.max_cudagraph_size
+    # Larger graphs hold no decode batch.
+    largest: int = min(builder.max_cudagraph_size, LARGEST_MIXED)
     return min(splits, max(1, splits * own // largest))

@@ -267,6 +267,26 @@ def test_a_graph_with_the_tokens_of_a_full_decode_batch_drafts_for_prompts(
 
 
 @pytest.mark.each_vllm("v2-mixed-graphs")
+def test_a_step_of_more_than_4096_tokens_is_a_replay(vllm_here, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 128
+    larger = {"MAX_REQS": count, "MAX_TOKENS": 8192, "NUM_BLOCKS": 12 * count, "MOST_BLOCKS": 12 * count}
+    for name, value in larger.items():
+        monkeypatch.setattr(engines, name, value)
+    (largest, *_) = (size for size in mixed_graphs.SIZES if size > 4096)
+    monkeypatch.setitem(globals(), "SIZES_HERE", (largest,))
+    with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY) as sides:
+        for number in range(4096 // 40 + 1):
+            # No two begin alike: prefixes are cached.
+            prompt = [*divmod(number, WORDS), *((number + 3 * place) % WORDS for place in range(38))]
+            sides.add(prompt=prompt, max_tokens=3, **PLAIN[0])
+        sides.step()
+        assert sides.both[1].executed.input_batch.num_tokens > 4096
+        assert sides.both[1].runner.tail_graphs._drafting.outcomes() == {"served": 1}
+        sides.finish()
+    assert all(graphs for _, graphs in sides.replays)
+
+
+@pytest.mark.each_vllm("v2-mixed-graphs")
 def test_one_request_at_a_time_has_them(vllm_here, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "MAX_REQS", 1)
     with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY) as sides:

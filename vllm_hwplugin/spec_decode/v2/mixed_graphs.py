@@ -9,7 +9,7 @@ them. This module gives vLLM's graph managers both kinds. Capture, padding and r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -36,8 +36,9 @@ from vllm_hwplugin.spec_decode.v2.mixed_sizes import KEEPS_PIECES
 _STOCK: Final = "only decode batches have FULL graphs"
 
 #: Tokens of the graphs. A batch is padded to the next size: by at most 31 tokens up to 1024, above that by at most a
-#: sixteenth of its tokens, and by 2 % on average. Each size is captured for target and drafter and makes starts longer.
-SIZES: Final = (*range(32, 1024, 32), *range(1024, 2048, 64), *range(2048, 4097, 128))
+#: sixteenth of its tokens, and by 2 % on average. Above 4096, for a small target only, it is 4 %. Each size is captured
+#: for target and drafter and makes starts longer.
+SIZES: Final = (*range(32, 1024, 32), *range(1024, 2048, 64), *range(2048, 4096, 128), *range(4096, 8193, 512))
 
 #: Limit of tokens × requests over FlashAttention 2: for each request it launches thread blocks for the longest query
 #: that the graph may get, and most of them only exit. At 32 heads the limit leaves 16,384 blocks per layer, by an
@@ -48,8 +49,8 @@ _FLASH_2_GRID: Final = 1 << 15
 def add_mixed_graphs(runner: Any) -> None:
     """Have target and drafter also capture FULL graphs for any batch.
 
-    vLLM then prefers these graphs to PIECEWISE graphs and to none. Their sizes end at the largest capture size, which
-    the user may have set. A drafter whose first pass runs on the target's batch has its own graphs; any other drafter
+    vLLM then prefers these graphs to PIECEWISE graphs and to none. The largest has the largest capture size, which the
+    user may have set. A drafter whose first pass runs on the target's batch has its own graphs; any other drafter
     reads such a batch as with `cudagraph_mode` FULL. An engine without a drafter has these graphs only if it is asked
     for graphs.
 
@@ -66,13 +67,16 @@ def add_mixed_graphs(runner: Any) -> None:
         # The capture for vLLM's memory estimate failed and gave the reason.
         return
     most_tokens = min(runner.max_num_tokens, runner.compilation_config.max_cudagraph_capture_size or 0)
-    sizes = [size for size in SIZES if size <= most_tokens]
+    sizes = [*(size for size in SIZES if size < most_tokens), most_tokens]
     reason = why_not(runner, Part.V2_MIXED, data_parallel=True)
-    if reason is not None or not sizes:
+    if reason is not None or most_tokens < SIZES[0]:
         report_unused(V2_MIXED_GRAPHS, _STOCK, reason or f"graphs have {most_tokens} tokens at most")
         return
-    most, grid = runner.max_num_reqs, _FLASH_2_GRID if _over_flash_2(runner) else None
-    delta_rules = [builder for builder in builders_of(runner.attn_groups) if is_delta_rule(builder)]
+    groups = (group for groups in runner.attn_groups for group in groups)
+    over_flash_2 = any(2 in flash_versions(group, runner.compilation_config) for group in groups)
+    most, grid = runner.max_num_reqs, _FLASH_2_GRID if over_flash_2 else None
+    builders = list(builders_of(runner.attn_groups))
+    delta_rules = [builder for builder in builders if is_delta_rule(builder)]
     most_prompts = None
     if delta_rules:
         # It needs parts of vLLM that 0.31 has not.
@@ -85,7 +89,8 @@ def add_mixed_graphs(runner: Any) -> None:
         # Ranks of data parallelism agree on tokens, and each looks for the graph by its own requests: a graph takes as
         # many as a batch of its tokens may have, so that all find the same.
         sizes = [size for size in sizes if min(size, most) <= grid // size]
-    longest = _longest_query(runner)
+    # None for any number of tokens of a request.
+    longest = min(filter(None, map(longest_as_decode, builders)), default=None)
     if longest is not None:
         # More tokens need a longer request.
         sizes = [size for size in sizes if size <= longest * most]
@@ -120,17 +125,6 @@ def add_mixed_graphs(runner: Any) -> None:
         run_records.use(feature, True)
 
 
-def _longest_query(runner: Any) -> int | None:
-    """Return the most tokens of a request, or None for any number."""
-    longest = filter(None, map(longest_as_decode, builders_of(runner.attn_groups)))
-    return min(longest, default=None)
-
-
-def _over_flash_2(runner: Any) -> bool:
-    groups = (group for groups in runner.attn_groups for group in groups)
-    return any(2 in flash_versions(group, runner.compilation_config) for group in groups)
-
-
 def _offer(manager: Any, graphs: Sequence[Any], spare: int = 0) -> None:
     """Plan `graphs`, in ascending order of tokens, and make them candidates.
 
@@ -146,10 +140,7 @@ def _offer(manager: Any, graphs: Sequence[Any], spare: int = 0) -> None:
             planned.append(graph)
             for num_tokens in range(start, graph.num_tokens + 1 - spare):
                 own = manager._candidates.get((num_tokens, num_loras), [])
-                manager._candidates[num_tokens, num_loras] = [*_of(own, True), graph, *_of(own, False)]
+                ordered = sorted([*own, graph], key=lambda desc: desc.cg_mode != CUDAGraphMode.FULL)
+                manager._candidates[num_tokens, num_loras] = ordered
             start = graph.num_tokens + 1 - spare
     planned.sort(key=lambda desc: desc.num_tokens, reverse=True)
-
-
-def _of(descs: Iterable[Any], full: bool) -> list[Any]:
-    return [desc for desc in descs if (desc.cg_mode == CUDAGraphMode.FULL) == full]

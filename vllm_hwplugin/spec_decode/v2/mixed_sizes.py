@@ -33,9 +33,8 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     planned = manager._capture_descs
     dropped = dict[Any, Any]()
     if own is not None and largest is not None:
-        for desc in (desc for descs in planned.values() for desc in descs):
-            if desc.num_tokens > max(own, LARGEST if desc.uniform_token_count else largest):
-                dropped[desc] = None
+        decodes, every = max(own, LARGEST), (desc for descs in planned.values() for desc in descs)
+        dropped = {desc: None for desc in every if desc.num_tokens > (decodes if desc.uniform_token_count else largest)}
     dropped |= _seldom_replayed(manager, dropped)
     for descs in planned.values():
         descs[:] = [desc for desc in descs if desc not in dropped]
