@@ -21,6 +21,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from triton.runtime.interpreter import ReduceOps
 
+from tests.interpreter import save_time
 from tests.released import Modules
 
 # What the memory behind a buffer holds.
@@ -103,6 +104,7 @@ def _new_empty(self: torch.Tensor, *shape: Any, dtype: torch.dtype | None = None
 def main(path: Path, device: str) -> None:
     torch.set_default_device(device)
     if device == "cpu":
+        save_time()
         ReduceOps.apply_impl = _reduce
         # The interpreter has none of its functions.
         libdevice.log1p = lambda value: tl.log(1 + value)

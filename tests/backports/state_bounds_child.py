@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from tests.interpreter import save_time
 from tests.released import Modules
 
 REQUESTS, TOKENS, SIZE = 3, 4, 4
@@ -153,6 +154,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], given: Mapping[str, Any]) -> Non
 
 
 def main(path: Path) -> None:
+    save_time()
     answers: dict[str, Any] = {}
     for side, texts in json.loads(path.read_text()).items():
         answers[side] = {

@@ -23,6 +23,7 @@ import triton.language as tl
 from triton.runtime import JITFunction
 from triton.runtime.interpreter import InterpretedFunction
 
+from tests.interpreter import save_time
 from tests.released import Modules
 
 #: Three blocks of 8192.
@@ -69,6 +70,8 @@ def modules_of(texts: Mapping[str, str], device: str = "cuda") -> Modules:
 
 def main(path: Path, device: str) -> None:
     launched: Counter[str] = Counter()
+    if device == "cpu":
+        save_time()
     kernel: Any = InterpretedFunction if device == "cpu" else JITFunction
     run = kernel.run
 

@@ -11,12 +11,14 @@ import sys
 
 import torch
 
+from tests.interpreter import save_time
 from vllm_hwplugin_lab.probe.inputs import make_inputs
 
 from . import batches
 
 
 def main(seed: int) -> None:
+    save_time()
     torch.manual_seed(seed)
     on = batches.On.device(torch.device("cpu"))
     for number, (case, layout) in enumerate(batches.cases((40,), seed, "float16", 90)):

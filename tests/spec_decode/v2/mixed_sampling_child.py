@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from tests.interpreter import save_time
 from tests.released import Modules
 from vllm_hwplugin.spec_decode.v2.tail_buffers import LogitsRows, TailBuffers
 
@@ -177,6 +178,7 @@ def in_graph(batch: Batch, states: States, num_reqs: int, gathered: bool, chunk_
 
 
 def main(path: Path) -> None:
+    save_time()
     # The interpreter has none of its functions.
     libdevice.log1p = lambda value: tl.log(1 + value)
     torch.Tensor.pin_memory = lambda self: self.clone()  # type: ignore[method-assign, assignment]
