@@ -30,22 +30,42 @@ def greedy() -> list[Request]:
 LOAD = Load(Engine("eagle3", more={"num_gpu_blocks_override": 60}).on_musa(), greedy(), autotuned=False)
 
 
-def sides_of(folder: Path, vllm: tuple[str, Path], *forms: str) -> dict[str, Run]:
-    asked = {form: {gate_of(V2_DRAFT_HEAD): form} for form in forms}
+def draws(seed: int) -> Load:
+    """Return one prompt's answers of four tokens, 150 times."""
+    prompt = json.loads((loads.SMALL / "prompts.json").read_text())["prompt_ids"][0][:40]
+    params = {"temperature": 1.0, "max_tokens": 4}
+    requests = [Request(f"r{number}", prompt, 0, {**params, "seed": seed + number}) for number in range(150)]
+    return Load(LOAD.options, requests, autotuned=False)
+
+
+#: By form, the loads of its process.
+LOADS = {
+    "off": {"greedy": LOAD, "draws": draws(0)},
+    "copy": {"greedy": LOAD},
+    "rows": {"greedy": LOAD, "draws": draws(1000)},
+}
+
+
+def sides_of(folder: Path, vllm: tuple[str, Path], *forms: str) -> dict[str, dict[str, Run]]:
     processes = {
-        form: Process({"eagle3": LOAD}, loads.musa(folder / f"host, {form}", vllm, **loads.UNPATCHED | GRAPHS | gates))
-        for form, gates in asked.items()
+        form: Process(
+            LOADS[form],
+            loads.musa(folder / f"host, {form}", vllm, **loads.UNPATCHED | GRAPHS | {gate_of(V2_DRAFT_HEAD): form}),
+        )
+        for form in forms
     }
-    return {form: runs["eagle3"] for form, runs in loads.side_by_side(processes, folder).items()}
+    return loads.side_by_side(processes, folder)
 
 
 @pytest.fixture(scope="module")
-def sides(musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    return sides_of(tmp_path_factory.mktemp("draft head"), newest, "off", "copy", "rows")
+def sides(
+    musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Run]]:
+    return sides_of(tmp_path_factory.mktemp("draft head"), newest, *LOADS)
 
 
-def assert_drafts_by(form: str, sides: dict[str, Run]) -> None:
-    whole, found = sides["off"], sides[form]
+def assert_drafts_by(form: str, sides: dict[str, dict[str, Run]]) -> None:
+    whole, found = sides["off"]["greedy"], sides[form]["greedy"]
     assert V2_DRAFT_HEAD in found.used
     assert form == "copy" or " had a row" in found.noted[V2_DRAFT_HEAD]
     assert found.texts(found.answers) == whole.texts(whole.answers)
@@ -53,22 +73,14 @@ def assert_drafts_by(form: str, sides: dict[str, Run]) -> None:
 
 
 @pytest.mark.parametrize("form", ["copy", "rows"])
-def test_texts_stay(form: str, sides: dict[str, Run]) -> None:
+def test_texts_stay(form: str, sides: dict[str, dict[str, Run]]) -> None:
     assert_drafts_by(form, sides)
 
 
 def test_copy_is_the_plugins_before_0_33(
-    released: Callable[[str], tuple[str, Path]], sides: dict[str, Run], tmp_path: Path
+    released: Callable[[str], tuple[str, Path]], sides: dict[str, dict[str, Run]], tmp_path: Path
 ) -> None:
     assert_drafts_by("copy", {**sides, **sides_of(tmp_path, released("0.32.0"), "copy")})
-
-
-def draws(seed: int) -> Load:
-    """Return one prompt's answers of four tokens, 150 times."""
-    prompt = json.loads((loads.SMALL / "prompts.json").read_text())["prompt_ids"][0][:40]
-    params = {"temperature": 1.0, "max_tokens": 4}
-    requests = [Request(f"r{number}", prompt, 0, {**params, "seed": seed + number}) for number in range(150)]
-    return Load(LOAD.options, requests, autotuned=False)
 
 
 def distance(left: Run, right: Run) -> float:
@@ -84,14 +96,9 @@ def distance(left: Run, right: Run) -> float:
     return (chi - freedom) / math.sqrt(2 * freedom)
 
 
-def test_the_distribution_stays(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
+def test_the_distribution_stays(sides: dict[str, dict[str, Run]]) -> None:
     """Draws at another temperature (0.6) are more than 6 standard deviations away."""
-    asked = {"whole": (draws(0), {}), "rows": (draws(1000), {gate_of(V2_DRAFT_HEAD): "rows"})}
-    processes = {
-        side: Process({side: load}, loads.musa(tmp_path / f"host, {side}", newest, **loads.UNPATCHED | GRAPHS | gates))
-        for side, (load, gates) in asked.items()
-    }
-    expected, found = (runs[side] for side, runs in loads.side_by_side(processes, tmp_path).items())
+    expected, found = sides["off"]["draws"], sides["rows"]["draws"]
     assert V2_DRAFT_HEAD in found.used
     assert sum(found.accepted()) > 100
     assert distance(expected, found) < 3

@@ -150,19 +150,17 @@ def test_nor_with_dflash(sides: dict[str, dict[str, Run]]) -> None:
 
 @pytest.fixture(scope="module")
 def not_known(musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Of one load: stock vLLM, and the plugin where it does not know something of the engine."""
+    """Return runs in which the plugin does not know something of the engine."""
     folder, load = tmp_path_factory.mktemp("not known"), Load(ENGINES["eagle3"].on_musa(), MIXED)
+    # One process for both: what is not known is patched only while an engine starts.
+    asked = {what: dataclasses.replace(load, unknown=what) for what in ("drafter", "updates alone")}
     wanted = WITH_GRAPHS | {gate_of("v2-step-inputs"): "auto"}
-    processes = {"stock": Process({"eagle3": load}, loads.musa(folder / "host, stock", newest, **loads.UNPATCHED))}
-    for what in ("drafter", "updates alone"):
-        made = dataclasses.replace(load, unknown=what)
-        processes[what] = Process({"eagle3": made}, loads.musa(folder / f"host, {what}", newest, **wanted))
-    return {name: runs["eagle3"] for name, runs in loads.side_by_side(processes, folder).items()}
+    return Process(asked, loads.musa(folder / "host", newest, **wanted)).run(folder / "engines")
 
 
-def test_graphs_sample_where_no_graph_can_draft(not_known: dict[str, Run]) -> None:
+def test_graphs_sample_where_no_graph_can_draft(eagle3: dict[str, Run], not_known: dict[str, Run]) -> None:
     found = not_known["drafter"]
-    loads.assert_same(not_known["stock"], found)
+    loads.assert_same(eagle3["stock"].before(found), found)
     sampling, drafting = (found.counted[f"v2-tail-graph {half}"] for half in ("sampling", "drafting"))
     assert sampling["served"] == found.counts["graph_replays"]["sampling"] > len(found.steps) // 4
     assert "served" not in drafting
@@ -176,11 +174,11 @@ def assert_inputs_are_made(found: Run, why_without_metadata: str) -> None:
     assert found.noted["v2-step-inputs"] == f"{why_without_metadata}; attention metadata is vLLM's in each step"
 
 
-def test_graphs_draft_with_metadata_that_vllm_updates(not_known: dict[str, Run]) -> None:
+def test_graphs_draft_with_metadata_that_vllm_updates(eagle3: dict[str, Run], not_known: dict[str, Run]) -> None:
     found = not_known["updates alone"]
-    loads.assert_same(not_known["stock"], found)
+    loads.assert_same(eagle3["stock"].before(found), found)
     assert found.counted["v2-tail-graph drafting"]["served"] > len(found.steps) // 4
-    assert found.counts["graph_replays"]["draft"] < not_known["stock"].counts["graph_replays"]["draft"]
+    assert found.counts["graph_replays"]["draft"] < not_known["drafter"].counts["graph_replays"]["draft"]
     assert_inputs_are_made(found, "MusaFlashAttentionMetadataBuilder may make metadata on the host")
 
 
