@@ -103,7 +103,7 @@ def test_experts_on_the_version_of_musas_torch(
 ) -> None:
     model = checkpoints.write(tmp_path / "experts", checkpoints.mixture(), **checkpoints.MIXTURE)
     load = Load({**_EAGLE3.on_musa(), "model": str(model)}, requests(tokens=8, prompts=2))
-    host = loads.musa(tmp_path / "host", released("0.26.0"), MUSA_SIM_INDUCTOR="refuse", **V1)
+    host = loads.musa(tmp_path / "host", released("0.26.0"), **V1)
     run = Process({"experts": load}, host).run(tmp_path / "engine")["experts"]
     assert texts(run) == runs["experts"][1]
     assert_drafts_in_graphs(run)

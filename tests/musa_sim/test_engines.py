@@ -23,8 +23,8 @@ from .loads import Engine, Load, Process, Request, Run
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
 TOKENS = 12
-#: The model runner that the platform class chooses.
-V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+#: The model runner that the platform class chooses. Only vLLM's own compilation of the model may call Inductor.
+V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0", "MUSA_SIM_INDUCTOR": "refuse"}
 #: The newest, the first and the last version that need the torch that MUSA has.
 VERSIONS = (releases.NEWEST, "0.26.0", "0.20.2")
 
@@ -100,7 +100,7 @@ def test_each_vllm(
 ) -> None:
     """Its Python, on the torch that is installed here."""
     asked = {"eagle3": Load(Engine("eagle3", "FULL").on_musa(), requests())}
-    host = loads.musa(tmp_path / "host", released(version), MUSA_SIM_INDUCTOR="refuse", **V1)
+    host = loads.musa(tmp_path / "host", released(version), **V1)
     run = Process(asked, host).run(tmp_path / "engine")["eagle3"]
     assert texts(run) == on_cpu
     assert_on_the_plugins_classes(run)

@@ -193,7 +193,7 @@ def test_on_v1_texts_are_those_of_float32(
     drafts = {"method": "mtp", "num_speculative_tokens": DRAFTS}
     made = options(tmp_path / "model") | {"enable_prefix_caching": False, "compilation_config": NAMED}
     made |= {"model": str(model), "load_format": "auto", "speculative_config": drafts}
-    host = loads.musa(tmp_path / "host", released(version), MUSA_SIM_INDUCTOR="refuse", **V1)
+    host = loads.musa(tmp_path / "host", released(version), **V1)
     run = Process({"mtp": Load(made, greedy, delta_rule=True, autotuned=False)}, host).run(tmp_path / "engine")["mtp"]
     assert (run.runner, run.platform) == ("V1", "MusaPlatform")
     assert texts(run) == checkpoints.in_float32(model, greedy)
@@ -215,7 +215,7 @@ def test_on_v1_drafts_are_verified_in_pieces_and_in_full_graphs_where_they_are_n
         name: Load(made | {"compilation_config": asked}, ASKED, delta_rule=True, autotuned=False, initialised=True)
         for name, asked in graphs.items()
     }
-    host = loads.musa(tmp_path / "host", newest, MUSA_SIM_INDUCTOR="refuse", **V1)
+    host = loads.musa(tmp_path / "host", newest, **V1)
     runs = Process(engines, host).run(tmp_path / "engines")
     for run in runs.values():
         assert (run.runner, run.platform) == ("V1", "MusaPlatform")

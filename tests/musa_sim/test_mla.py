@@ -76,10 +76,9 @@ def runs(
     """On both model runners, also without features."""
     folder = tmp_path_factory.mktemp("runs")
     load = Load(options(model), requests())
-    own = V1 | {"MUSA_SIM_INDUCTOR": "refuse"}
     asked = {
-        "V1": Process({"V1": load}, loads.musa(folder / "host, V1", newest, **own)),
-        OLDER: Process({OLDER: load}, loads.musa(folder / "host, older", released("0.26.0"), **own)),
+        "V1": Process({"V1": load}, loads.musa(folder / "host, V1", newest, **V1)),
+        OLDER: Process({OLDER: load}, loads.musa(folder / "host, older", released("0.26.0"), **V1)),
         "V2": Process({"V2": load}, loads.musa(folder / "host, V2", newest)),
         "V1 stock": Process({"V1 stock": load}, loads.musa(folder / "stock, V1", newest, **V1, **loads.UNPATCHED)),
         "V2 stock": Process({"V2 stock": load}, loads.musa(folder / "stock, V2", newest, **loads.UNPATCHED)),

@@ -15,6 +15,7 @@ from vllm_hwplugin.base.features import gate_of
 from .. import releases
 from . import loads
 from .loads import Engine, Load, Process, Run
+from .test_engines import V1
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 PHASE, INPUTS = "v1-draft-phase", "v1-step-inputs"
 #: What the first is built on.
 NEEDED = ("draft-full-graph", "draft-loop-graph", "dflash-full-graph")
-STOCK = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "0", "MUSA_SIM_INDUCTOR": "refuse"}
+STOCK = loads.UNPATCHED | V1
 GRAPHS = STOCK | {gate_of(one): "auto" for one in ("engine-report", *NEEDED)}
 GRAPHS |= {gate_of(one): "on" for one in (PHASE, INPUTS)}
 
