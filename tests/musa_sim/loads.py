@@ -312,13 +312,24 @@ def compare_runs(
     Raises:
         AssertionError: a text, a logprob, a draft, or what was sampled in a step differs; or a run has failed.
     """
+    return compare_each({"": load}, off, on, folder, vllm)[""]
+
+
+def compare_each(
+    asked: Mapping[str, Load],
+    off: Mapping[str, str],
+    on: Mapping[str, str],
+    folder: Path,
+    vllm: tuple[str, Path] | None = None,
+) -> dict[str, tuple[Run, Run]]:
+    """Compare as `compare_runs` does, with the engines of all loads in the same two processes."""
     sides: dict[str, Mapping[str, Any]] = {"off": off, "on": on}
     runs = side_by_side(
-        {side: Process({side: load}, musa(folder / f"host, {side}", vllm, **sides[side])) for side in sides}, folder
+        {side: Process(asked, musa(folder / f"host, {side}", vllm, **sides[side])) for side in sides}, folder
     )
-    expected, found = (runs[side][side] for side in sides)
-    assert_same(expected, found)
-    return expected, found
+    for name in asked:
+        assert_same(runs["off"][name], runs["on"][name])
+    return {name: (runs["off"][name], runs["on"][name]) for name in asked}
 
 
 def assert_same(expected: Run, found: Run) -> None:
