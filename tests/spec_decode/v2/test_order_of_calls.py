@@ -9,13 +9,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
+
+from vllm.model_executor.layers import logits_processor
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    VocabParallelEmbedding,
+    VocabParallelEmbeddingShardIndices,
+)
+from vllm.model_executor.models.interfaces import LocalArgmaxMixin
+from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
 from vllm_hwplugin.base.features import gate_of
 from vllm_hwplugin.base.gates import PLAIN_DECODE
@@ -281,6 +291,68 @@ def test_nor_does_it_where_positions_are_not_those_of_tokens(vllm_here: Any, mon
     monkeypatch.setattr(engines, "config_of", with_mrope)
     monkeypatch.setattr(engines, "Model", Rotated)
     assert_nothing_differs(vllm_here, Side)
+
+
+class OwnWords(engines.Model):
+    """A draft with its own vocabulary, in which two words have equal logits; with vLLM's methods of Eagle3's head."""
+
+    compute_logits = Eagle3LlamaForCausalLM.compute_logits
+    get_top_tokens = LocalArgmaxMixin.get_top_tokens
+    targets = torch.arange(0, VOCAB, 2)
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        words = len(self.targets)
+        self.config = SimpleNamespace(draft_vocab_size=words, vocab_size=VOCAB)
+        self.draft_id_to_target_id = torch.nn.Parameter(self.targets - torch.arange(words), requires_grad=False)
+        weight = self.head.T[:words].repeat_interleave(2, 0)[:words]
+        self.lm_head: Any = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+        torch.nn.Module.__init__(self.lm_head)
+        # After the words comes padding, whose logits are the largest.
+        self.lm_head.weight = torch.nn.Parameter(torch.cat((weight, 9 * weight)), requires_grad=False)
+        self.lm_head.quant_method = SimpleNamespace(apply=lambda head, hidden, bias: hidden @ head.weight.T)
+        self.lm_head.tp_size, self.lm_head.org_vocab_size, self.lm_head.num_embeddings = 1, words, words
+        sizes = (0, 2 * words, 2 * words, 2 * words, 0, words, words, words)
+        self.lm_head.shard_indices = VocabParallelEmbeddingShardIndices(*sizes)
+        current = SimpleNamespace(model_config=None)
+        with mock.patch.object(logits_processor, "get_current_vllm_config", return_value=current):
+            self.logits_processor = logits_processor.LogitsProcessor(words)
+        self.times = 0
+        self.logits_processor.register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.times += 1
+
+
+class Unordered(OwnWords):
+    targets = torch.arange(0, VOCAB, 2).flip(0)
+
+
+@pytest.mark.parametrize(
+    ("draft", "decision"),
+    [
+        (OwnWords, "over the drafter's own vocabulary"),
+        (Unordered, "the drafter's vocabulary is not in the target's order"),
+    ],
+)
+def test_nor_does_it_where_the_draft_has_its_own_words(
+    vllm_here: Any, draft: type[OwnWords], decision: str, notes: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if Versions("<0.26").covers(vllm_here.version):
+        pytest.skip("vLLM makes logits of all words there")
+    # 0.26 asks for the ranks of tensor parallelism also where there is one.
+    monkeypatch.setattr(logits_processor, "tensor_model_parallel_all_gather", lambda logits: logits)
+    monkeypatch.setattr(logits_processor, "get_tensor_model_parallel_world_size", lambda: 1, raising=False)
+    target = engines.Model
+    monkeypatch.setattr(engines, "Model", lambda name, *more: (draft if name == "draft" else target)(name, *more))
+    with both(vllm_here) as sides:
+        wander(sides, PLAIN + BEST, walks=4)
+        tail, (stock, graphs) = sides.both[1].runner.tail_graphs, (side.models[1].times for side in sides.both)
+    assert tail._drafting.outcomes()["served"] > 10
+    assert notes["draft argmax"] == decision
+    # Logits of all words are made neither for a graph nor by vLLM.
+    assert stock > 0
+    assert (graphs == 0) == (draft is OwnWords)
 
 
 @pytest.mark.parametrize("half", ["sampling", "drafting"])

@@ -24,6 +24,7 @@ from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.base.fallback import in_a_line, report_unused
 from vllm_hwplugin.base.features import V2_DRAFT_HEAD, gate_of
 
+from .local_argmax import whole_logits_needed
 from .runner import put_before
 
 #: Most rows of the form `rows`; it has a quarter of the vocabulary if that is less.
@@ -106,12 +107,8 @@ def obstacle(runner: Any, form: str) -> str | None:
 
 
 def _rows_obstacle(speculator: Any, ranks: int) -> str | None:
-    if speculator.speculative_config.draft_sample_method != "greedy":
-        return "drafts are sampled, and verification needs logits of all words, which only copy has"
-    if getattr(speculator, "enable_adaptive_verification", False) or getattr(speculator, "use_acceptance_estimator", 0):
-        return "acceptance is estimated from logits of all words (adaptive verification)"
-    if getattr(speculator, "draft_watermarker", None) is not None:
-        return "drafts have a watermark"
+    if (reason := whole_logits_needed(speculator)) is not None:
+        return f"{reason}; use copy"
     return None if ranks == 1 else "rows are not built for tensor parallelism; copy is"
 
 

@@ -69,6 +69,9 @@ def with_tail_graphs(vllms: Any) -> Any:
 
         def _capture(self, vllms: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
             """Capture after vLLM has captured all, before it measures memory."""
+            from .local_argmax import take_local_argmax
+
+            take_local_argmax(self.speculator)
             captured = vllms(*arguments, **settings)
             self.tail_graphs.capture()
             return captured
