@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hwplugin.base.gates import DELTA_RULE_GRAPHS
-
 from ..musa_sim import loads
 from ..musa_sim.loads import Load
 from ..musa_sim.test_hybrids import with_prompts
@@ -37,7 +35,7 @@ def test_graphs_change_nothing(keeps_prefixes: bool, tmp_path: Path) -> None:
     }
     load = Load(options, with_prompts(), autotuned=False, initialised=True)
     sides = {"off": {}, "on": {FEATURE: "on"}}
-    runs = run_each(load, tmp_path, "V2", sides, (FEATURE,), **{DELTA_RULE_GRAPHS: "1"}, **case.variables)
+    runs = run_each(load, tmp_path, "V2", sides, (FEATURE,), **case.variables)
     expected, found = runs["off"], runs["on"]
     replays = {side: run.counts["graph_replays"]["target"] for side, run in runs.items()}
     facts = {"used": found.used, "unused": found.unused, "noted": found.noted, "steps": len(found.steps)}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_hwplugin.base.features import gate_of
-from vllm_hwplugin.base.gates import DELTA_RULE_GRAPHS, PLAIN_DECODE
+from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin_lab.bench._shapes import NO_DRAFTS, SHAPES, Recurrent, write_configs
 
 from .. import releases
@@ -154,6 +154,9 @@ def with_prompts() -> list[Request]:
     ]
 
 
+MIXED = {gate_of(one): "on" for one in ("v2-mixed-graphs", "backport-mixed-graphs")}
+
+
 @pytest.mark.parametrize("keeps_prefixes", [False, True])
 def test_steps_with_prompts_are_replays(
     musa_host: None, newest: tuple[str, Path], tmp_path: Path, keeps_prefixes: bool
@@ -173,13 +176,37 @@ def test_steps_with_prompts_are_replays(
         initialised=True,
         unknown="any batch, metadata is shared",
     )
-    mixed = {gate_of(one): "on" for one in ("v2-mixed-graphs", "backport-mixed-graphs")} | {DELTA_RULE_GRAPHS: "1"}
-    expected, found = loads.compare_runs(load, V2, V2 | GRAPHS | mixed, tmp_path, newest)
+    expected, found = loads.compare_runs(load, V2, V2 | GRAPHS | MIXED, tmp_path, newest)
     assert "v2-mixed-graphs" in found.used
     assert 0 < expected.accepted()[-1] < expected.accepted()[0]
     assert not found.preempted
     before, after = (run.counts["graph_replays"]["target"] for run in (expected, found))
     assert before + 10 < after == found.counts["steps"]
+
+
+def test_so_are_steps_with_more_than_64_requests(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
+    """But for the first, which has more prompts than a graph holds."""
+    chosen = random.Random(7)
+    requests = [
+        Request(f"r{number}", chosen.choices(range(1, 4000), k=length), at, {"max_tokens": 8, "temperature": 0.0})
+        for number, (at, length) in enumerate([*[(0, 2)] * 84, (2, 9), (3, 15)])
+    ]
+    sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [2, 192]}
+    made = options(tmp_path / "model") | {
+        "enable_prefix_caching": False,
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+        "max_num_seqs": 96,
+        "max_num_batched_tokens": 192,
+        "num_gpu_blocks_override": 600,
+        "compilation_config": sizes,
+    }
+    load = Load(
+        made, requests, delta_rule=True, autotuned=False, initialised=True, unknown="any batch, metadata is shared"
+    )
+    expected, found = loads.compare_runs(load, V2, V2 | GRAPHS | MIXED, tmp_path, newest)
+    assert max(found.widths()) > 84
+    before, after = (run.counts["graph_replays"]["target"] for run in (expected, found))
+    assert before + 1 < after == found.counts["steps"] - 1
 
 
 NAMED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16]}

@@ -411,6 +411,7 @@ def config_of(
             enable_trace_replay=False,
             multimodal_config=None,
             rswa_window=None,
+            hf_text_config=None,
             get_vocab_size=lambda: VOCAB,
             get_num_attention_heads=lambda parallel: 1,
             get_num_kv_heads=lambda parallel: 1,

@@ -31,7 +31,8 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "launches.md"
 TEXT: Final = """# Which graphs popular launches have
 
 Parts of a step that run in graphs with the plugin, on Model Runner V2: **S** sampling, **D** drafting, **I** inputs,
-**M** also attention metadata, **X** batches with prompts (FULL graphs). "none": vLLM has no FULL graphs there.
+**M** also attention metadata, **X** batches with prompts (FULL graphs). (X): with `--gdn-prefill-backend triton`.
+"none": vLLM has no FULL graphs there.
 
 | launch | H100, H200 | B200 | A100, L40S, RTX 4090 |
 |---|---|---|---|
@@ -42,7 +43,10 @@ Parts of a step that run in graphs with the plugin, on Model Runner V2: **S** sa
 - Your engine's log line and `vllm-hwplugin doctor` say what your engine has.
 - On B200 FLASHINFER runs TRTLLM kernels, whose graphs `VLLM_HWPLUGIN_TRTLLM_GRAPHS=1` asks for.
 - X of a model that takes images is for batches of text. X over FlashAttention 2 and 4 was never run on a GPU.
-- On H100 {basic} of {all} launches have sampling and inputs in graphs, and {mixed} batches with prompts.
+- On H100 {basic} of {all} launches have sampling and inputs in graphs, and {mixed} batches with prompts; {named} with
+  `--gdn-prefill-backend triton` where the target has a gated delta rule.
+- [(X) was measured](model-runner-v2.md#gated-delta-rule) with Qwen3.5-4B's shape, not with long prompts, which
+  FlashInfer's kernels may compute faster.
 - With an fp8 KV cache on Ada, `--attention-backend TRITON_ATTN` keeps the graphs that vLLM up to 0.32 drops.
 - Gemma 4 with images: vLLM 0.30 and newer choose attention for H100 and B200 that has no FULL graphs with a
   drafter. `--attention-backend TRITON_ATTN` has them; compare the times, because the kernels differ.
@@ -81,8 +85,8 @@ FLASHINFER = Attention(f"{_BACKENDS}.flashinfer.FlashInferMetadataBuilder")
 TRTLLM = FLASHINFER._replace(kernel="TRTLLM_GEN")
 GDN = Attention(
     f"{_BACKENDS}.gdn_attn.GDNAttentionMetadataBuilder",
-    host="gated delta rule: decodes and prompts have different kernels, and prompts are cut into chunks; without data "
-    "parallelism there are graphs with `VLLM_HWPLUGIN_DELTA_RULE_GRAPHS=1` and `--gdn-prefill-backend triton`",
+    host="gated delta rule: FlashInfer, vLLM's choice for prompts on Hopper and Blackwell, may read lengths on the "
+    "host; with `--gdn-prefill-backend triton` there are graphs, except with data parallelism",
 )
 MAMBA = Attention(
     f"{_BACKENDS}.mamba2_attn.Mamba2AttentionMetadataBuilder",
@@ -219,7 +223,7 @@ LAUNCHES: Final = (
 )
 
 
-def group_of(attention: Attention, layers: dict[str, Any]) -> Any:
+def group_of(attention: Attention, layers: dict[str, Any], prefill: str = "triton") -> Any:
     module, _, name = attention.path.rpartition(".")
     body = {"__module__": module, "get_cudagraph_support": lambda *_: attention.support}
     made = type(name, (), body)()
@@ -227,16 +231,21 @@ def group_of(attention: Attention, layers: dict[str, Any]) -> Any:
         made.flashinfer_trtllm_api_decode_kernel = SimpleNamespace(name=attention.kernel)
     layer = f"layers.{len(layers)}"
     layers[layer] = SimpleNamespace(impl=SimpleNamespace(vllm_flash_attn_version=attention.flash))
+    if attention is GDN:
+        made.gdn_prefill_backend, made.checkpoint_builder = prefill, None
+        layers[layer] = type("QwenGatedDeltaNetAttention", (), {})()
     return SimpleNamespace(
         layer_names=[layer], kv_cache_spec=None, get_metadata_builder=lambda ubatch=0: made, kernel_block_size=None
     )
 
 
-def runner_of(launch: Launch, gpu: str) -> Any:
+def runner_of(launch: Launch, gpu: str, prefill: str = "") -> Any:
+    """`prefill` computes prompts of a gated delta rule; empty for vLLM's choice."""
+    prefill = prefill or ("triton" if gpu == "older" else "flashinfer")
     runner, layers = runner_v2(), {}
     target = launch.target[gpu]
     assert target is not None
-    runner.attn_groups = [[group_of(attention, layers)] for attention in target]
+    runner.attn_groups = [[group_of(attention, layers, prefill)] for attention in target]
     runner.compilation_config = SimpleNamespace(static_forward_context=layers)
     speculator = type(launch.drafter, (SimpleNamespace,), {})()
     draft = target if launch.draft is None else launch.draft[gpu]
@@ -255,10 +264,14 @@ def runner_of(launch: Launch, gpu: str) -> Any:
 
 
 def parts_of(launch: Launch, gpu: str) -> str:
-    """Letters of the parts that are in graphs."""
+    """Letters of the parts that are in graphs, and in brackets of those that an option adds."""
     if launch.target[gpu] is None:
         return "-"
-    runner = runner_of(launch, gpu)
+    parts, more = _parts(runner_of(launch, gpu)), _parts(runner_of(launch, gpu, "triton"))
+    return parts if parts == more else f"{parts}({more.removeprefix(parts)})"
+
+
+def _parts(runner: Any) -> str:
     if runner.cudagraph_manager.cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
         return "none"
     parts = (Part.V2_SAMPLING, Part.V2_DRAFTING, Part.V2_INPUTS, Part.V2_METADATA, Part.V2_MIXED)
@@ -276,12 +289,13 @@ def markdown() -> str:
     hopper = [parts_of(launch, "hopper") for launch in LAUNCHES]
     lacking: dict[str, list[str]] = {}
     for launch, parts in zip(LAUNCHES, hopper, strict=True):
-        if "X" not in parts:
+        if not parts.endswith("X"):
             reason = "; ".join(attention.host for attention in launch.target["hopper"] or () if attention.host)
             lacking.setdefault(reason, []).append(launch.name)
     reasons = (f"- {reason} ({'; '.join(names)})" for reason, names in lacking.items())
-    basic, mixed = sum({"S", "I"} <= {*parts} for parts in hopper), sum("X" in parts for parts in hopper)
-    return TEXT.format(rows="\n".join(rows), reasons="\n".join(reasons), basic=basic, mixed=mixed, all=len(hopper))
+    basic, mixed = sum({"S", "I"} <= {*parts} for parts in hopper), sum(parts.endswith("X") for parts in hopper)
+    counts = {"basic": basic, "mixed": mixed, "named": sum("X" in parts for parts in hopper), "all": len(hopper)}
+    return TEXT.format(rows="\n".join(rows), reasons="\n".join(reasons), **counts)
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -292,7 +306,7 @@ def test_the_page_is_up_to_date() -> None:
 def test_a_launch_lacks_graphs_of_prompts_only_where_attention_works_on_the_host(launch: Launch) -> None:
     target = launch.target["hopper"]
     assert target is not None
-    assert ("X" in parts_of(launch, "hopper")) != any(attention.host for attention in target)
+    assert parts_of(launch, "hopper").endswith("X") != any(attention.host for attention in target)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +316,9 @@ def test_a_launch_lacks_graphs_of_prompts_only_where_attention_works_on_the_host
         ("Qwen3-VL-8B, Eagle3", ["SDIMX", "SI", "SDIMX"]),
         ("GLM-4.7, DP8, MTP", ["SIX", "SI", "-"]),
         ("Qwen3-30B-A3B, DP2, Eagle3", ["SDIMX", "SI", "SDIMX"]),
-        ("Qwen3.6-27B and 35B-A3B, MTP, fp8 KV cache", ["SDI", "SI", "none"]),
+        ("Qwen3.5-4B and 9B, MTP", ["SDI(X)", "SI", "SDIX"]),
+        ("Qwen3.6-27B and 35B-A3B, MTP, fp8 KV cache", ["SDI(X)", "SI", "none"]),
+        ("Qwen3.5-397B, DP8, MTP", ["SI", "SI", "-"]),
     ],
 )
 def test_launches_that_are_known(name: str, parts: list[str]) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has graphs of mixed batches: FlashAttention 2 and 4, and drafters that graphs do not hold; layers with a gated
-delta rule and MLA if asked for.
+"""What has graphs of mixed batches: FlashAttention 2 and 4, drafters that graphs do not hold, layers with a gated delta
+rule; MLA if asked for.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
@@ -60,12 +61,16 @@ def test_a_drafter_that_graphs_do_not_hold_leaves_the_target_its_graphs() -> Non
 
 #: Layers of the first KV cache group, and what else is not as graphs need it.
 REFUSED = [
-    ({gates.DELTA_RULE_GRAPHS: "0"}, {}, "=1 asks for graphs whose speed was not measured"),
+    ({gates.DELTA_RULE_GRAPHS: "0"}, {}, "VLLM_HWPLUGIN_DELTA_RULE_GRAPHS is off"),
     ({}, {"compilation_config.static_forward_context": {}}, "its layers are NoneType"),
-    ({}, {"prefill": "flashinfer"}, "gdn_prefill_backend is flashinfer"),
+    (
+        {},
+        {"prefill": "flashinfer"},
+        "flashinfer computes prompts of the gated delta rule; --gdn-prefill-backend triton",
+    ),
     ({}, {"older": True}, "up to 0.31"),
     ({}, {"max_num_reqs": 1}, "there is one request at a time"),
-    ({}, {"dp_size": 2}, "ranks of data parallelism"),
+    ({}, {"vllm_config.parallel_config.data_parallel_size": 2}, "ranks of data parallelism"),
     ({}, {}, ""),
 ]
 
@@ -78,17 +83,34 @@ def test_layers_with_a_gated_delta_rule_are_served_where_their_kernels_are_known
     more = {"gdn_prefill_backend": changed.pop("prefill", "triton")}
     if not changed.pop("older", False):
         more["checkpoint_builder"] = None
-    for name, value in ({gates.DELTA_RULE_GRAPHS: "1"} | variables).items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     made = group(GDNAttentionMetadataBuilder, "layers.1", **more)
     type(made.get_metadata_builder()).__qualname__ = GDNAttentionMetadataBuilder.__qualname__
     runner = change(runner_v2(), "attn_groups", [[made]])
     layers = {"layers.1": type("QwenGatedDeltaNetAttention", (), {})()}
-    standard = {"compilation_config.static_forward_context": layers, "max_num_reqs": 8, "dp_size": 1}
+    standard = {"compilation_config.static_forward_context": layers, "max_num_reqs": 8}
     for path, value in (standard | changed).items():
         change(runner, path, value)
     reason = why_not(runner, MIXED)
     assert words in str(reason) if words else reason is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "capability", "refused"),
+    [("auto", 90, True), ("triton", 90, False), ("auto", 80, False)],
+)
+def test_before_a_start_it_is_known_what_hopper_needs(
+    asked: str, capability: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(current_platform, "is_cuda", lambda: True)
+    monkeypatch.setattr(current_platform, "is_device_capability", lambda asked: asked == capability)
+    text = SimpleNamespace(model_type="qwen3_next", linear_key_head_dim=8)
+    runner = change(runner_v2(), "model_config.hf_text_config", text)
+    runner.vllm_config.additional_config = {"gdn_prefill_backend": asked}
+    # Where there are builders, they say it.
+    runner.attn_groups = []
+    assert ("--gdn-prefill-backend triton gives these graphs" in str(why_not(runner, MIXED))) is refused
 
 
 def _told(self: object, num_decode_tokens: int, max_query_len: int) -> None: ...

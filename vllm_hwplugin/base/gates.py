@@ -273,9 +273,10 @@ GATES: Final[tuple[Gate, ...]] = (
     Gate(
         DELTA_RULE_GRAPHS,
         "bool",
-        False,
-        "Graphs of mixed batches of models with a gated delta rule (Qwen3-Next, Qwen3.5, Qwen3.6) and MTP, with "
-        "--gdn-prefill-backend triton (Model Runner V2, vLLM 0.32 and 0.33). Run on an H200, speed not measured.",
+        True,
+        "Graphs of mixed batches of models with a gated delta rule (Qwen3-Next, Qwen3.5, Qwen3.6) and MTP, where "
+        "Triton computes prompts: on Hopper and Blackwell with --gdn-prefill-backend triton (Model Runner V2, vLLM "
+        "0.32 and 0.33).",
         affects=("graphs",),
         since="0.3.0",
     ),

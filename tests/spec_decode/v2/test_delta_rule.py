@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID, PAD_SLOT_ID
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
-from vllm_hwplugin.spec_decode.v2.delta_rule import MOST_PROMPTS, FixedMetadata, attach
+from vllm_hwplugin.spec_decode.v2.delta_rule import MOST_PROMPTS, FixedMetadata, attach, most_requests
 
 from ...musa_sim.delta_rule import check_chunks
 
@@ -215,11 +215,18 @@ def test_a_batch_that_the_dispatch_has_to_keep_out_is_an_error(attached: Any, ro
         attached[0].build(0, common, **more)
 
 
+def test_a_graph_holds_as_many_requests_as_its_tokens_may_have() -> None:
+    assert [most_requests(size, 1 + DRAFTS) for size in (32, 256, 512, 1024)] == [64, 64, 128, 256]
+
+
 def test_no_batch_gets_a_graph_that_it_fills() -> None:
     manager = SimpleNamespace(lora_capture_cases=[0], _capture_descs={}, _candidates={})
     full = CUDAGraphMode.FULL
-    graphs = [BatchExecutionDescriptor(cg_mode=full, num_tokens=size, num_reqs=size) for size in (4, 8)]
+    held = {4: 2, 8: 2, 12: 3, 16: 9, 20: 10}
+    graphs = [BatchExecutionDescriptor(cg_mode=full, num_tokens=size, num_reqs=held[size]) for size in held]
     mixed_graphs._offer(manager, graphs, spare=1)
     sizes = {tokens: [graph.num_tokens for graph in found] for (tokens, _), found in manager._candidates.items()}
-    assert sizes == {1: [4], 2: [4], 3: [4], 4: [8], 5: [8], 6: [8], 7: [8]}
+    # A batch with more requests than the first graph holds finds the next graph that holds them.
+    expected = {3: [4, 12, 16], 7: [8, 12, 16], 11: [12, 16, 20], 15: [16, 20], 19: [20]}
+    assert sizes == {tokens: expected[tokens | 3] for tokens in range(1, 20)}
     assert manager._capture_descs == {full: graphs[::-1]}

@@ -59,13 +59,26 @@ def test_a_step_has_media_if_it_computes_their_tokens(computed: int, count: int,
 
 def test_requests_in_their_prompt_are_counted() -> None:
     states = SimpleNamespace(
-        req_id_to_index={"begins": 3, "decodes": 1, "goes on": 2},
+        req_id_to_index={"begins": 3, "decodes": 1, "goes_on": 2, "third": 0},
         num_computed_prefill_tokens=np.array([0, 30, 20, 0]),
         prefill_len=SimpleNamespace(np=np.array([30, 30, 30, 30])),
     )
-    runner = SimpleNamespace(req_states=states)
-    assert prompts_of(runner, {"begins": 4, "decodes": 4, "goes on": 4}) == 2
+    runner = SimpleNamespace(req_states=states, supports_mm_inputs=False, attn_groups=[])
+    dispatch = MixedDispatch(runner)
+    dispatch._most_prompts = 2
+
+    def other_kernels(**tokens: int) -> bool:
+        dispatch._see_requests(lambda _: None, SimpleNamespace(num_scheduled_tokens=tokens))
+        return dispatch._other_kernels
+
+    assert prompts_of(runner, {"begins": 4, "decodes": 4, "goes_on": 4}) == 2
     assert prompts_of(runner, {"decodes": 4}) == 0
+    assert not other_kernels(begins=4, goes_on=4)
+    assert other_kernels(begins=4, goes_on=4, decodes=1, third=4)
+    # vLLM computes a piece of one token by the kernel of decodes, if no request decodes.
+    assert other_kernels(begins=4, goes_on=1)
+    assert not other_kernels(decodes=4, goes_on=1)
+    assert not other_kernels(decodes=1)
 
 
 class Dispatched:

@@ -33,8 +33,8 @@ from vllm_hwplugin.spec_decode.v2.runner import put_before
 #: Prompts in a graph. It copies as many states in each layer, 3 MiB each for Qwen3.6-27B.
 MOST_PROMPTS: Final = 8
 
-#: Requests in a graph. The kernels of decodes launch blocks for each, also for padding.
-MOST_REQUESTS: Final = 64
+#: Requests that each graph holds, if it has as many tokens.
+_LEAST_REQUESTS: Final = 64
 
 #: Tokens of a prompt's chunk (`FLA_CHUNK_SIZE`), and of a block of the convolution (`causal_conv1d_fn`).
 _CHUNK: Final = 64
@@ -53,6 +53,19 @@ class FixedMetadata(GDNAttentionMetadata):  # type: ignore[misc]
     """
 
     rows: tuple[torch.Tensor, ...] = ()
+
+
+def most_requests(num_tokens: int, decode_tokens: int) -> int:
+    """Return how many requests a graph holds.
+
+    Args:
+        num_tokens: of the graph.
+        decode_tokens: of a request that decodes with all drafts.
+    """
+    # For a row of padding the recurrent kernel launches a block per head and 32 columns of its state (192 for
+    # Qwen3.6-27B), and the convolution's a block per 256 channels. Each exits when it has read the row's length or
+    # state index. So a small graph must not have many rows, and a large graph gains more than they cost.
+    return max(_LEAST_REQUESTS, num_tokens // decode_tokens)
 
 
 def attach(builder: Any, num_tokens: int, num_reqs: int, replays: Callable[[], bool]) -> None:

@@ -7,7 +7,8 @@ vLLM's `CudaGraphManager.dispatch` decides by counts. These rules are added:
   with an image than embed it: Qwen3-VL keeps features for later layers in a buffer, and clears it after the forward.
 - A draft's first pass replays one only if the target does. It reads the target's attention metadata, and FlashAttention
   3's schedule is laid out for a mixed batch's graph only if the target replays it.
-- A step with more prompts than the metadata of `delta_rule` holds replays none.
+- With `delta_rule` a step with more prompts than its metadata holds replays none. Nor does a step of prompts only with
+  a piece of one token, which vLLM computes by the kernel of decodes there.
 - Graphs over MLA bound the longest request. vLLM does not tell the dispatch how long a request is if the step has a
   prompt, and never tells the draft's.
 
@@ -40,7 +41,7 @@ class MixedDispatch:
         self._apart = computes_images_apart(runner.attn_groups)
         self._most_prompts: int | None = None
         # Of the current step.
-        self._has_media = self._too_many = False
+        self._has_media = self._other_kernels = False
         self._target: Any = None
         self._num_tokens = 0
         self._longest: int | None = None
@@ -73,7 +74,9 @@ class MixedDispatch:
         vllms(scheduler_output)
         runner, tokens = self._runner, scheduler_output.num_scheduled_tokens
         self._longest = max(tokens.values(), default=None)
-        self._too_many = self._most_prompts is not None and prompts_of(runner, tokens) > self._most_prompts
+        if self._most_prompts is not None:
+            prompts = prompts_of(runner, tokens)
+            self._other_kernels = prompts > self._most_prompts or (prompts == len(tokens) and 1 in tokens.values())
         if runner.supports_mm_inputs:
             # A draft that takes images has them one token before the target.
             ahead = int(getattr(runner.speculator, "supports_mm_inputs", False))
@@ -85,7 +88,7 @@ class MixedDispatch:
         if self._bounded:
             self._longest = named["max_query_len"] = named.get("max_query_len") or self._longest
         desc = vllms(num_reqs, num_tokens, *more, **named)
-        if (self._has_media and self._rules(desc)) or (self._too_many and is_mixed(desc)):
+        if (self._has_media and self._rules(desc)) or (self._other_kernels and is_mixed(desc)):
             desc = _other_than(desc, self._runner.cudagraph_manager, num_reqs, num_tokens)
         self._target, self._num_tokens = desc, num_tokens
         return desc

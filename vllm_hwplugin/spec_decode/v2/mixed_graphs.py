@@ -9,7 +9,7 @@ them. This module gives vLLM's graph managers both kinds. Capture, padding and r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -82,7 +82,7 @@ def add_mixed_graphs(runner: Any) -> None:
         # It needs parts of vLLM that 0.31 has not.
         from vllm_hwplugin.spec_decode.v2 import delta_rule
 
-        most, most_prompts = min(most, delta_rule.MOST_REQUESTS), delta_rule.MOST_PROMPTS
+        most_prompts = delta_rule.MOST_PROMPTS
     if runner.dp_size == 1:
         most = min(most, MAX_NUM_REQS)
     elif grid:
@@ -94,15 +94,18 @@ def add_mixed_graphs(runner: Any) -> None:
     if longest is not None:
         # More tokens need a longer request.
         sizes = [size for size in sizes if size <= longest * most]
+    held = {size: min(size, most, grid // size if grid else most) for size in sizes}
+    if delta_rules:
+        held = {size: min(reqs, delta_rule.most_requests(size, runner.decode_query_len)) for size, reqs in held.items()}
     graphs = [
         BatchExecutionDescriptor(
             cg_mode=CUDAGraphMode.FULL,
             num_tokens=size,
-            num_reqs=min(size, most, grid // size if grid else most),
+            num_reqs=num_reqs,
             # Before 0.28 no graph bounds the tokens of a request.
             **({} if longest is None else {"max_query_len": min(size, longest)}),
         )
-        for size in sizes
+        for size, num_reqs in held.items()
     ]
     # With LoRA a draft may share adapted layers with the target, and its graphs hold one number of adapters.
     shares_first_pass = type(runner.speculator).__name__ in SHARED_FIRST_PASS and runner.lora_config is None
@@ -113,7 +116,7 @@ def add_mixed_graphs(runner: Any) -> None:
     dispatch = MixedDispatch.of(runner) or MixedDispatch(runner)
     dispatch.attach(shares_first_pass, most_prompts, longest is not None)
     for builder in delta_rules:
-        delta_rule.attach(builder, sizes[-1], most, dispatch.replays)
+        delta_rule.attach(builder, sizes[-1], max(held.values()), dispatch.replays)
     keeps_pieces = runner.supports_mm_inputs or bool(delta_rules) or longest is not None
     vars(runner.compilation_config)[KEEPS_PIECES] = keeps_pieces
     shapes = {desc.num_tokens: (desc.num_reqs, min(desc.num_tokens, longest or desc.num_tokens)) for desc in graphs}
@@ -135,12 +138,22 @@ def _offer(manager: Any, graphs: Sequence[Any], spare: int = 0) -> None:
     # pad less. PIECEWISE graphs come last. Each number of adapters (LoRA) that vLLM captures has its own graphs.
     planned = manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
     for num_loras in manager.lora_capture_cases:
-        start = 1
-        for graph in (replace(graph, num_active_loras=num_loras) for graph in graphs):
-            planned.append(graph)
+        start, own_graphs = 1, [replace(graph, num_active_loras=num_loras) for graph in graphs]
+        planned.extend(own_graphs)
+        for place, graph in enumerate(own_graphs):
+            fitting = list(_with_more_requests(own_graphs[place:]))
             for num_tokens in range(start, graph.num_tokens + 1 - spare):
                 own = manager._candidates.get((num_tokens, num_loras), [])
-                ordered = sorted([*own, graph], key=lambda desc: desc.cg_mode != CUDAGraphMode.FULL)
+                ordered = sorted([*own, *fitting], key=lambda desc: desc.cg_mode != CUDAGraphMode.FULL)
                 manager._candidates[num_tokens, num_loras] = ordered
             start = graph.num_tokens + 1 - spare
     planned.sort(key=lambda desc: desc.num_tokens, reverse=True)
+
+
+def _with_more_requests(graphs: Sequence[Any]) -> Iterator[Any]:
+    """Yield the first graph, then graphs that hold more requests."""
+    most = 0
+    for graph in graphs:
+        if most < min(graph.num_reqs, graphs[0].num_tokens):
+            most = graph.num_reqs
+            yield graph
