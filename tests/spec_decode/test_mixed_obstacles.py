@@ -108,6 +108,7 @@ def test_before_a_start_it_is_known_what_hopper_needs(
     text = SimpleNamespace(model_type="qwen3_next", linear_key_head_dim=8)
     runner = change(runner_v2(), "model_config.hf_text_config", text)
     runner.vllm_config.additional_config = {"gdn_prefill_backend": asked}
+    runner.vllm_config.model_config = runner.model_config
     # Where there are builders, they say it.
     runner.attn_groups = []
     assert ("--gdn-prefill-backend triton gives these graphs" in str(why_not(runner, MIXED))) is refused

@@ -19,7 +19,6 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.sample import logits_processor
 
@@ -326,8 +325,8 @@ def _no_decode_apart(runner: Any) -> str:
 
 def _some_batches_only(runner: Any) -> str:
     # `doctor --for` knows no builders.
-    if _hopper_delta_rule(runner):
-        return _delta_rule_refused(runner, "flashinfer")
+    if (prefill := _resolved_prefill(runner)) not in ("", "triton"):
+        return _delta_rule_refused(runner, prefill)
     refused = []
     for group in (group for groups in runner.attn_groups for group in groups):
         builder = builder_of(group)
@@ -346,20 +345,20 @@ def _some_batches_only(runner: Any) -> str:
     return ", ".join(dict.fromkeys(refused))
 
 
-def _hopper_delta_rule(runner: Any) -> bool:
-    """Whether vLLM chooses FlashInfer for prompts of Qwen's gated delta rule."""
-    config = runner.vllm_config
+def _resolved_prefill(runner: Any) -> str:
+    """Return what computes prompts of Qwen's gated delta rule, or ""."""
     text: Any = getattr(runner.model_config, "hf_text_config", None)
     if not (hasattr(text, "linear_key_head_dim") and str(text.model_type).startswith("qwen")):
-        return False
-    more = config.additional_config if isinstance(config.additional_config, dict) else {}
-    asked = more.get("gdn_prefill_backend", "auto") in ("auto", "flashinfer")
-    if not (asked and current_platform.is_cuda() and current_platform.is_device_capability(90)):
-        return False
+        return ""
     from vllm.v1.attention.backends import gdn_attn
 
-    # Up to 0.31 there are no graphs with Triton either.
-    return hasattr(gdn_attn, "MambaPrefillCheckpointBuilder")
+    if not hasattr(gdn_attn, "MambaPrefillCheckpointBuilder"):
+        # Up to 0.31 there are no graphs with Triton either.
+        return ""
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import _resolve_gdn_prefill_backend
+
+    backend: str = _resolve_gdn_prefill_backend(runner.vllm_config)[1]
+    return backend
 
 
 def _delta_rule_refused(runner: Any, prefill_backend: str) -> str:
