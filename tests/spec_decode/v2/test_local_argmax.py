@@ -85,6 +85,7 @@ TAKEN = {"over the drafter's own vocabulary": EagleSpeculator, "per rank": per_r
         (lambda: changed("model.lm_head.num_embeddings", WORDS + 1), "added words"),
         (lambda: changed("model.lm_head.org_vocab_size", WORDS - 1), "added words"),
         (lambda: EagleSpeculator(Unordered), "not in the target's order"),
+        (lambda: changed("speculative_config", SimpleNamespace()), "cannot be read: AttributeError"),
     ],
 )
 def test_which_drafters_pick_among_fewer(make: Callable[[], Any], decision: str, notes: dict[str, str]) -> None:

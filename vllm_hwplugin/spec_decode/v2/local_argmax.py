@@ -20,6 +20,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.models.interfaces import LocalArgmaxMixin
 
 from vllm_hwplugin.base import run_records
+from vllm_hwplugin.base.fallback import in_a_line
 
 #: vLLM's speculators that sample by `sample_draft`, and give the model no step. Subclasses sample in their own ways.
 _SPECULATORS: Final = (
@@ -46,7 +47,10 @@ def take_local_argmax(speculator: Any) -> None:
     own = getattr(model, "draft_id_to_target_id", None) is not None
     if not own and getattr(getattr(model, "lm_head", None), "tp_size", 1) == 1:
         return
-    reason = whole_logits_needed(speculator) or _obstacle(speculator)
+    try:
+        reason = whole_logits_needed(speculator) or _obstacle(speculator)
+    except Exception as error:  # A model of another shape, whose start must go on.
+        reason = f"the drafter cannot be read: {in_a_line(error)}"
     speculator.use_local_argmax_reduction = reason is None
     run_records.note(_RECORD, reason or ("over the drafter's own vocabulary" if own else "per rank"))
 
