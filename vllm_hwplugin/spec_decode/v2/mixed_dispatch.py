@@ -42,7 +42,8 @@ class MixedDispatch:
         self._most_prompts: int | None = None
         # Of the current step.
         self._has_media = self._other_kernels = False
-        self._target: Any = None
+        # Whether the target's FULL graph is a mixed batch's, or None without a FULL graph.
+        self._replays: bool | None = None
         self._num_tokens = 0
         self._longest: int | None = None
 
@@ -68,7 +69,7 @@ class MixedDispatch:
 
     def replays(self) -> bool:
         """Whether the target replays a mixed batch's graph in this step."""
-        return self._target is not None and is_mixed(self._target)
+        return self._replays is True
 
     def _see_requests(self, vllms: Callable[..., None], scheduler_output: Any) -> None:
         vllms(scheduler_output)
@@ -90,7 +91,8 @@ class MixedDispatch:
         desc = vllms(num_reqs, num_tokens, *more, **named)
         if (self._has_media and self._rules(desc)) or (self._other_kernels and is_mixed(desc)):
             desc = _other_than(desc, self._runner.cudagraph_manager, num_reqs, num_tokens)
-        self._target, self._num_tokens = desc, num_tokens
+        self._replays = is_mixed(desc) if desc.cg_mode == CUDAGraphMode.FULL else None
+        self._num_tokens = num_tokens
         return desc
 
     def _dispatch_first_pass(
@@ -101,7 +103,7 @@ class MixedDispatch:
         desc, speculator = vllms(num_reqs, num_tokens, *more, **named), self._runner.speculator
         if not self._rules(desc):
             return desc
-        if self._target.cg_mode != CUDAGraphMode.FULL or is_mixed(self._target) != is_mixed(desc):
+        if self._replays is not is_mixed(desc):
             return _other_than(desc, speculator.prefill_cudagraph_manager, num_reqs, num_tokens)
         if getattr(speculator, "supports_mm_inputs", False):
             # Its graph embeds all ids. After the batch there are ids of earlier batches, and an image's id may be
