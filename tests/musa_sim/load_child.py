@@ -273,6 +273,14 @@ def split_alike() -> None:
     GDNAttentionBackend.supports_batch_invariance = classmethod(lambda cls: True)
 
 
+def add_in_one_order() -> None:
+    """Have no kernel of adapters split a sum: its parts are added as they come, and round otherwise in each run."""
+    load_plugins()
+    from vllm.lora.ops.triton_ops import utils
+
+    utils.is_batch_invariant = True
+
+
 def end_own_sizes_at(ceiling: int) -> None:
     """Have vLLM's own capture sizes end there."""
     from vllm.config import VllmConfig
@@ -415,6 +423,8 @@ def one(job: dict, others_follow: bool) -> dict:
         images.register()
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         split_alike()
+    if job["options"].get("enable_lora"):
+        add_in_one_order()
     if job["ceiling"] is not None:
         end_own_sizes_at(job["ceiling"])
     import torch
