@@ -49,7 +49,7 @@ from importlib.machinery import SourceFileLoader
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.patching._finder import CopyFinder
 finder = next((item for item in sys.meta_path if isinstance(item, CopyFinder)), None)
-own = stock = 0.0
+own = baseline = 0.0
 for name, copy in (finder.copies if finder else {}).items():
     begin = clock()
     finder.find_spec(name).loader.get_code(name)
@@ -57,15 +57,15 @@ for name, copy in (finder.copies if finder else {}).items():
     root = run_records.current().vllm_root
     path = f"{root}/{name.replace('.', '/')}" + ("/__init__.py" if copy.is_package else ".py")
     SourceFileLoader(name, path).get_code(name)
-    own, stock = own + middle - begin, stock + clock() - middle
+    own, baseline = own + middle - begin, baseline + clock() - middle
 begin = clock()
 for copy in (finder.copies if finder else {}).values():
     compile(copy.text, str(copy.path), "exec", dont_inherit=True)
 compiled = clock() - begin
 entry = run_records.current() or run_records.new("switched off")
 print(json.dumps({
-    "register_ms": 1e3 * (registered - start), "load_ms": 1e3 * (own - stock), "compile_ms": 1e3 * compiled,
-    "modules": len(entry.modules), "live": entry.live, "vllm": entry.vllm_version, "error": entry.error,
+    "register_ms": 1e3 * (registered - start), "load_ms": 1e3 * (own - baseline), "compile_ms": 1e3 * compiled,
+    "modules": len(entry.modules), "features": entry.live, "vllm": entry.vllm_version, "error": entry.error,
 }))
 """
 
@@ -100,7 +100,7 @@ def main() -> int:
         },
         "python": platform.python_version(),
         "vllm": first["vllm"],
-        "features": first["live"],
+        "features": first["features"],
         **provenance(),
         "budget": BUDGET,
         # By round, in processes with a warm cache, which have compiled nothing before.

@@ -17,7 +17,7 @@ from ._serve_tables import api_servers, live
 from ._text import escaped, item, paragraph, table
 
 _BOTH = ("stock", "patched")
-#: Model runner -> its sides, stock first.
+#: Model runner -> its sides, the baseline first.
 _RUNNERS = {"V1": _BOTH, "V2": ("mrv2", "mrv2-patched")}
 
 _HEAD = """# Benchmarks of engines

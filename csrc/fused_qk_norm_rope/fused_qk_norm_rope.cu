@@ -39,7 +39,7 @@ constexpr int kOwn = 2 * kWide;        // elements of a head that one thread hol
 constexpr int kUsualLanes = 8;         // threads for a head of 128, which have their own kernel
 constexpr int64_t kMaxHeads = 1 << 16;  // keeps the indices of heads and rows within 32 bits
 
-// From here on each thread gets several heads: far more threads than a device keeps resident at once, so that sharing
+// From here on each thread gets several heads: far more threads than a device keeps resident, so that sharing
 // cosines and having more loads under way costs no parallelism. On an H200 two heads lose with 0.6 million threads,
 // gain with 2.6 million, and are faster than four.
 constexpr int64_t kManyThreads = 1 << 20;

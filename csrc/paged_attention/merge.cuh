@@ -45,7 +45,7 @@ __device__ __forceinline__ void merge_part(
     const int split = lane + i * 32;
     lse[i] = split < used ? p.partial_lse[partials.lse(split, row)] : -INFINITY;
   }
-  // Asked for before the weights are known, so that both are on their way at once, but behind them.
+  // Asked for before the weights are known, so that both are on their way together, but behind them.
   float4 part[kSlices][kSplits];
 #pragma unroll
   for (int slice = 0; slice < kSlices; ++slice) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void merge_part(
       sum.z += factors[i] * part[slice][i].z;
       sum.w += factors[i] * part[slice][i].w;
     }
-    // A loop around all of it would keep the compiler from asking for the first ones at once.
+    // A loop around all of it would keep the compiler from asking for the first ones early.
     const int piece = first + slice * (kMergeColumns / Partials::kPiece);
 #pragma unroll 8
     for (int split = kSplits * team + member; split < (piece * Partials::kPiece < columns ? used : 0); split += team) {

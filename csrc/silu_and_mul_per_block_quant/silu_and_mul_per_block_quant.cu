@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// silu(gate) * up, quantised to float8 e4m3 or int8 with one scale for each group of 64 or 128 elements of a row.
+// silu(`gate`) * `up`, quantised to float8 e4m3 or int8 with one scale for each group of 64 or 128 elements of a row.
 //
 // The arithmetic is the same as in vLLM's operation of this name, in float32 from load to store, and no sum depends on
 // an order, so the result can be compared with vLLM's bit for bit.
@@ -34,7 +34,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int kThreads = 256;
-// Elements of a thread: 16 bytes of gate, 16 of up.
+// Elements of a thread: 16 bytes of `gate`, 16 of `up`.
 constexpr int kWide = 8;
 // With few elements only latency counts: threads have half as much to compute, and smaller blocks spread over more
 // multiprocessors, each with its own part of the bandwidth. On an H200 this still gains for 64 rows of 12288 elements,
@@ -48,7 +48,7 @@ constexpr int64_t kMaxTokens = 1 << 30;
 constexpr int64_t kMaxHidden = int64_t{65535} * (kThreads / 2) * kWide;
 // From here on a thread has two rows, so that twice as many loads are under way; below, more threads are of more use.
 constexpr int64_t kManyElements = 1 << 22;
-// exp(-gate) is below kLarge above this one.
+// `exp(-gate)` is below kLarge above this one.
 constexpr float kLowGate = -69.0f;
 
 template <typename scalar_t, int kWidth>

@@ -36,7 +36,7 @@ struct Problem {
   int steps;
   // Stages of the ring.
   int stages;
-  // The first half of the weights' rows are gates, and silu of the gates is multiplied with the second half. A tile
+  // The first half of the weights' rows are `gate`, and silu(`gate`) is multiplied with the second half. A tile
   // then has kRows / 2 of each.
   bool gated;
 };

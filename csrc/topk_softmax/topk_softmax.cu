@@ -4,7 +4,7 @@
 // A warp, or a part of one, holds a row in registers: each lane a run of neighbouring experts. Each step of the
 // selection finds the largest of the integers that stand for the experts, for which a warp has one instruction.
 //
-// Logits of 16 bits leave room in such an integer for the number of the expert: it is then unique, and decides the
+// Logits of 16 bits leave bits of such an integer for the number of the expert: it is then unique, and decides the
 // choice. It distinguishes logits that round to one probability, which vLLM's kernel does not. Otherwise the integer is
 // the probability, as in vLLM's kernel, and a vote finds the lowest lane with the largest one; as lanes hold runs of
 // neighbours, that is also the lowest expert.

@@ -59,14 +59,14 @@ def test_greedy_texts_equal_those_without_speculation(demo, name):
 
 
 def test_eagle3_accepts_what_stock_accepts(demo):
-    stock, patched = demo["rows"]["Eagle3 stock"], demo["rows"]["Eagle3 patched"]
+    stock, patched = demo["rows"]["Eagle3 unpatched"], demo["rows"]["Eagle3 patched"]
     assert patched["drafts"] == stock["drafts"] > 0
     assert patched["acceptance_per_position"] == stock["acceptance_per_position"]
     assert len(stock["acceptance_per_position"]) == 3
 
 
 def test_dflash_drafts_as_plain_torch_does_once_patched(demo):
-    assert demo["rows"]["DFlash stock"]["drafts"] == pytest.approx(ONE_ROW_FOR_ALL_LAYERS, abs=NEAR_TIES)
+    assert demo["rows"]["DFlash unpatched"]["drafts"] == pytest.approx(ONE_ROW_FOR_ALL_LAYERS, abs=NEAR_TIES)
     assert demo["rows"]["DFlash patched"]["drafts"] == pytest.approx(PLAIN_TORCH, abs=NEAR_TIES)
 
 

@@ -21,7 +21,7 @@ def gates(arguments: Sequence[str]) -> int:
     parser = Parser(
         "gates",
         "List the environment variables and their values.\n\nExit status 1: a value is invalid.",
-        ["gates", "gates | grep -v default"],
+        ["gates", "gates --json"],
     )
     add_optional_json(parser)
     options = parser.read(arguments)

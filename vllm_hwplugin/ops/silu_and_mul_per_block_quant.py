@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch.ops.hwplugin.silu_and_mul_per_block_quant``: silu(gate) * up, quantised with a scale for each group of a row.
+"""``torch.ops.hwplugin.silu_and_mul_per_block_quant``: silu of a row's first half times the second, quantised by group.
 
 The formulas are vLLM's (csrc/quantization/fused_kernels/fused_silu_mul_block_quant.cu), in float32 from load to store::
 
@@ -36,7 +36,7 @@ def silu_and_mul_per_block_quant(
 
     Args:
         out: [tokens, hidden_size], float8_e4m3fn or int8, contiguous. Written.
-        input: [tokens, 2 * hidden_size], float16 or bfloat16, gate and then up. Rows may lie apart.
+        input: [tokens, 2 * hidden_size], float16 or bfloat16, `gate` and then `up`. Rows may lie apart.
         scales: [tokens, hidden_size / group_size], float32. Written. Rows may lie apart; transposed, columns may, as in
             ``torch.empty(groups, tokens).t()``, also with padding for TMA. Transposed, also [groups, tokens].
 

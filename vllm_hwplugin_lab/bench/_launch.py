@@ -336,7 +336,7 @@ def _error(code: int, events: Sequence[Event]) -> str | None:
 
 
 def records_of(kin: set[int], since: datetime) -> tuple[dict[str, Any], ...]:
-    """Return the run records of these processes and their children.
+    """Return the run records that these processes and their children wrote.
 
     The oldest is first.
     """

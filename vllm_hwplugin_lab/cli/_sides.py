@@ -23,7 +23,7 @@ from ._options import JsonFile, known
 
 #: Values of `MoreSidesOption`.
 _MORE = (*ALL_SIDES, *PLUGIN_SIDES)
-_ALL = f"{', '.join(ALL_SIDES)} (stock: unpatched; `mrv2`: Model Runner V2)"
+_ALL = f"{', '.join(ALL_SIDES)} (`stock`: unpatched; `mrv2`: Model Runner V2)"
 SidesOption = Annotated[
     list[str] | None, typer.Option("--side", help=f"{_ALL}; can be repeated; default: all that run here.")
 ]

@@ -43,9 +43,9 @@ class Configuration:
 
 CONFIGURATIONS = (
     Configuration("no speculation", None, False),
-    Configuration("Eagle3 stock", "eagle3", False),
+    Configuration("Eagle3 unpatched", "eagle3", False),
     Configuration("Eagle3 patched", "eagle3", True),
-    Configuration("DFlash stock", "dflash", False),
+    Configuration("DFlash unpatched", "dflash", False),
     Configuration("DFlash patched", "dflash", True),
 )
 

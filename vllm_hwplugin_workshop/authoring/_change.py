@@ -50,7 +50,7 @@ class LeftOut(NamedTuple):
     """A file of the change that no patch can carry; `way_out` is empty if vLLM runs the same without it."""
 
     path: str
-    what: str
+    reason: str
     way_out: str = ""
 
 
@@ -132,7 +132,7 @@ def read_series(data: bytes, name: str, prefix: str = "") -> tuple[Change, ...]:
     parts = [part for part in _parts(text) if part.strip()] or [text]
     changes = [_read(part, name, prefix) for part in parts]
     if not any(change.steps for change in changes):
-        listed = ", ".join(f"{file.path} ({file.what})" for change in changes for file in change.left_out)
+        listed = ", ".join(f"{file.path} ({file.reason})" for change in changes for file in change.left_out)
         unusable = f"nothing to carry in {listed}; {EDIT_ONLY}, new code belongs in your own package"
         none = "no '--- a/... +++ b/...' header found; write it with `git diff` or `git format-patch`"
         raise ChangeError(f"{name}: {unusable if listed else none}")
@@ -169,7 +169,7 @@ def settled(changes: Iterable[Change], sources: Sequence[Source]) -> tuple[Chang
     added: set[str] = set()
     remaining: list[Change] = []
     for change in changes:
-        added |= {file.path for file in change.left_out if file.what == _NEW}
+        added |= {file.path for file in change.left_out if file.reason == _NEW}
         absent = [step for step in change.steps if all(source.read(step.diff.path) is None for source in sources)]
         # Without `/dev/null`: a hunk that only adds lines is for an empty file, or for none.
         new = [step for step in absent if step.diff.path in added or not any(hunk.before for hunk in step.diff.hunks)]

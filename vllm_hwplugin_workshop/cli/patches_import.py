@@ -92,7 +92,7 @@ def _import_one(
     for path in dict.fromkeys(change.paths):
         line(f"  {path}")
     for left in change.left_out:
-        line(f"left out: {left.path}: {left.what}" + (f"; {left.way_out}" if left.way_out else ""))
+        line(f"left out: {left.path}: {left.reason}" + (f"; {left.way_out}" if left.way_out else ""))
     report_outcomes(carried, verbose=options.verbose)
     if folder is not None and good:
         create(folder, about_of(change, folder.name, options.gate, upstream), made, upstream, required)

@@ -74,7 +74,7 @@ def result(change: Change) -> dict[str, str]:
 )
 def test_every_form_gives_what_git_checks_out(repository: Repository, arguments: tuple[str, ...]) -> None:
     change = read_change(repository.git(*arguments), "it.patch")
-    assert {item.path: item.what for item in change.left_out} == LEFT_OUT
+    assert {item.path: item.reason for item in change.left_out} == LEFT_OUT
     assert [item.path for item in change.left_out if not item.way_out] == ["csrc/new.cu", "tests/test_alpha.py"]
     assert result(change) == {path: (repository.folder / path).read_bytes().decode() for path in (PATH, CRLF)}
     if arguments[0] == "diff":
