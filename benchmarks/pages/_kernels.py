@@ -67,8 +67,8 @@ def _attention(file: Found) -> Iterator[str]:
     yield f"## Attention with heads of 512: {file.device}, vLLM {file.vllm}"
     yield ""
     yield paragraph(
-        "The time of another kernel, by the time of the plugin's CUDA kernel on the same batch: above 1 the plugin's is "
-        "faster. 8 query heads, bfloat16, causal."
+        "The time of another kernel, by the time of the plugin's CUDA kernel on the same batch: above 1 the plugin's "
+        "is faster. 8 query heads, bfloat16, causal."
     )
     shapes = [f"{c.batch} x {c.query} tokens, {c.kv_heads} KV head{'s'[: c.kv_heads - 1]}" for c in attention.PREFILL]
     others = [name for name in present(results, attention.PREFILL) if name != attention.OURS]

@@ -302,7 +302,7 @@ GATES: Final[tuple[Gate, ...]] = (
         PLAIN_DECODE,
         "bool",
         False,
-        "Graphs of sampling, of inputs and of batches with prompts for an engine without speculation (Model Runner V2). "
+        "Graphs of sampling, inputs and batches with prompts for an engine without speculation (Model Runner V2). "
         "It takes time at the start and memory, and gains where the GPU waits for the host, as with very small models.",
         affects=("graphs",),
         since="0.2.0",

@@ -84,7 +84,8 @@ def cells(result, name):
 
 
 @pytest.mark.parametrize(
-    ("failed", "code"), [({"DFlash patched"}, 1), ({"DFlash unpatched"}, 2), ({"DFlash unpatched", "DFlash patched"}, 2)]
+    ("failed", "code"),
+    [({"DFlash patched"}, 1), ({"DFlash unpatched"}, 2), ({"DFlash unpatched", "DFlash patched"}, 2)],
 )
 def test_only_what_the_plugin_does_is_a_finding(run, failed, code):
     def launch(job):

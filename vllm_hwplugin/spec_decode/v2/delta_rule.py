@@ -124,15 +124,13 @@ class FixedBuilder:
         vllms: Callable[..., Any],
         common_prefix_len: int,
         common_attn_metadata: Any,
-        num_accepted_tokens: torch.Tensor | None = None,
-        num_decode_draft_tokens_cpu: torch.Tensor | None = None,
+        num_accepted_tokens: Any = None,
+        num_decode_draft_tokens_cpu: Any = None,
         **settings: Any,
     ) -> Any:
         if not self._replays():
             given = common_attn_metadata, num_accepted_tokens, num_decode_draft_tokens_cpu
             return vllms(common_prefix_len, *given, **settings)
-        assert num_accepted_tokens is not None
-        assert num_decode_draft_tokens_cpu is not None
         lengths = common_attn_metadata.query_start_loc_cpu.diff().numpy().astype(np.int64)
         decodes = num_decode_draft_tokens_cpu.numpy() >= 0
         return self._fill(common_attn_metadata, lengths, decodes, num_accepted_tokens)

@@ -8,6 +8,7 @@ logits processor multiplies by. The target keeps its head and verifies, so only 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -61,7 +62,7 @@ def install(runner: Any) -> None:
                 put_before(runner, name, head.refresh_after)
         put_before(runner, "add_requests", head.add_requests)
     if head.ring is not None:
-        put_before(runner, "finish_requests", head.finish_requests)
+        put_before(runner, "finish_requests", partial(head.finish_requests, head.ring))
 
 
 def places(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Any]]:
@@ -247,9 +248,8 @@ class DraftHead:
         if self.ring is not None:
             self.head.ids.index_copy_(0, pair[0], pair[1])
 
-    def _feed(self, tokens: np.ndarray) -> None:
-        assert self.ring is not None
-        slots, new = self.ring.take(tokens)
+    def _feed(self, ring: Ring, tokens: np.ndarray) -> None:
+        slots, new = ring.take(tokens)
         if len(new):
             # Before the step's drafts, on their stream.
             self._write(slots, new)
@@ -266,17 +266,18 @@ class DraftHead:
         vllms(scheduler_output)
         if vars(self._runner).pop("hwplugin_woken", False):
             self.refresh()
-        for request in scheduler_output.scheduled_new_reqs if self.ring is not None else ():
-            self._feed(np.asarray(request.prefill_token_ids, dtype=np.int64))
+        if self.ring is None:
+            return
+        for request in scheduler_output.scheduled_new_reqs:
+            self._feed(self.ring, np.asarray(request.prefill_token_ids, dtype=np.int64))
 
-    def finish_requests(self, vllms: Callable[..., Any], scheduler_output: Any) -> None:
-        assert self.ring is not None
+    def finish_requests(self, ring: Ring, vllms: Callable[..., Any], scheduler_output: Any) -> None:
         for prompt, tokens in self._ended(scheduler_output.finished_req_ids):
-            self.ring.count(tokens[prompt:])
-            self._feed(tokens)
+            ring.count(tokens[prompt:])
+            self._feed(ring, tokens)
         # Each note writes a file.
-        if self.ring.sampled > 2 * self._noted:
-            self._noted = self.ring.sampled
+        if ring.sampled > 2 * self._noted:
+            self._noted = ring.sampled
             self.note()
         vllms(scheduler_output)
 
