@@ -11,7 +11,6 @@ from ..musa_sim import loads
 from ..musa_sim.loads import Load
 from ..musa_sim.test_hybrids import with_prompts
 from .engines import needs
-from .findings import keep
 from .mixed_load import run_each
 from .small_shapes import CASES
 
@@ -38,8 +37,6 @@ def test_graphs_change_nothing(keeps_prefixes: bool, tmp_path: Path) -> None:
     runs = run_each(load, tmp_path, "V2", sides, (FEATURE,), **case.variables)
     expected, found = runs["off"], runs["on"]
     replays = {side: run.counts["graph_replays"]["target"] for side, run in runs.items()}
-    facts = {"used": found.used, "unused": found.unused, "noted": found.noted, "steps": len(found.steps)}
-    keep(f"delta rule, prefixes {keeps_prefixes}", {**facts, "replays": replays, "accepted": expected.accepted()})
     loads.assert_same(expected, found)
     assert FEATURE in found.used
     assert 0 < expected.accepted()[-1] < expected.accepted()[0]

@@ -11,7 +11,6 @@ from ..musa_sim import images, loads
 from ..musa_sim.loads import Load
 from ..musa_sim.test_images import DRAFTS, requests_in_pieces, steps_with_images
 from .engines import SMALL_ENGINE, needs
-from .findings import keep
 from .mixed_load import run_each
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
@@ -50,8 +49,6 @@ def test_graphs_change_nothing(features: tuple[str, ...], tmp_path: Path) -> Non
     expected, found = runs["off"], runs["on"]
     shown = steps_with_images(found, requests, 0)
     replays = {side: run.counts["graph_replays"]["target"] for side, run in runs.items()}
-    facts = {"used": found.used, "unused": found.unused, "shown": shown, "steps": len(found.steps), "replays": replays}
-    keep(f"images {' '.join(features)}", {**facts, "counted": found.counted, "accepted": expected.accepted()})
     loads.assert_same(expected, found)
     assert set(features) <= set(found.used)
     assert 0 < expected.accepted()[-1] < expected.accepted()[0]

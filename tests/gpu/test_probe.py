@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from .findings import keep
-
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
 OWN = "vllm_hwplugin.attention.cuda.CudaFlashAttentionBackend"
@@ -51,4 +49,3 @@ def test_what_the_plugins_flash_attn_declares_holds(tmp_path: Path) -> None:
     missing = {key: found.get(key, {}).get("behaviour") for key in MUST_WORK}
     assert {key for key, behaviour in missing.items() if behaviour != "works"} == set(), ended.stdout[-6000:]
     assert all(found[key]["ratio"] <= report["settings"]["factor"] for key in MUST_WORK)
-    keep("probe", report)

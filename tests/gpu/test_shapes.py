@@ -16,7 +16,6 @@ import pytest
 from ..musa_sim import loads
 from ..musa_sim.loads import Request, Run
 from .engines import needs
-from .findings import keep
 from .mixed_load import run_each
 from .small_shapes import CASES, V1_GRAPHS, V2_GRAPHS
 
@@ -32,7 +31,6 @@ def compare(name: str, folder: Path, runner: str, expected: Mapping[str, str], f
     sides: dict[str, dict[str, str]] = {"off": {}, "auto": dict.fromkeys(features, "auto")}
     runs = run_each(made, folder, runner, sides, features, **case.variables)
     stock, graphs = runs["off"], runs["auto"]
-    keep(f"shape {name} {runner}", {"used": graphs.used, "unused": graphs.unused, "accepted": stock.accepted()})
     loads.assert_same(stock, graphs)
     assert (stock.runner, graphs.runner) == (runner, runner)
     assert set(features).isdisjoint(stock.used)
@@ -80,8 +78,6 @@ def test_mixed_graphs_over_mla(tmp_path: Path) -> None:
     expected, found = runs["off"], runs["on"]
     replays = {side: run.counts["graph_replays"]["target"] for side, run in runs.items()}
     longest = [max(step["scheduled"].values()) for step in found.steps]
-    facts = {"used": found.used, "unused": found.unused, "steps": len(longest), "replays": replays}
-    keep("mixed graphs over MLA", {**facts, "noted": found.noted, "accepted": expected.accepted()})
     loads.assert_same(expected, found)
     assert set(features) <= set(found.used)
     assert_means_something(expected, case.k)

@@ -30,9 +30,8 @@ from vllm_hwplugin_lab.bench._entry_points import provide
 from vllm_hwplugin_lab.bench._launch import child_environment, records_of
 
 from .engines import PROFILED_ENGINE, SMALL_ENGINE, needs
-from .findings import keep
 from .test_drafter_graphs import ACCEPTANCE_TOLERANCE
-from .test_gemma_shape import agree, parted
+from .test_gemma_shape import agree
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -148,16 +147,7 @@ def run_side(folder: Path, name: str, side: str) -> dict[str, Any]:
 
 
 def run_both(folder: Path, name: str) -> dict[str, dict[str, Any]]:
-    answers = run_sides(folder, {side: partial(run_side, name=name, side=side) for side in SIDES})
-    for side, answer in answers.items():
-        facts = {key: value for key, value in answer.items() if key not in ("texts", "choices")}
-        if "error" in facts:
-            facts["error"] = facts["error"][-6000:]
-        elif "error" not in answers["stock"] and not on_v2(name):
-            gaps, compared = parted(answers["stock"], answer)
-            facts |= {"gaps": gaps, "compared": compared}
-        keep(f"two GPUs {name} {side}", facts)
-    return answers
+    return run_sides(folder, {side: partial(run_side, name=name, side=side) for side in SIDES})
 
 
 def served(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
