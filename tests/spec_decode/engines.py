@@ -233,6 +233,28 @@ class Model(torch.nn.Module):
         return self.lm_head(hidden_states)
 
 
+class BlockModel(Model):
+    """A DFlash draft: it also has keys of the target's states, of each token of a batch."""
+
+    combine_hidden_states = staticmethod(torch.tanh)
+
+    def precompute_and_store_context_kv(self, states: Any, positions: Any, slots: Any = None) -> None:
+        if slots is not None:
+            key = states @ self.mix + torch.sin(positions[:, None] * (1 + torch.arange(HIDDEN)))
+            self.kv[torch.where(slots < 0, len(self.kv) - 1, slots)] = key
+
+    def forward(self, input_ids: Any, positions: Any, **_: Any) -> Any:
+        return super().forward(input_ids, positions, torch.zeros(len(input_ids), HIDDEN))[0]
+
+
+class BlockTarget(Model):
+    """Its target, which has states of a layer for it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = super().forward(*args, **kwargs)
+        return hidden, [hidden.flip(1)]
+
+
 class Context:
     """vLLM's `set_forward_context`, for the models here and for vLLM's wrapper of graphs."""
 
@@ -270,6 +292,7 @@ def config_of(
     largest: int,
     drafts: int,
     schedule: Sequence[Sequence[int]] | None,
+    blocks: bool,
 ) -> Any:
     """What scheduler and runner ask of vLLM's `VllmConfig`.
 
@@ -281,6 +304,7 @@ def config_of(
         largest: tokens of the largest graph.
         drafts: of a request in a step; 0 without speculation.
         schedule: of numbers of drafts.
+        blocks: whether the drafter is DFlash.
     """
 
     def no(*_: Any) -> bool:
@@ -292,14 +316,15 @@ def config_of(
         get_hidden_size=lambda: HIDDEN,
         get_vocab_size=lambda: VOCAB,
         get_inputs_embeds_size=lambda: HIDDEN,
-        hf_config=types.SimpleNamespace(),
+        hf_config=types.SimpleNamespace(num_hidden_layers=0, mask_token_id=VOCAB - 1),
+        architectures=[],
         max_model_len=None,
         uses_mrope=False,
         uses_xdrope_dim=0,
     )
     speculative = StandIn(
         "speculative_config",
-        method="eagle",
+        method="dflash" if blocks else "eagle",
         num_speculative_tokens=drafts,
         num_speculative_tokens_per_batch_size=schedule,
         draft_model_config=draft,
@@ -323,11 +348,12 @@ def config_of(
         speculative_token_tree=str([(0,) * count for count in range(1, 1 + drafts)]),
         **dict.fromkeys(
             (
-                *("use_ngram", "use_ngram_gpu", "use_dspark", "use_dflash", "use_gemma4_mtp", "use_step3p5_mtp"),
+                *("use_ngram", "use_ngram_gpu", "use_dspark", "use_gemma4_mtp", "use_step3p5_mtp"),
                 *("use_multi_module_mtp", "uses_draft_model", "uses_extract_hidden_states"),
             ),
             no,
         ),
+        use_dflash=lambda: blocks,
     )
     compilation = StandIn(
         "compilation_config",
@@ -346,7 +372,7 @@ def config_of(
         "vllm_config",
         speculative_config=speculative if drafts else None,
         num_speculative_tokens=drafts,
-        num_lookahead_tokens=drafts,
+        num_lookahead_tokens=drafts + blocks,
         num_prefill_lookahead_tokens=1,
         num_hash_lookahead_tokens=1,
         compilation_config=compilation,
@@ -498,6 +524,7 @@ class Engine:
         rank: of data parallelism, and of how many.
         window: whether the target has a layer with a sliding window, whose keys are in a group of blocks of their own.
         recurrent: whether it has one with a state, likewise.
+        blocks: whether the drafter is DFlash.
 
     Attributes:
         runner: a `GPUModelRunner` that has its KV cache.
@@ -523,6 +550,7 @@ class Engine:
         rank: tuple[int, int] = (0, 1),
         window: bool = False,
         recurrent: bool = False,
+        blocks: bool = False,
     ) -> None:
         names = ("target", "draft") if drafts else ("target",)
         more = {
@@ -532,12 +560,13 @@ class Engine:
         layers = {name: Layer() for name in names} | more
         self.drafts = drafts
         self.context = Context()
-        self.models = [Model(name, self.context) for name in names]
+        kinds = (BlockTarget, BlockModel) if blocks else (Model, Model)
+        self.models = [kind(name, self.context) for kind, name in zip(kinds, names, strict=False)]
         if more:
             self.models[0] = Model("target", self.context, **{name: name for name in more})
         choices: dict[str, Any] = {"asynchronous": asynchronous, "drawn": drawn, "mode": mode, "drafts": drafts}
         choices["largest"] = (1 + drafts) * MAX_REQS if largest is None else largest
-        self.config = config_of(layers, **choices, schedule=schedule)
+        self.config = config_of(layers, **choices, schedule=schedule, blocks=blocks)
         parallel = self.config.parallel_config
         parallel.data_parallel_rank, parallel.data_parallel_size = rank
         self.config.model_config.is_hybrid = recurrent
@@ -545,9 +574,9 @@ class Engine:
         self.config.cache_config.enable_prefix_caching = not recurrent
         groups = [KVCacheGroupSpec(list(names), layers["target"].get_kv_cache_spec(self.config))]
         groups += [KVCacheGroupSpec([name], layer.get_kv_cache_spec(self.config)) for name, layer in more.items()]
-        blocks = MOST_BLOCKS if recurrent else NUM_BLOCKS
-        self.config.cache_config.num_gpu_blocks = blocks
-        self.kv_cache_config = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+        num_blocks = MOST_BLOCKS if recurrent else NUM_BLOCKS
+        self.config.cache_config.num_gpu_blocks = num_blocks
+        self.kv_cache_config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         self._asynchronous, self._grammars = asynchronous, Grammars(VOCAB // 2, drafts)
         kv_cache_utils.init_none_hash(_hashed)
         self._begin()

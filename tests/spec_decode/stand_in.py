@@ -48,6 +48,9 @@ class StandIn(types.SimpleNamespace):
         super().__init__(**has)
         self._stands_for = stands_for
 
+    def __copy__(self) -> StandIn:
+        return StandIn(self._stands_for, **vars(self))
+
     def __getattr__(self, name: str) -> No:
         if name.startswith("__") or "_stands_for" not in vars(self):
             raise AttributeError(name)

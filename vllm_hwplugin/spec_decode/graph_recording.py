@@ -260,7 +260,7 @@ def kept_kernels() -> Iterator[None]:
             os.environ[_TRITON_CACHE] = named
 
 
-def record_graph(run: Callable[[], None], pool: Any, vllm_config: Any) -> torch.cuda.CUDAGraph:
+def record_graph(run: Callable[[], object], pool: Any, vllm_config: Any) -> torch.cuda.CUDAGraph:
     """Capture `run` on the current stream, which is not the default stream.
 
     `run` is called once before: kernels must not compile or tune themselves during a capture. `torch.cuda.graph` would
@@ -277,7 +277,7 @@ def record_graph(run: Callable[[], None], pool: Any, vllm_config: Any) -> torch.
     return graph
 
 
-def _capture(graph: torch.cuda.CUDAGraph, run: Callable[[], None], pool: Any, vllm_config: Any) -> None:
+def _capture(graph: torch.cuda.CUDAGraph, run: Callable[[], object], pool: Any, vllm_config: Any) -> None:
     failure: Exception | None = None
     # It also names the pool to collectives in symmetric memory, which leave the pool for a while.
     with capture_pool(pool, vllm_config) as pool:
@@ -323,7 +323,7 @@ def leave_capture(pool: Any, *, broken: bool | None) -> None:
     empty.capture_end()
 
 
-def _together(work: Callable[[], None]) -> None:
+def _together(work: Callable[[], object]) -> None:
     """Do `work`, and fail if any rank of tensor parallelism fails."""
     try:
         work()

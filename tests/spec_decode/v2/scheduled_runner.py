@@ -9,6 +9,8 @@ a slot or a block that is not the request's changes what is sampled or drafted f
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -72,6 +74,15 @@ def best(
     return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(left_out, -torch.inf))
 
 
+def replace(config: Any, /, **changes: Any) -> Any:
+    """`dataclasses.replace`, also of a stand-in for a configuration."""
+    if dataclasses.is_dataclass(config):
+        return dataclasses.replace(config, **changes)  # type: ignore[type-var]
+    changed = copy.copy(config)
+    vars(changed).update(changes)
+    return changed
+
+
 #: What takes a device or a checkpoint, beside what `released_modules` has.
 STAND_INS: dict[str, Any] = {
     **released_modules.STAND_INS,
@@ -88,6 +99,8 @@ STAND_INS: dict[str, Any] = {
     "rejection_sample": verify,
     "apply_top_k_top_p": best,
     "current_stream": lambda: torch.cuda.current_stream(),
+    "replace": replace,
+    "set_eagle3_aux_hidden_state_layers": lambda *_, **__: None,
     "async_copy_to_np": lambda tensor: streams.copied(tensor).numpy(),
 }
 
@@ -118,7 +131,7 @@ class Side(Engine):
     def __init__(self, modules: ReleasedModules, **how: Any) -> None:
         super().__init__(**how)
         # The last is called otherwise up to 0.31.
-        drafters = ("target_dependent_ar", "autoregressive")
+        drafters = ("target_dependent_ar", "autoregressive", "dflash")
         for name in ("model_runner", "cudagraph_utils", *(f"spec_decode.{one}.speculator" for one in drafters)):
             if modules.has(f"{RUNNER}.{name}"):
                 vars(modules(name))["set_forward_context"] = self.context

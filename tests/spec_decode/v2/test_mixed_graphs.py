@@ -184,9 +184,11 @@ class Whole(Side):
         if self.executed is None:
             return set()
         batch, table = self.executed.input_batch, self.runner.block_tables.block_tables[0].gpu
-        found: set[int] = set()
+        # DFlash's block may end past a request's last token; vLLM 0.26 then writes into block 0, which no request has.
+        found = set(range(BLOCK)) if self.config.speculative_config.use_dflash() else set[int]()
         for row, end, count in zip(batch.idx_mapping_np, batch.seq_lens, batch.num_scheduled_tokens, strict=False):
-            places = torch.arange(int(end) - int(count), min(int(end) + DRAFTS, MAX_LENGTH))
+            last = min(int(end) + self.config.num_lookahead_tokens, MAX_LENGTH)
+            places = torch.arange(int(end) - int(count), last)
             found.update((table[row, places // BLOCK] * BLOCK + places % BLOCK).tolist())
         return found
 
@@ -252,6 +254,24 @@ def test_each_step_of_a_live_load_is_a_replay_and_nothing_differs(vllm_here, mod
 
 
 @pytest.mark.each_vllm("v2-mixed-graphs")
+def test_dflash_drafts_for_prompts_in_two_graphs(vllm_here) -> None:
+    """One by tokens, for the keys of the context, and one by requests, for their blocks."""
+    with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY, blocks=True) as sides:
+        live_load(sides)
+        # Target, sampling and these; vLLM replays only the pass over blocks.
+        assert sides.replays.count((1, 4)) > 2
+        outcomes = sides.both[1].runner.tail_graphs._drafting.outcomes()
+        assert outcomes["served"] > 12
+        # The last step of all makes no drafts.
+        assert max(outcomes.get("prompt", 0), outcomes.get("fewer_drafts", 0)) <= 1
+        # Longer than a kernel's block of the graph's requests, and ended by another step.
+        sides.add(prompt=[place % WORDS for place in range(40)], max_tokens=9, **PLAIN[0])
+        sides.step()
+        sides.add(prompt=[1, 2], max_tokens=9, **PLAIN[1])
+        sides.finish()
+
+
+@pytest.mark.each_vllm("v2-mixed-graphs")
 def test_a_graph_with_the_tokens_of_a_full_decode_batch_drafts_for_prompts(
     vllm_here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,17 +318,21 @@ def test_one_request_at_a_time_has_them(vllm_here, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.each_vllm("v2-mixed-graphs")
-def test_nor_does_it_whatever_happens_to_requests(vllm_here) -> None:
-    with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY) as sides:
+@pytest.mark.parametrize("blocks", [False, True])
+def test_nor_does_it_whatever_happens_to_requests(vllm_here, blocks: bool) -> None:
+    with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY, blocks=blocks) as sides:
         walk(sides, 3 * (PLAIN + BEST) + MORE, examples=15)
 
 
 @pytest.mark.each_vllm("v2-mixed-graphs")
-def test_over_flash_attention_2_larger_graphs_hold_fewer_requests(vllm_here, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("blocks", [False, True])
+def test_over_flash_attention_2_larger_graphs_hold_fewer_requests(
+    vllm_here, blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It launches blocks for the longest query of each request that the graph holds."""
     monkeypatch.setattr(mixed_graphs, "flash_versions", lambda group, config: {2})
     monkeypatch.setattr(mixed_graphs, "_FLASH_2_GRID", 50)
-    with with_them(vllm_here, CUDAGraphMode.FULL_AND_PIECEWISE) as sides:
+    with with_them(vllm_here, CUDAGraphMode.FULL_AND_PIECEWISE, blocks=blocks) as sides:
         manager = sides.both[1].runner.cudagraph_manager
         held = {one.num_tokens: one.num_reqs for one in manager.graphs if one.uniform_token_count is None}
         assert held == {size: min(size, MAX_REQS_HERE, 50 // size) for size in SIZES_HERE}
@@ -316,6 +340,12 @@ def test_over_flash_attention_2_larger_graphs_hold_fewer_requests(vllm_here, mon
         # Batches with more requests run in PIECEWISE graphs.
         modes = [manager.dispatch(reqs, 12, None, num_active_loras=0).cg_mode.name for reqs in (3, 4)]
         assert modes == ["FULL", "PIECEWISE"]
+        for number, length in enumerate((2, 2, 8)):
+            sides.add(prompt=[number, *range(length - 1)], max_tokens=9, **PLAIN[0])
+            sides.step()
+        sides.finish()
+    # DFlash's blocks of three requests are those of four, and a graph of 16 tokens makes inputs of three.
+    assert ("larger_batch" in sides.both[1].runner.tail_graphs._drafting.outcomes()) is blocks
 
 
 @pytest.mark.each_vllm("v2-mixed-graphs")

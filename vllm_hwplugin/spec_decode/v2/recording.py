@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from itertools import chain
 from typing import Any, Final
 
@@ -19,6 +21,7 @@ from vllm.v1.worker.gpu.sample import states as sampling_states
 
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, GraphShape, uniform_shape
 from vllm_hwplugin.spec_decode.draft_schedule import counts_of
+from vllm_hwplugin.spec_decode.drafters import MASK_METHODS
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch, is_mixed
@@ -117,7 +120,8 @@ def decode_shapes(runner: Any) -> list[GraphShape]:
 def mixed_shapes(runner: Any) -> list[GraphShape]:
     """Return the shapes of mixed batches, in descending order of tokens.
 
-    Target and first pass have FULL graphs of them. Planned graphs count, also before their capture.
+    The target has FULL graphs of them, and so has a first pass on its batch. Planned graphs count, also before their
+    capture.
     """
     # In a step with a prompt a draft that takes images gets embeddings from the host. Ranks of data parallelism agree
     # on tokens, and a graph of later passes would have other tokens on each.
@@ -125,9 +129,20 @@ def mixed_shapes(runner: Any) -> list[GraphShape]:
     if runner.dp_size > 1 or dispatch is None or getattr(speculator, "supports_mm_inputs", False):
         return []
     manager = getattr(speculator, "prefill_cudagraph_manager", None)
+    if drafts_in_blocks(runner):
+        # DFlash has no first pass, and reads none of the target's metadata.
+        manager = runner.cudagraph_manager if runner.lora_config is None else None
     planned = () if manager is None else manager._capture_descs.get(CUDAGraphMode.FULL, ())
-    shapes = (GraphShape(desc.num_tokens, desc.num_reqs, None) for desc in planned if is_mixed(desc))
+    shapes = [GraphShape(desc.num_tokens, desc.num_reqs, None) for desc in planned if is_mixed(desc)]
+    if drafts_in_blocks(runner):
+        # The drafter's inputs have a block for each request of the graph.
+        shapes = [shape for shape in shapes if shape.num_reqs * runner.decode_query_len <= runner.max_num_tokens]
     return sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True)
+
+
+def drafts_in_blocks(runner: Any) -> bool:
+    """Whether one pass makes all drafts of a request, as with DFlash."""
+    return runner.speculative_config.method in MASK_METHODS
 
 
 def decode_query_len(batch: Any, known: Container[int]) -> int | Reason:
@@ -171,10 +186,7 @@ def metadata_of_steps(speculator: Any) -> Iterator[list[Any]]:
     # The builders of such a drafter may work on the host, and a graph cannot. vLLM can update their metadata in place
     # (`builders.updated_in_place`), and does so before each step; up to 0.31 not before the first step, for which it
     # builds the metadata.
-    # 0.28 and 0.29 have the second name.
-    name = next(
-        name for name in ("_build_uniform_attn_metadata", "_build_draft_attn_metadata") if hasattr(speculator, name)
-    )
+    name = _build_of(speculator)
     build, made = getattr(speculator, name), list[Any]()
 
     def built_or_updated(*args: Any, **kwargs: Any) -> Any:
@@ -193,6 +205,41 @@ def metadata_of_steps(speculator: Any) -> Iterator[list[Any]]:
         yield made
     finally:
         delattr(speculator, name)
+
+
+def _build_of(speculator: Any) -> str:
+    """Return the name of the method that builds decode metadata."""
+    # Up to 0.29 it has the second name.
+    names = ("_build_uniform_attn_metadata", "_build_draft_attn_metadata")
+    return next(name for name in names if hasattr(speculator, name))
+
+
+def block_pass(speculator: Any, propose: Callable[[], object]) -> Callable[[], None]:
+    """Call `propose` without DFlash's pass over its blocks, and return the pass.
+
+    `propose` computes the context's keys before the pass, for the batch's tokens. The pass follows only the number of
+    requests, and builds its own attention metadata.
+    """
+    build, generate = names = _build_of(speculator), "_generate_draft"
+    calls = dict[str, inspect.BoundArguments]()
+
+    def note(name: str, signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> None:
+        calls[name] = signature.bind(*args, **kwargs)
+
+    for name in names:
+        setattr(speculator, name, partial(note, name, inspect.signature(getattr(speculator, name))))
+    try:
+        propose()
+    finally:
+        for name in names:
+            delattr(speculator, name)
+
+    def run() -> None:
+        built, given = calls[build], calls[generate]
+        given.arguments["attn_metadata"] = getattr(speculator, build)(*built.args, **built.kwargs)
+        getattr(speculator, generate)(*given.args, **given.kwargs)
+
+    return run
 
 
 # The patched `propose` calls these after it has prepared the pass for every request of the graph: `mask_extended` after
@@ -235,11 +282,12 @@ def mask_block(speculator: Any, context_slots: torch.Tensor) -> None:
     """
     if _recorded is None:
         return
-    padding, num_tokens = _recorded, _recorded.dead_tokens.shape[0]
-    context_slots[..., :num_tokens].masked_fill_(padding.dead_tokens, _NO_SLOT)
-    block, num_reqs = speculator.num_query_per_req, padding.alive.shape[0]
-    starts, dead_tokens = padding.block_start_loc, padding.dead_tokens
-    if num_tokens != num_reqs * block:
+    padding, mixed = _recorded, _recorded.dead_mixed is not None
+    dead_tokens = padding.dead_tokens if padding.dead_mixed is None else padding.dead_mixed
+    num_tokens = dead_tokens.shape[0]
+    context_slots[..., :num_tokens].masked_fill_(dead_tokens, _NO_SLOT)
+    block, num_reqs, starts = speculator.num_query_per_req, padding.alive.shape[0], padding.block_start_loc
+    if mixed or num_tokens != num_reqs * block:
         # DFlash makes a block of all drafts, also if fewer are verified.
         starts = padding.query_start_loc * block
         dead_tokens = (padding.alive == 0).unsqueeze(1).expand(-1, block).flatten()

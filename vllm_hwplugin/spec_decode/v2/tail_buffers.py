@@ -33,6 +33,8 @@ class Padding:
     block_start_loc: torch.Tensor
     #: [num_reqs * the target's query tokens of a request], bool: whether a token is padding's.
     dead_tokens: torch.Tensor
+    #: [tokens of a mixed batch], bool: the same in such a batch; None in a decode batch.
+    dead_mixed: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

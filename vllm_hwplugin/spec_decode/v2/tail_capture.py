@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -26,6 +26,8 @@ from vllm_hwplugin.spec_decode.v2.mixed_bounds import longest_query
 from vllm_hwplugin.spec_decode.v2.recording import (
     HiddenRows,
     SamplerParts,
+    block_pass,
+    drafts_in_blocks,
     idx_dtype,
     metadata_of_steps,
     recorded_with,
@@ -38,11 +40,15 @@ from vllm_hwplugin.spec_decode.weights import FusedWeights, Parameters, Touched,
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A graph that samples or drafts, and what sampling leaves: results, and vLLM's `SamplerOutput` to put them in."""
+    """A graph that samples or drafts, and what sampling leaves: results, and vLLM's `SamplerOutput` to put them in.
+
+    `then` is a second graph of drafting, to replay after `graph`.
+    """
 
     graph: torch.cuda.CUDAGraph
     outputs: Outputs
     output: Any = None
+    then: torch.cuda.CUDAGraph | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +97,8 @@ class Captured:
     Attributes:
         left: the parts of a step that no graph has, and why.
         graphs: by (tokens of a request, number of requests) of a batch, the smallest that hold it.
-        mixed: drafting graphs of mixed batches, by tokens with padding.
+        mixed: drafting graphs of mixed batches, by tokens with padding. DFlash's end before its pass over blocks.
+        blocks: graphs of that pass, by number of requests, the smallest that hold them.
         most_reqs: requests of the largest graph, by tokens of a request.
         batches: the captured batches, by (tokens of a request, number of requests) of a graph.
         adapts_logits: whether adapters may change logits.
@@ -107,6 +114,7 @@ class Captured:
     left: Mapping[Part, str]
     graphs: Mapping[tuple[int, int], ShapeGraphs]
     mixed: Mapping[int, ShapeGraphs]
+    blocks: Mapping[int, ShapeGraphs]
     most_reqs: Mapping[int, int]
     batches: Mapping[tuple[int, int], Any]
     buffers: TailBuffers
@@ -235,6 +243,7 @@ class TailRecorder:
             left=self._left,
             graphs=graphs,
             mixed={},
+            blocks={},
             most_reqs=most_reqs,
             batches=self._batches,
             buffers=self._buffers,
@@ -250,9 +259,13 @@ class TailRecorder:
     def record_mixed(self, captured: Captured) -> Captured:
         """Return `captured`, of `record`, with the graphs of mixed batches."""
         # After `record`, so that they use the memory of sampling's logits.
+        runner, blocks = self._runner, dict[int, ShapeGraphs]()
         with captured.touched:
             mixed = {shape.num_tokens: self._capture_mixed(shape) for shape in self._mixed}
-        return dataclasses.replace(captured, mixed=mixed, scratch=[*captured.scratch, *shared_scratch()])
+            for shape in self._shapes if drafts_in_blocks(runner) else ():
+                if shape.query_len == runner.decode_query_len:
+                    blocks |= dict.fromkeys(range(1, shape.num_reqs + 1), self._capture_blocks(shape))
+        return dataclasses.replace(captured, mixed=mixed, blocks=blocks, scratch=[*captured.scratch, *shared_scratch()])
 
     def _capture_shape(self, shape: GraphShape) -> ShapeGraphs:
         runner, buffers = self._runner, self._buffers
@@ -276,15 +289,36 @@ class TailRecorder:
     def _capture_mixed(self, shape: GraphShape) -> ShapeGraphs:
         runner, query_len = self._runner, self._runner.decode_query_len
         self._buffers.clear(query_len)
-        prepared = self._prepared(shape, longest_query(runner.compilation_config, shape.num_tokens))
+        longest = longest_query(runner.compilation_config, shape.num_tokens)
+        prepared = self._prepared(shape, longest)
         inputs, num_reqs = runner.input_buffers, shape.num_reqs
         batch = dataclasses.replace(
             InputBatch.make_dummy(num_reqs, shape.num_tokens, inputs),
             idx_mapping=self._buffers.idx_mapping(num_reqs),
             query_start_loc=inputs.query_start_loc[: num_reqs + 1],
+            # DFlash launches blocks for the longest.
+            num_scheduled_tokens=np.full(num_reqs, longest, dtype=np.int32),
             seq_lens_cpu_upper_bound=torch.full((num_reqs,), runner.max_model_len, dtype=torch.int32),
         )
-        return self._capture_draft(shape, {}, batch, query_len, prepared)
+        if not drafts_in_blocks(runner):
+            return self._capture_draft(shape, {}, batch, query_len, prepared)
+        draft = partial(self._draft, batch, query_len, True, *prepared[0])
+        graph = record_graph(lambda: block_pass(runner.speculator, draft), self._pool, runner.vllm_config)
+        return ShapeGraphs(shape, {}, Served(graph, self._buffers.outputs))
+
+    def _capture_blocks(self, shape: GraphShape) -> ShapeGraphs:
+        """Capture DFlash's pass over the blocks of a mixed batch's requests."""
+        runner, query_len = self._runner, self._runner.decode_query_len
+        self._buffers.clear(query_len)
+        batch = self._batches[query_len, shape.num_reqs]
+        # DFlash reads none of the target's metadata and slots.
+        draft = block_pass(runner.speculator, partial(self._draft, batch, query_len, False, {}, {}))
+
+        def run() -> None:
+            draft()
+            runner.req_states.draft_tokens[batch.idx_mapping] = runner.speculator.draft_tokens[: shape.num_reqs]
+
+        return self._capture(shape, {}, run)
 
     def _prepared(self, shape: GraphShape, max_query_len: int) -> list[tuple[Any, Any]]:
         """Return attention metadata and slots for a warm-up and a capture."""
@@ -312,11 +346,15 @@ class TailRecorder:
         query_len: int,
         prepared: list[tuple[Any, Any]],
     ) -> ShapeGraphs:
+        draft = partial(self._draft, batch, query_len, shape.query_len is None)
+        return self._capture(shape, sampling, lambda: draft(*prepared.pop()))
+
+    def _capture(
+        self, shape: GraphShape, sampling: Mapping[SamplerParts, Served], draft: Callable[[], object]
+    ) -> ShapeGraphs:
         runner = self._runner
         with metadata_of_steps(runner.speculator) if updated_in_place(runner.speculator) else nullcontext() as metadata:
-            mixed = shape.query_len is None
-            draft = partial(self._draft, batch, query_len, mixed)
-            graph = record_graph(lambda: draft(*prepared.pop()), self._pool, runner.vllm_config)
+            graph = record_graph(draft, self._pool, runner.vllm_config)
         return ShapeGraphs(shape, sampling, Served(graph, self._buffers.outputs), metadata)
 
     def _recorded_batch(self, reqs: slice, query_len: int) -> Any:
@@ -408,6 +446,8 @@ class TailRecorder:
             # In a mixed batch padding has no tokens, and the draft's first pass writes the next token to a request's
             # last place. With -1 rejected, padding's is the first place that no request has.
             num_rejected -= (batch.query_start_loc.diff() == 0).int()
+            places = torch.arange(batch.num_tokens, device=runner.device)
+            padding = dataclasses.replace(padding, dead_mixed=places >= batch.query_start_loc[-1])
         with recorded_with(padding):
             drafts = runner.speculator.propose(
                 batch,

@@ -47,6 +47,7 @@ from vllm_hwplugin.spec_decode.v2.recording import (
     SamplerParts,
     decode_query_len,
     decode_shapes,
+    drafts_in_blocks,
     mixed_shapes,
     splits_top_p,
 )
@@ -248,6 +249,8 @@ class TailGraphs(Graphs[Captured]):
         if self._drafting.missed(drafting):
             return vllms(input_batch, *arguments, **settings)
         drafting.graph.replay()
+        if drafting.then is not None:
+            drafting.then.replay()
         # The n-gram speculator names its drafts `drafts`.
         all_drafts = speculator.drafts if hasattr(speculator, "drafts") else speculator.draft_tokens
         drafts: torch.Tensor = all_drafts[: input_batch.num_reqs]
@@ -354,7 +357,14 @@ class TailGraphs(Graphs[Captured]):
                 return Reason.NO_FULL_GRAPH
             if not self._owner.req_states.free_indices:
                 return Reason.NO_FREE_ROW
-        return graphs.drafting
+        drafting = graphs.drafting
+        if drafts_in_blocks(self._owner) and not isinstance(drafting, Reason):
+            blocks = captured.blocks.get(batch.num_reqs)
+            # The first graph makes the inputs of as many blocks as it has requests.
+            if blocks is None or blocks.shape.num_reqs > graphs.shape.num_reqs or isinstance(blocks.drafting, Reason):
+                return Reason.LARGER_BATCH
+            drafting = dataclasses.replace(drafting, then=blocks.drafting.graph)
+        return drafting
 
     def _needed(self, captured: Captured, rows: np.ndarray) -> SamplerParts | Reason:
         """Return the sampler's parts that `rows` need, or a reason."""
