@@ -11,7 +11,7 @@ from triton.language import core
 from triton.runtime import interpreter
 
 _ADDRESS = numpy.dtype(numpy.uint64)
-_NUMBERS = (tl.int32, tl.int64, tl.float32)
+_NUMBERS = frozenset(("int32", "uint32", "int64", "fp32"))
 
 
 class _Nothing:
@@ -58,7 +58,7 @@ def save_time():
 
 
 def _share_shapes():
-    """Have block types of one shape share it, and operands of one type and one shape pass unchecked."""
+    """Have block types of one shape share it, and operands of one type pass unchecked; check a number once."""
     shared = functools.cache(lambda shape: (core.tuple(shape), core.validate_block_shape(list(shape))))
     semantic = interpreter.TritonSemantic
     check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
@@ -72,15 +72,31 @@ def _share_shapes():
             return lhs, rhs
         return broadcast(self, lhs, rhs)
 
+    # By number, its place, type and shape of the other operand, and what is checked: the operand that it becomes.
+    constants = {}
+
+    def constant_for(self, number, operand, place, *args, **kwargs):
+        shape = operand.type.shape if operand.type.is_block() else ()
+        key = number, type(number), place, operand.dtype.name, shape, args, *kwargs.items()
+        if key not in constants:
+            both = (operand, number) if place else (number, operand)
+            checked = check(self, *both, *args, **kwargs)
+            # Another type for both, as of an integer and a fraction, is left to the interpreter.
+            constants[key] = checked[place] if checked[1 - place] is operand else None
+        return constants[key]
+
     def binary_op_type_checking_impl(self, lhs, rhs, *args, **kwargs):
-        if (
-            isinstance(lhs, core.tensor)
-            and isinstance(rhs, core.tensor)
-            and lhs.dtype is rhs.dtype
-            and lhs.dtype in _NUMBERS
-        ):
+        left, right = (isinstance(one, core.tensor) and one.dtype.name in _NUMBERS for one in (lhs, rhs))
+        if left and right and lhs.dtype is rhs.dtype:
             return broadcast_impl_value(self, lhs, rhs)
-        return check(self, lhs, rhs, *args, **kwargs)
+        constant = None
+        if left and not isinstance(rhs, core.tensor):
+            constant = constant_for(self, rhs, lhs, 1, *args, **kwargs)
+        elif right and not isinstance(lhs, core.tensor):
+            constant = constant_for(self, lhs, rhs, 0, *args, **kwargs)
+        if constant is None:
+            return check(self, lhs, rhs, *args, **kwargs)
+        return (lhs, constant) if left else (constant, rhs)
 
     core.block_type.__init__ = init
     core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
