@@ -21,6 +21,16 @@ _SCHEMA = (
 )
 
 
+def next_state(
+    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the state after one token, and the token's output; shapes begin with the heads of values."""
+    state = state * g.exp()[:, None, None]
+    error = v - (state @ k[..., None])[..., 0]
+    state = state + (beta[:, None] * error)[..., None] * k[:, None]
+    return state, (state @ q[..., None])[..., 0]
+
+
 def by_token(
     out: torch.Tensor,
     final: torch.Tensor,
@@ -49,10 +59,7 @@ def by_token(
     for number, (start, end) in enumerate(pairwise(bounds)):
         state = initial[number].float()
         for token in range(start, end):
-            state = state * gates[token].exp()[:, None, None]
-            error = values[token] - (state @ keys[token][..., None])[..., 0]
-            state = state + (betas[token][:, None] * error)[..., None] * keys[token][:, None]
-            out[token] = (state @ queries[token][..., None])[..., 0]
+            state, out[token] = next_state(state, *(one[token] for one in (queries, keys, values, gates, betas)))
         final[number] = state
 
 

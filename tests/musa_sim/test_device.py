@@ -230,30 +230,86 @@ def test_another_stream_is_captured_once_it_has_waited() -> None:
         captured(inside)
 
 
-def test_keys_are_written_as_by_vllms_kernel(musa_host: None, tmp_path: Path) -> None:
+def test_what_stands_for_a_kernel_computes_the_same(musa_host: None, tmp_path: Path) -> None:
     # vLLM puts names into torch.musa, so no other test has this process.
     process = DeviceProcess(simulated.environment(tmp_path))
-    write_keys(process)
+    compare_stand_ins(process)
     process.close()
 
 
 @on_the_device
-def write_keys() -> None:
+def compare_stand_ins() -> None:
     from triton_musa.interpreter import INSTEAD
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    import vllm.v1.worker.gpu_worker  # noqa: F401
+
+    for kernel in (write_keys, multiply_by_experts, update_delta_rule):
+        torch.manual_seed(0)
+        interpreted = kernel()
+        torch.manual_seed(0)
+        with mock.patch.dict(INSTEAD, clear=True):
+            expected = kernel()
+        assert expected.any()
+        torch.testing.assert_close(interpreted, expected, atol=2e-3, rtol=2e-3)
+
+
+def write_keys() -> Any:
     from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
 
-    keys, values = torch.randn(2, 6, 3, 8, device="musa").half()
+    keys, values = torch.randn(2, 6, 3, 8).half().to("musa")
     slots = torch.tensor([7, -1, 0, 9, 4], device="musa")
     one = torch.ones((), device="musa")
-    written = []
-    for instead in ({}, dict(INSTEAD)):
-        with mock.patch.dict(INSTEAD, instead, clear=True):
-            # Blocks of four tokens, of both, and a layer's part of what all layers have.
-            caches = torch.zeros(3, 2, 4, 2, 3, 8, device="musa", dtype=torch.float16)[:, :, :, 0].unbind(1)
-            triton_reshape_and_cache_flash(keys, values, *caches, slots, "auto", one, one)
-            written.append(torch.stack(caches).cpu())
-    assert written[0].any()
-    assert written[0].equal(written[1])
+    # Blocks of four tokens, of both, and a layer's part of what all layers have.
+    caches = torch.zeros(3, 2, 4, 2, 3, 8, device="musa", dtype=torch.float16)[:, :, :, 0].unbind(1)
+    triton_reshape_and_cache_flash(keys, values, *caches, slots, "auto", one, one)
+    return torch.stack(caches).cpu()
+
+
+def multiply_by_experts() -> Any:
+    from triton import language
+    from vllm.model_executor.layers.fused_moe.fused_moe import invoke_fused_moe_triton_kernel
+
+    tokens, top_k, size, width = 5, 2, 4, 24
+    given, weights, shares = (
+        torch.randn(shape).half().to("musa") for shape in ((tokens, 20), (3, width, 20), (tokens, top_k))
+    )
+    # The second block is an expert's of another GPU, and the last one is not for any.
+    chosen = torch.tensor([0, 3, 5, 10, 1, 8, 10, 10, 2, 4, 6, 7, 9, 10, 10, 10, 0, 1, 2, 3], dtype=torch.int32)
+    experts = torch.tensor([1, -1, 0, 2, 2], dtype=torch.int32)
+    products = torch.full((tokens, top_k, width), 7.0, device="musa", dtype=torch.float16)
+    config = {"BLOCK_SIZE_M": size, "BLOCK_SIZE_N": 16, "BLOCK_SIZE_K": 16, "GROUP_SIZE_M": 1}
+    padded = torch.tensor([16], dtype=torch.int32, device="musa")
+    quantized = dict.fromkeys(
+        ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant"), False
+    )
+    invoke_fused_moe_triton_kernel(
+        given, weights, products, None, None, shares, chosen.to("musa"), experts.to("musa"), padded, True, top_k,
+        config, language.float16, **quantized,
+    )  # fmt: skip
+    return products.cpu()
+
+
+def update_delta_rule() -> Any:
+    from vllm.third_party.flash_linear_attention.ops.fused_sigmoid_gating import fused_sigmoid_gating_delta_rule_update
+
+    heads, groups, size = 2, 2, 8
+    starts = torch.tensor([0, 2, 2, 3, 5], dtype=torch.int32, device="musa")
+    a, b = torch.randn(2, 5, heads * groups).half().to("musa")
+    q, k = torch.randn(2, 1, 5, heads, size).half().to("musa")
+    v = torch.randn(1, 5, heads * groups, size).half().to("musa")
+    states = torch.randn(9, heads * groups, size, size).to("musa")
+    # The third has no state, and the second no token.
+    places = torch.tensor([[3, 4], [1, 2], [0, 0], [5, 6]], dtype=torch.int32, device="musa")
+    accepted = torch.tensor([2, 1, 1, 1], dtype=torch.int32, device="musa")
+    decays, bias = torch.randn(2, heads * groups).to("musa")
+    found, _ = fused_sigmoid_gating_delta_rule_update(
+        decays, a, b, bias, q, k, v, initial_state=states, cu_seqlens=starts, ssm_state_indices=places,
+        num_accepted_tokens=accepted, use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    # What no request writes is not set.
+    return torch.cat([found[0, [0, 1, 3, 4]].float().flatten(), states.flatten()]).cpu()
 
 
 # -- names

@@ -22,6 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.interpreter import save_time
 
+from .instead import INSTEAD
+
 
 class _Address:
     """Of a tensor among a launch's arguments: it is what a graph keeps, and not the memory."""
@@ -56,36 +58,6 @@ def _addresses(value):
         made = [_addresses(item) for item in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     return value
-
-
-def _topk_topp(arguments):
-    """vLLM's kernel takes ``.to`` of a loop's index, an int in the interpreter: its torch counterpart instead."""
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
-
-    logits = arguments["LOGITS"]
-    k = arguments["K"] if arguments["TOPK_ENABLED"] else None
-    p = arguments["P"] if arguments["TOPP_ENABLED"] else None
-    logits.copy_(apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True))
-
-
-def _write_keys(arguments):
-    """vLLM's kernel has a program for each token and layer: most of what an engine would interpret."""
-    for given, cache in (("key_ptr", "key_cache_ptr"), ("value_ptr", "value_cache_ptr")):
-        slots, values, blocks = arguments["slot_mapping_ptr"].long(), arguments[given], arguments[cache]
-        there = slots >= 0
-        size = arguments["block_size"]
-        blocks[slots[there] // size, slots[there] % size] = values[: len(slots)][there].to(blocks.dtype)
-
-
-def _are_plain(arguments):
-    return not (arguments["FP8_KV_CACHE"] or arguments["USE_HEAD_MAJOR_LAYOUT"])
-
-
-#: What stands for a kernel that the interpreter cannot run, or takes long for; and for which of its arguments.
-INSTEAD = {
-    "_topk_topp_kernel": (_topk_topp, lambda _: True),
-    "reshape_and_cache_kernel_flash": (_write_keys, _are_plain),
-}
 
 
 def _bound(function, args, kwargs):
