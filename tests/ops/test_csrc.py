@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
@@ -10,14 +11,19 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import filelock
+import platformdirs
 import pytest
 
 from vllm_hwplugin.ops.compile import toolchain, torch_build
+from vllm_hwplugin.ops.compile.plan import make_plan
 from vllm_hwplugin.ops.compile.spec import COMMON, HOPPER, KERNELS, KernelUnavailable, source_root
 
 from ..conftest import cannot_run
 
 pytest.importorskip("torch")
+
+ENVIRON = {**os.environ, "TORCH_CUDA_ARCH_LIST": "9.0"}
 
 # Name of an operation -> the module that declares it, where that is not one of its own. Where its kernel is not there,
 # other kernels serve, and nobody calls the operation.
@@ -63,20 +69,29 @@ def test_every_source_is_compiled() -> None:
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def libraries() -> dict[str, Path]:
+    """The kernels' libraries, built once for each text of what they come of, and kept in the user's cache."""
     try:
         compiler = toolchain.find("nvcc")
     except KernelUnavailable as error:
         cannot_run(str(error))
-    cuda = torch_build.installed().cuda
-    if cuda is not None and cuda.partition(".")[0] != str(compiler.version.major):
-        pytest.skip(f"torch is of CUDA {cuda} and nvcc of {compiler.version}")
-    folder = tmp_path_factory.mktemp("built")
-    command = [sys.executable, "-m", "vllm_hwplugin.ops.compile", str(folder)]
-    environ = {**os.environ, "TORCH_CUDA_ARCH_LIST": "9.0"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    torch = torch_build.installed()
+    if torch.cuda is not None and torch.cuda.partition(".")[0] != str(compiler.version.major):
+        pytest.skip(f"torch is of CUDA {torch.cuda} and nvcc of {compiler.version}")
+    texts = [path.read_bytes() for path in sorted(Path(toolchain.__file__).parent.glob("*.py"))]
+    keys = [make_plan(spec, compiler, torch, ENVIRON, source_root(), None, ahead=True).key for spec in KERNELS.values()]
+    # Libraries also name the files of their sources.
+    digest = hashlib.sha256(repr((source_root(), torch, texts, keys)).encode()).hexdigest()[:16]
+    folder = platformdirs.user_cache_path("vllm-hwplugin-tests") / f"csrc-{digest}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(folder.with_suffix(".lock")):
+        if not (folder / "done").exists():
+            command = [sys.executable, "-m", "vllm_hwplugin.ops.compile", str(folder)]
+            done = subprocess.run(command, env=ENVIRON, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+            (folder / "done").touch()
     built = {path.stem: path for path in folder.rglob("*.so")}
-    assert (done.returncode, built.keys()) == (0, KERNELS.keys()), done.stdout + done.stderr
+    assert built.keys() == KERNELS.keys()
     return built
 
 
@@ -88,8 +103,7 @@ def test_another_process_builds_the_same_bytes(libraries: dict[str, Path], tmp_p
         f"ahead.KERNELS = {{name: spec for name, spec in ahead.KERNELS.items() if name == {name!r}}}; "
         "ahead.build_all(pathlib.Path(sys.argv[1]), spec.source_root(), print)"
     )
-    environ = {**os.environ, "TORCH_CUDA_ARCH_LIST": "9.0"}
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environ, check=True)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=ENVIRON, check=True)
     assert (tmp_path / name / f"{name}.so").read_bytes() == libraries[name].read_bytes()
 
 
