@@ -64,10 +64,6 @@ class Backend(enum.Enum):
         return self.value
 
 
-HOPPER = list(Backend)
-BLACKWELL = [Backend.FLASHINFER, Backend.FLASH_ATTN, Backend.TRITON_ATTN, Backend.FLEX_ATTENTION]
-
-
 @dataclasses.dataclass
 class AttentionConfig:
     backend: Backend | None = None

@@ -45,6 +45,12 @@ CALLED = (
     Called("engine-report", "vllm/v1/worker/gpu_worker.py", "Worker.compile_or_warm_up_model", "report_worker(self)"),
     Called(
         "window-blocks",
+        "vllm/v1/core/kv_cache_manager.py",
+        "KVCacheManager.allocate_slots",
+        "window_blocks.remove_skipped_blocks(self.coordinator, request, ",
+    ),
+    Called(
+        "window-blocks",
         "vllm/v1/core/sched/scheduler.py",
         "Scheduler._connector_finished",
         "window_blocks.remove_skipped_blocks(self.kv_cache_manager.coordinator, request, request.num_computed_tokens",
@@ -89,7 +95,7 @@ def each_version(called: Called) -> Iterator[Any]:
     """Yield the method with each version that has another text; some are slow."""
     for one in versions(called.path, among=covered(called)):
         (version,), marks = ((one,), ()) if isinstance(one, str) else (one.values, one.marks)
-        yield pytest.param(called, version, marks=marks, id=f"{called.feature}-{version}")
+        yield pytest.param(called, version, marks=marks, id=f"{called.feature}-{called.method}-{version}")
 
 
 @pytest.mark.parametrize(("called", "version"), [param for one in CALLED for param in each_version(one)])

@@ -88,21 +88,12 @@ def test_a_wrong_op_is_called_once_a_layer(tensors, fault, notes):
     assert ("RuntimeError: weight must be one-dimensional)" in decision) == (fault == "rejects")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fault", [None, "row 0"])
-def test_low_precision_is_told_from_a_fault(tensors, dtype, fault):
-    out, x, weights = (t.to(dtype) for t in tensors)
+def test_low_precision_is_told_from_a_fault_of_many_layers(fault):
+    x, weights = torch.ones(40, TOKENS, WIDTH).bfloat16(), torch.ones(40, WIDTH).bfloat16()
     op = Op(fault)
-    dflash_context_norm.norm_rows(op, out, x, weights, EPS)
-    assert real_calls(op) == ([(LAYERS, WIDTH)] if fault is None else [(WIDTH,)] * LAYERS)
-
-
-def test_a_fault_of_many_layers_in_bfloat16_shows(tensors):
-    layers = 40
-    x = torch.ones(layers, TOKENS, WIDTH, dtype=torch.bfloat16)
-    op = Op("row 0")
-    dflash_context_norm.norm_rows(op, torch.empty_like(x), x, torch.ones(layers, WIDTH, dtype=torch.bfloat16), EPS)
-    assert real_calls(op) == [(WIDTH,)] * layers
+    dflash_context_norm.norm_rows(op, torch.empty_like(x), x, weights, EPS)
+    assert real_calls(op) == ([(40, WIDTH)] if fault is None else [(WIDTH,)] * 40)
 
 
 def test_the_op_is_asked_once_for_each_type_and_shape(tensors):
@@ -119,14 +110,6 @@ def test_the_op_is_asked_once_for_each_type_and_shape(tensors):
     assert len(op.shapes) == 7 + 1 + 1
 
 
-def test_another_op_is_asked_for_itself(tensors):
-    out, x, weights = tensors
-    dflash_context_norm.norm_rows(Op(), out, x, weights, EPS)
-    wrong = Op("row 0")
-    dflash_context_norm.norm_rows(wrong, out, x, weights, EPS)
-    torch.testing.assert_close(out, plain(x, weights))
-
-
 @pytest.mark.parametrize("fault", [None, "ignores strides", "row 0"])
 def test_an_input_that_all_layers_share(tensors, fault):
     _, x, weights = tensors
@@ -138,13 +121,6 @@ def test_an_input_that_all_layers_share(tensors, fault):
     # A wrong op is not handed the broadcast probe at all.
     probes = 1 if fault == "row 0" else 2
     assert op.shapes[probes:] == ([(LAYERS, WIDTH)] if fault is None else [(WIDTH,)] * LAYERS)
-
-
-def test_the_probe_draws_no_random_numbers(tensors):
-    out, x, weights = tensors
-    before = torch.get_rng_state()
-    dflash_context_norm.norm_rows(Op("row 0"), out, x, weights, EPS)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_in_a_trace_nothing_is_asked_and_the_result_is_right(tensors, notes):
@@ -173,17 +149,3 @@ def test_in_a_capture_nothing_is_asked(tensors, notes, monkeypatch):
     assert op.shapes == [(WIDTH,)] * LAYERS
     torch.testing.assert_close(out, plain(x, weights))
     assert notes == {}
-
-
-def test_the_cpu_op_of_the_installed_vllm():
-    ops = pytest.importorskip("vllm._custom_ops")
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        pytest.skip("needs a vLLM built for CPU")
-    current_platform.import_kernels()
-    x = torch.randn(LAYERS, TOKENS, HEADS, WIDTH)
-    weights = torch.randn(LAYERS, WIDTH)
-    out = torch.empty_like(x)
-    dflash_context_norm.norm_rows(ops.rms_norm, out, x, weights, EPS)
-    torch.testing.assert_close(out, plain(x, weights), rtol=1e-4, atol=1e-4)

@@ -24,13 +24,11 @@ from vllm_hwplugin.spec_decode import dflash_draft_backend
 from ..conftest import versions
 from ..released import take, text_of
 from .attention_host import (
-    BACKEND_CLASSES,
-    BLACKWELL,
     DECLARED,
-    HOPPER,
     Backend,
     Config,
     Host,
+    ModelConfig,
     Silent,
     Speculative,
     new,
@@ -55,13 +53,13 @@ def released(vllm_tree: Callable, notes, monkeypatch: pytest.MonkeyPatch):
     import vllm.config
     import vllm.platforms
 
-    def selection(version: str, *, patched: bool = True, priorities: list[Backend] = HOPPER) -> Selection:
+    def selection(version: str, *, patched: bool = True) -> Selection:
         tree, choices = vllm_tree(version), {} if patched else {GATE: "off"}
         cuda = take(
             tree.read("vllm/platforms/cuda.py"),
             "CudaPlatformBase",
             {"get_valid_backends", "get_attn_backend_cls"},
-            given={"Platform": Host, "logger": Silent(), "_get_backend_priorities": lambda *_: priorities},
+            given={"Platform": Host, "logger": Silent(), "_get_backend_priorities": lambda *_: list(Backend)},
         )
         monkeypatch.setattr(vllm.platforms, "current_platform", cuda)
         names = {
@@ -132,66 +130,22 @@ class Selection:
         return self.load(config)[0]
 
 
-@pytest.mark.parametrize("version", versions(*FILES, among=OLD + TEXT_ONLY))
-def test_the_stand_ins_declare_what_the_released_backends_do(vllm_tree: Callable, version: str) -> None:
-    tree, asked = vllm_tree(version), {"supports_non_causal", "supports_mm_prefix"}
-    base = take(tree.read("vllm/v1/attention/backend.py"), "AttentionBackend", asked, given={"ABC": object})
-    for name, (file, cls) in BACKEND_CLASSES.items():
-        backend = take(tree.read(f"vllm/v1/attention/backends/{file}"), cls, asked, given={"AttentionBackend": base})
-        declared = DECLARED[name]
-        assert (backend.supports_non_causal(), backend.supports_mm_prefix()) == (
-            declared.non_causal,
-            declared.mm_prefix,
-        )
-
-
 @pytest.mark.parametrize("version", versions(*FILES, among=OLD))
-def test_stock_asks_the_target_for_non_causal_attention(released, version: str) -> None:
-    """The failure that the feature is for; when it is gone the feature can go."""
-    stock = released(version, patched=False)
-    message = r"Selected backend .*TRITON_ATTN is not valid .*non-causal attention not supported"
-    with pytest.raises(ValueError, match=message):
-        stock.target(old(Backend.TRITON_ATTN))
-
-
-@pytest.mark.parametrize("version", versions(*FILES, among=OLD))
-@pytest.mark.parametrize("named", [Backend.TRITON_ATTN, Backend.FLASHINFER])
-def test_a_causal_target_keeps_its_name_and_the_draft_selects(released, notes, version: str, named: Backend) -> None:
+@pytest.mark.parametrize(
+    ("named", "draft"),
+    [(Backend.TRITON_ATTN, "FLASH_ATTN"), (Backend.FLEX_ATTENTION, "FLEX_ATTENTION"), (None, "FLASH_ATTN")],
+)
+def test_a_target_keeps_its_name_and_a_draft_that_it_does_not_fit_selects(
+    released, version: str, named: Backend | None, draft: str
+) -> None:
+    """Also with images, which Gemma 4's class names TRITON_ATTN for."""
     patched = released(version)
-    config = old(named)
+    config = old(named, model_config=seen_both_ways() if named else ModelConfig())
     for _ in range(2):
-        assert patched.target(config) == named.name
-        assert patched.draft(config) == "FLASH_ATTN"
+        assert patched.target(config) == (named.name if named else "FLASH_ATTN")
+        assert patched.draft(config) == draft
     # Target and draft are two entries of the selector's cache, each found again.
     assert patched.cached.cache_info().misses == patched.cached.cache_info().hits == 2
-    assert named.name in notes["dflash-draft-backend"]
-    assert "selects its own" in notes["dflash-draft-backend"]
-
-
-@pytest.mark.parametrize("version", versions(*FILES, among=OLD))
-@pytest.mark.parametrize("named", [Backend.FLASH_ATTN, Backend.FLEX_ATTENTION])
-def test_a_name_that_fits_both_stays_with_both_as_in_stock(released, notes, version: str, named: Backend) -> None:
-    for patched in (False, True):
-        selection = released(version, patched=patched)
-        assert (selection.target(old(named)), selection.draft(old(named))) == (named.name, named.name)
-    assert (
-        notes["dflash-draft-backend"] == f"the draft has the target's {named.name}, which declares non-causal attention"
-    )
-
-
-@pytest.mark.parametrize("version", versions(*FILES, among=OLD))
-def test_without_a_name_each_gets_the_first_that_fits_it(released, notes, version: str) -> None:
-    patched = released(version, priorities=BLACKWELL)
-    assert (patched.target(old()), patched.draft(old())) == ("FLASHINFER", "FLASH_ATTN")
-    assert notes["dflash-draft-backend"] == "target and draft select their attention backends separately"
-
-
-@pytest.mark.parametrize("version", versions(*FILES, among=OLD))
-def test_the_draft_is_not_asked_for_what_the_targets_images_need(released, version: str) -> None:
-    """Gemma 4 with images: its model class names TRITON_ATTN."""
-    config = old(Backend.TRITON_ATTN, model_config=seen_both_ways())
-    patched = released(version)
-    assert (patched.target(config), patched.draft(config)) == ("TRITON_ATTN", "FLASH_ATTN")
 
 
 @pytest.mark.parametrize("version", versions(*FILES, among=TEXT_ONLY))
@@ -201,19 +155,6 @@ def test_a_text_only_draft_is_not_left_with_flex_attention(released, version: st
     assert (stock.target(config), stock.draft(config)) == ("TRITON_ATTN", "FLEX_ATTENTION")
     patched = released(version)
     assert (patched.target(config), patched.draft(config)) == ("TRITON_ATTN", "FLASH_ATTN")
-
-
-@pytest.mark.parametrize("version", versions(*FILES, among=SUPPORTED[SUPPORTED.index("0.21.0") :]))
-def test_later_drafts_never_have_the_targets_backend(vllm_tree: Callable, version: str) -> None:
-    """What the `not_needed` entries and the thinner variants rest on, on the V1 runner."""
-    made = proposer(vllm_tree(version), {}, lambda vllm_config, **_: vllm_config)()
-    for named in (None, Backend.FLEX_ATTENTION):
-        config = new(Backend.TRITON_ATTN, speculative_config=Speculative(attention_backend=named))
-        made.vllm_config, made.speculative_config, made.dflash_causal = config, config.speculative_config, False
-        made.method = "dflash"
-        draft = made._create_draft_vllm_config()
-        assert (draft.attention_config.backend, draft.attention_config.use_non_causal) == (named, True)
-        assert (config.attention_config.backend, config.attention_config.use_non_causal) == (Backend.TRITON_ATTN, False)
 
 
 def loaded_by_v2(tree: Any, named: Backend | None, **choices: str) -> Config:

@@ -133,7 +133,6 @@ class Runner:
         modules: the released ones.
         builder: of the draft layer's metadata.
         k: drafts a request.
-        sampled: whether drafts are sampled and their logits kept, or the best are taken.
         first_pass: whether the first pass is captured, too; the batches here have no FULL graph for it.
     """
 
@@ -144,11 +143,10 @@ class Runner:
         builder: Any,
         k: int,
         *,
-        sampled: bool = False,
         first_pass: bool = False,
     ) -> None:
         self.modules, self.k = modules, k
-        self.model, self.config = Draft(), config(k, sampled)
+        self.model, self.config = Draft(), config(k)
         speculator_module = modules(_module(version))
         speculator_module.set_forward_context = self.model.in_context
         cls = getattr(speculator_module, "AutoRegressiveSpeculator", None) or speculator_module.EagleSpeculator
@@ -277,7 +275,7 @@ def _module(version: str) -> str:
     return f"spec_decode.{kind}.speculator"
 
 
-def config(k: int, sampled: bool) -> Any:
+def config(k: int) -> Any:
     draft = types.SimpleNamespace(
         get_hidden_size=lambda: HIDDEN, get_vocab_size=lambda: VOCAB, hf_config=types.SimpleNamespace()
     )
@@ -286,7 +284,7 @@ def config(k: int, sampled: bool) -> Any:
         num_speculative_tokens=k,
         draft_model_config=draft,
         rejection_sample_method="strict",
-        draft_sample_method="probabilistic" if sampled else "greedy",
+        draft_sample_method="greedy",
         use_local_argmax_reduction=False,
         enable_adaptive_verification=False,
         uses_dynamic_speculative_decoding=lambda: False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import types
 from typing import Any
 
@@ -14,7 +13,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm_hwplugin.frozen import capture_metadata
 from vllm_hwplugin.spec_decode import graph_recording
 
-from .released_modules import STAND_INS, Graph, by_the_host
+from .released_modules import STAND_INS, by_the_host
 from .speculators import DEVICE, HIDDEN, MAX_LEN, MAX_REQS, Runner, Views
 
 K = 3
@@ -29,36 +28,17 @@ class Schedule(Views):
         return plan
 
 
-def captures_of(
-    modules, version: str, monkeypatch: pytest.MonkeyPatch, fails: str = "", **choices: str
-) -> list[tuple[int, int]]:
-    """Of each run of the draft's first pass in `capture_model`: its requests, and those of the schedule it reads.
-
-    Args:
-        fails: `build`, the metadata of a shape; `capture`, the second one.
-    """
+def captures_of(modules, version: str, monkeypatch: pytest.MonkeyPatch, **choices: str) -> list[tuple[int, int]]:
+    """Of each run of the draft's first pass in `capture_model`: its requests, and those of the schedule it reads."""
     loaded = modules(version, **choices)
     made = Runner(loaded, version, Schedule(), K, first_pass=True)
     shapes = loaded("cudagraph_utils")
-    failing = [fails] if fails else []
-
-    def prepare(*args: Any, **kwargs: Any) -> Any:
-        if "build" in failing:
-            raise RuntimeError("no such metadata")
-        return shapes.prepare_inputs_to_capture(*args, **kwargs)
-
-    # As of vLLM's function.
-    vars(prepare)["__signature__"] = inspect.signature(shapes.prepare_inputs_to_capture)
-    monkeypatch.setattr(capture_metadata, "prepare_inputs_to_capture", prepare)
+    monkeypatch.setattr(capture_metadata, "prepare_inputs_to_capture", shapes.prepare_inputs_to_capture)
     speculator, found = made.speculator, []
     speculator.model_state.prepare_dummy_inputs = lambda *args: {}
     shapes.set_forward_context = lambda *args, **kwargs: contextlib.nullcontext()
 
     def first_pass(num_reqs: int, num_tokens: int, attn_metadata: Any, *_: Any, **__: Any) -> None:
-        if Graph.capturing is not None and "capture" in failing and len(found) > 2:
-            failing.clear()
-            found.clear()
-            raise RuntimeError("operation not permitted when stream is capturing")
         with by_the_host():
             found.extend((num_reqs, int(one.lengths[0])) for one in attn_metadata.values())
 
@@ -100,15 +80,3 @@ def test_each_shape_has_metadata_of_its_own(modules, monkeypatch: pytest.MonkeyP
     patched = captures_of(modules, version, monkeypatch)
     assert [requests for requests, _ in patched] == [requests for requests, _ in stock]
     assert all(requests == read for requests, read in patched)
-
-
-@pytest.mark.parametrize(("version", "fails"), [("0.25.1", "build"), ("0.21.0", "capture")])
-def test_where_that_fails_vllm_captures_as_without_it(
-    modules, monkeypatch: pytest.MonkeyPatch, version: str, fails: str
-) -> None:
-    stock = captures_of(modules, version, monkeypatch, VLLM_HWPLUGIN_V2_CAPTURE_METADATA="off")
-    monkeypatch.setattr(graph_recording, "leave_capture", lambda pool, *, broken: None)
-    monkeypatch.setattr(graph_recording, "reserved_memory", lambda: 0)
-    found = captures_of(modules, version, monkeypatch, fails)
-    assert [requests for requests, _ in found] == [requests for requests, _ in stock]
-    assert any(requests != read for requests, read in found)

@@ -68,7 +68,7 @@ class Drafting:
         )
         module, self.model = modules(f"spec_decode.{kind}.speculator"), Alone()
         module.set_forward_context = self.model.in_context
-        self.speculator = getattr(module, cls)(config(K, sampled=False), DEVICE)
+        self.speculator = getattr(module, cls)(config(K), DEVICE)
         self.tables = Runner.block_tables_of(modules)
         build = self.speculator._build_attn_metadata
 

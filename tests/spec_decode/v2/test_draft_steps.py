@@ -32,18 +32,6 @@ def agree(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[bool]:
     return (torch.cat(one) == torch.cat(other)).all(0).tolist()
 
 
-@pytest.mark.parametrize("captured", [True, False], ids=["graph", "no graph"])
-@pytest.mark.parametrize("builder", [DevicePlan, HostPlan, LazyPlan])
-def test_later_drafts_of_stock_miss_the_newest_keys(modules, builder: type[Views], captured: bool) -> None:
-    """The fault. What names the batch's own tensors has none: it is what the others are compared with."""
-    right = drafts_of(modules, Views, 4, **STOCK)
-    stock = drafts_of(modules, builder, 4, captured, **STOCK)
-    first_right = [True] if builder is LazyPlan and captured else [True, True]
-    places = agree(stock, right)
-    assert places[: len(first_right)] == first_right
-    assert not any(places[len(first_right) :])
-
-
 @pytest.mark.parametrize(
     ("builder", "k", "captured"),
     [
@@ -52,13 +40,13 @@ def test_later_drafts_of_stock_miss_the_newest_keys(modules, builder: type[Views
         (HostPlan, 4, True),
         (LazyPlan, 4, True),
         (HostPlan, 2, True),
-        (LazyPlan, 2, True),
-        (DevicePlan, 4, False),
         (HostPlan, 4, False),
     ],
 )
 def test_each_step_has_its_own(modules, notes, builder: type[Views], k: int, captured: bool) -> None:
     right = drafts_of(modules, Views, k, **STOCK)
+    # The fault, which a builder that names the batch's own tensors does not show.
+    assert all(agree(drafts_of(modules, builder, k, captured, **STOCK), right)) == (builder is Views or k == 2)
     assert all(agree(drafts_of(modules, builder, k, captured), right))
     # All steps are one launch, unless a graph would hold nothing of what the host does between them.
     has_graph = captured and (builder is not HostPlan or k == 2)

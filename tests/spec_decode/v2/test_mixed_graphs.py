@@ -8,7 +8,6 @@ import types
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilde
 
 from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin.base.versions import SUPPORTED
-from vllm_hwplugin.frozen import capture_metadata
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
 from vllm_hwplugin.spec_decode.v2.mixed_bounds import most_splits, set_mixed_graphs
@@ -40,8 +38,6 @@ FAULTY = SUPPORTED[: SUPPORTED.index("0.31.0")]
 OFF = {"VLLM_HWPLUGIN_BACKPORT_MIXED_GRAPHS": "off"}
 ALONE = UNPATCHED | dict.fromkeys(OFF, "on")
 KERNELS: dict[str, Any] = {"language": plain_triton.LANGUAGE, "jit": partial(jit, make=plain_triton.Kernel)}
-#: The first pass is captured with what was made for the target, or what `v2-capture-metadata` makes in its place.
-BORROWED = SUPPORTED[: SUPPORTED.index("0.26.0")]
 #: Graphs of these many tokens: with a token for each request, and with two for some.
 SIZES = (*RUNGS, 12)
 
@@ -56,9 +52,9 @@ class Longest(Views):
         return super().build(common_prefix_len, common)
 
 
-def longest_of(modules: Any, version: str, mode: CUDAGraphMode, **choices: str) -> dict[str, set[tuple[int, ...]]]:
+def longest_of(modules: Any, version: str, **choices: str) -> dict[str, set[tuple[int, ...]]]:
     """Of the target's graphs, of those of the draft's first pass and of its steps: requests, tokens, longest query."""
-    loaded, builder = modules(version, **choices), Longest()
+    mode, loaded, builder = CUDAGraphMode.FULL, modules(version, **choices), Longest()
     made = Runner(loaded, version, builder, K)
     made.config.compilation_config.cudagraph_mode = mode
     vars(made.config.compilation_config).update(cudagraph_capture_sizes=[*SIZES], max_cudagraph_capture_size=max(SIZES))
@@ -86,42 +82,27 @@ def longest_of(modules: Any, version: str, mode: CUDAGraphMode, **choices: str) 
         "kv_cache_config": speculator.kv_cache_config,
     }
     managers = {"target": target, "steps": speculator.decode_cudagraph_manager}
-    if version not in BORROWED:
+    # Up to 0.25 it is captured with what was made for the target.
+    if version not in SUPPORTED[: SUPPORTED.index("0.26.0")]:
         managers["first pass"] = speculator.prefill_cudagraph_manager
-    found, states = {}, {}
+    found = {}
     for name, manager in managers.items():
         builder.asked = []
-        states[name] = manager.capture(**known_arguments(manager.capture, **shared))
+        manager.capture(**known_arguments(manager.capture, **shared))
         found[name] = set(builder.asked)
-    if version in BORROWED and states["target"] is not None:
-        runner = types.SimpleNamespace(**shared, max_num_reqs=MAX_REQS)
-        prepare = mock.patch.object(capture_metadata, "prepare_inputs_to_capture", shapes.prepare_inputs_to_capture)
-        with prepare:
-            made_anew = capture_metadata.RebuiltStates(runner, states["target"])
-            builder.asked = []
-            assert [made_anew[shape] for shape in made_anew]
-        found["first pass"] = set(builder.asked)
     return found
 
 
 @pytest.mark.parametrize("version", versions("vllm/v1/worker/", "vllm/v1/attention/", among=FAULTY))
 def test_graphs_of_any_batch_are_captured_for_one_request_with_all_tokens(modules, version: str) -> None:
     any_batch = {(min(tokens, MAX_REQS), tokens) for tokens in SIZES}
-    stock, patched = (longest_of(modules, version, CUDAGraphMode.FULL, **choices) for choices in (OFF, {}))
+    stock, patched = (longest_of(modules, version, **choices) for choices in (OFF, {}))
     for name in stock.keys() - {"steps"}:
         assert {one[:2] for one in stock[name]} == {one[:2] for one in patched[name]} == any_batch
         # FlashAttention 3 needs no causal mask for such.
         assert {longest for requests, tokens, longest in stock[name] if requests == tokens} == {1}
         assert all(longest == tokens for _, tokens, longest in patched[name])
     assert patched["steps"] == stock["steps"]
-
-
-@pytest.mark.parametrize("version", versions("vllm/v1/worker/", "vllm/v1/attention/", among=FAULTY))
-def test_graphs_of_decode_batches_are_captured_as_before(modules, version: str) -> None:
-    stock, patched = (longest_of(modules, version, CUDAGraphMode.FULL_DECODE_ONLY, **choices) for choices in (OFF, {}))
-    assert patched == stock
-    assert {longest for *_, longest in patched["target"]} == {K + 1}
-    assert {longest for *_, longest in patched["steps"]} == {1}
 
 
 def longest_in_steps(tree: Any, mode: CUDAGraphMode, **choices: str) -> tuple[set[Any], set[Any]]:
