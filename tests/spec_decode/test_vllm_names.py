@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the bodies count on in each supported vLLM and no call of them shows, read from the released sources."""
+"""What V1's graphs count on in each supported vLLM and no call of them shows, read from the released sources."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import vllm_hwplugin
 from vllm_hwplugin.base.versions import SUPPORTED
 
-from ..conftest import versions
-
 BODIES = Path(vllm_hwplugin.__file__).parent / "spec_decode"
-RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 METADATA = "vllm/v1/attention/backend.py"
 
 Trees = Callable[[str], Any]
@@ -57,18 +52,3 @@ def test_every_tensor_field_of_the_metadata_is_dealt_with(vllm_tree: Trees) -> N
             ):
                 unhandled.append(f"vLLM {version}: CommonAttentionMetadata.{one.target.id}")
     assert not unhandled, unhandled
-
-
-@pytest.mark.parametrize("version", versions(RUNNER))
-def test_a_length_of_sequences_tells_the_memory_profile_from_a_capture(vllm_tree: Trees, version: str) -> None:
-    """By it `v1-draft-phase` knows that vLLM measures its largest graph, which is captured with it like any other."""
-    runner = find(tree_of(vllm_tree, version, RUNNER), "GPUModelRunner")
-    calls = {
-        (method.name, call.func.attr)
-        for method in runner.body
-        if isinstance(method, ast.FunctionDef)
-        for call in ast.walk(method)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
-        if "profile_seq_lens" in {keyword.arg for keyword in call.keywords}
-    }
-    assert calls == {("profile_cudagraph_memory", "_warmup_and_capture"), ("_warmup_and_capture", "_dummy_run")}

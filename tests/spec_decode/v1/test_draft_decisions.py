@@ -19,7 +19,6 @@ from ..host_runner import FLASH_MLA, FLASHINFER, FLEX, Pool, builder  # noqa: E4
 from ..recorded_graph import RecordedGraphs  # noqa: E402
 
 FULL, NONE, DECODE_ONLY = CUDAGraphMode.FULL, CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
-STARTS = pytest.mark.parametrize("profile", [False, True], ids=["one start", "profiled"])
 LADDER = (1, 2, 4, 8)
 
 
@@ -31,12 +30,11 @@ def uniform_of(proposer) -> dict[int, tuple[int, ...]]:
     return {length: tuple(sorted(rungs)) for length, rungs in found.items()}
 
 
-@STARTS
-def test_builders_that_plan_get_a_graph_for_each_pass_and_no_chain(make, notes, profile):
+def test_builders_that_plan_get_a_graph_for_each_pass_and_no_chain(make, notes):
     proposer, runner, k = make("loop", EAGLE, 3), Runner(0), 3
     cls = builder(FLASHINFER)
     proposer.host.use(type(cls.__name__, (cls,), {"reorder_batch_threshold": 512}))
-    boot(proposer, DECODE_ONLY, runner, profile=profile)
+    boot(proposer, DECODE_ONLY, runner, profile=True)
     assert uniform_of(proposer) == {1 + k: LADDER, 1: LADDER}
     assert notes["draft-full-graph"].startswith("FULL drafter graphs for EagleProposer")
     assert notes["draft-loop-graph"].startswith("steps are launched one by one: metadata must be built between")
@@ -46,11 +44,10 @@ def test_builders_that_plan_get_a_graph_for_each_pass_and_no_chain(make, notes, 
     assert [key.num_tokens for key in passes.replayed] == [2 * (1 + k)] + [2] * (k - 1)
 
 
-@STARTS
-def test_the_lowest_decode_threshold_decides_about_the_first_pass(make, profile):
+def test_the_lowest_decode_threshold_decides_about_the_first_pass(make):
     proposer, runner = make("loop", EAGLE, 3), Runner(0)
     proposer.host.use(type("ShortQueries", (builder(FLASHINFER),), {"reorder_batch_threshold": 3}))
-    boot(proposer, DECODE_ONLY, runner, profile=profile)
+    boot(proposer, DECODE_ONLY, runner)
     assert uniform_of(proposer) == {1: LADDER}
 
 
@@ -68,18 +65,6 @@ def test_the_second_start_decides_by_its_own_attention_groups(make, notes):
     assert [key.num_tokens for key in RecordedGraphs.instances[-1].replayed] == [8, 2, 2]
 
 
-def test_nothing_of_an_earlier_start_is_used_before_the_next_capture(make):
-    stock, proposer, runner = make("stock", EAGLE, 2), make("loop", EAGLE, 2), Runner(0)
-    boot(stock, NONE, runner)
-    boot(proposer, DECODE_ONLY, runner)
-    graphs = list(RecordedGraphs.instances)
-    proposer.host.attn_groups.clear()
-    proposer.host.initialize_kv_cache(proposer.host.kv_cache_config_of(2))
-    assert not proposer.draft_graphs.ready
-    compare(stock, proposer, runner.batch(2, size=2))
-    assert not any(one.replayed for one in graphs)
-
-
 def test_the_graphs_of_an_earlier_start_are_let_go_before_the_next_capture(make):
     """They hold memory that the next start's measurement of it would count."""
     proposer, runner = make("loop", EAGLE, 2), Runner(0)
@@ -89,6 +74,7 @@ def test_the_graphs_of_an_earlier_start_are_let_go_before_the_next_capture(make)
     proposer.host.attn_groups.clear()
     proposer.host.initialize_kv_cache(proposer.host.kv_cache_config_of(2))
     gc.collect()
+    assert not proposer.draft_graphs.ready
     assert [graphs() for graphs in held] == [None, None]
 
 
@@ -139,13 +125,11 @@ def test_a_required_chain_over_a_planning_builder_ends_the_start(make, monkeypat
 # -- sleep ------------------------------------------------------------------------------------------------------------
 
 
-@STARTS
-@pytest.mark.parametrize("which", ["passes", "loop"])
-@pytest.mark.parametrize("mode", [DECODE_ONLY, FULL])
-def test_drafts_are_stocks_after_sleep(make, which, mode, profile):
+@pytest.mark.parametrize(("which", "mode"), [("passes", FULL), ("loop", DECODE_ONLY)])
+def test_drafts_are_stocks_after_sleep(make, which, mode):
     stock, graphed, runner, pool = make("stock", EAGLE, 3), make(which, EAGLE, 3), Runner(1), Pool()
     boot(stock, NONE, runner)
-    boot(graphed, mode, runner, profile=profile, kv_pool=pool)
+    boot(graphed, mode, runner, profile=True, kv_pool=pool)
     RecordedGraphs.sealed = True
     batches = [runner.batch(3, kind, size=3) for kind in ("decode", "decode", "mixed", "decode")]
     for index, batch in enumerate(batches * 2):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
 pytest.importorskip("torch")
@@ -33,20 +31,6 @@ class Piecewise(Late):
         return extra_config.get("by_layer", False)
 
 
-def timed(hook):
-    @functools.wraps(hook)
-    def call(*args, **kwargs):
-        return hook(*args, **kwargs)
-
-    return call
-
-
-class Timed(Late):
-    """One whose hook is decorated: what is called then has no names of its own."""
-
-    wait_for_layer_load = timed(Late.wait_for_layer_load)
-
-
 def transfer(name, **options):
     return KVTransferConfig(kv_connector=name, kv_role="kv_both", **options)
 
@@ -66,7 +50,6 @@ def test_connectors_that_do_nothing_there(name):
         (None, ""),
         (transfer("ExampleConnector"), "ExampleConnector"),
         (own(Late), "Late"),
-        (own(Timed), "Timed"),
         # vLLM has asked it, and kept its FULL graphs.
         (own(Piecewise), ""),
     ],
