@@ -127,7 +127,7 @@ def fail(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
 
 @pytest.fixture
 def make(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
-    """`make(which, kind, k, sizes=...)`: a proposer that is "stock", "passes" (a graph a pass) or "loop"."""
+    """`make(which, k, sizes=...)`: a proposer that is "stock", "passes" (a graph a pass) or "loop"."""
     import vllm.v1.spec_decode.llm_base_proposer as stock_proposer
 
     from vllm_hwplugin.spec_decode.v1 import draft_loop_graph, pass_graphs
@@ -150,9 +150,9 @@ def make(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(RecordedGraphs, "instances", [])
     monkeypatch.setattr(RecordedGraphs, "sealed", False)
 
-    def made(which, kind, k, sizes=None, module=None, **limits):
+    def made(which, k, sizes=None, module=None, **limits):
         sizes = [rung * (1 + k) for rung in (1, 2, 4, 8)] if sizes is None else sizes
-        proposer = make_proposer(module or modules[which], kind, k, make_config(sizes, **limits))
+        proposer = make_proposer(module or modules[which], k, make_config(sizes, **limits))
         runner = runners[which == "stock"]
         proposer.host = make_host(runner, proposer, LAYER, block_size=BLOCK, build=build_views)
         return proposer

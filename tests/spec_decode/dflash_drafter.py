@@ -12,7 +12,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-from .drafters import BLOCK, HIDDEN, LAYER, MASK_TOKEN, MAX_LEN, MAX_REQS, MAX_TOKENS, PRIME, DraftModel, Views
+from .drafters import BLOCK, HIDDEN, LAYER, MAX_LEN, MAX_REQS, MAX_TOKENS, PRIME, VOCAB, DraftModel, Views
 
 
 class DFlashModel(DraftModel):
@@ -127,7 +127,7 @@ def make_dflash(modules: Modules, k: int, config: Any):
             self.pass_hidden_states_to_model = self.parallel_drafting = True
             self.net_num_new_slots_per_request = k
             self.needs_extra_input_slots = True
-            self.parallel_drafting_token_id, self.dflash_causal = MASK_TOKEN, False
+            self.parallel_drafting_token_id, self.dflash_causal = VOCAB - 1, False
             self.dtype, self.hidden_size = torch.int64, HIDDEN
             self.draft_model_config = types.SimpleNamespace(get_hidden_size=lambda: HIDDEN)
             self.max_model_len, self.block_size, self.max_num_tokens = MAX_LEN, BLOCK, MAX_TOKENS

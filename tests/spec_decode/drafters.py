@@ -24,7 +24,6 @@ LAYER = "draft"
 VOCAB, HIDDEN, PRIME = 211, 4, 1009
 BLOCK, BLOCKS, MAX_LEN = 4, 16, 64
 MAX_REQS, MAX_TOKENS = 9, 128
-MASK_TOKEN = VOCAB - 1
 FIELDS = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
 
 
@@ -102,26 +101,6 @@ def build_views(common_attn_metadata, draft_index: int) -> Views:
     )
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What tells the drafters apart: tokens appended to each request, and whether one pass drafts them all."""
-
-    proposer: str
-    method: str
-    parallel: bool = False
-
-    def extra_slots(self, k: int) -> int:
-        return k if self.parallel else 1
-
-    def new_slots(self, k: int) -> int:
-        return self.extra_slots(k) - (self.method != "draft_model")
-
-
-EAGLE = Kind("EagleProposer", "eagle")
-DRAFT_MODEL = Kind("DraftModelProposer", "draft_model")
-P_EAGLE = Kind("EagleProposer", "eagle", parallel=True)
-
-
 def make_config(sizes: list[int], max_num_seqs: int = MAX_REQS) -> VllmConfig:
     config = VllmConfig()
     config.compilation_config.cudagraph_capture_sizes = sorted(sizes)
@@ -131,27 +110,25 @@ def make_config(sizes: list[int], max_num_seqs: int = MAX_REQS) -> VllmConfig:
     return config
 
 
-def make_proposer(module: types.ModuleType, kind: Kind, k: int, config: VllmConfig):
-    """A proposer of `module` (vLLM's, or its patched text) without weights."""
+def make_proposer(module: types.ModuleType, k: int, config: VllmConfig):
+    """An EAGLE proposer of `module` (vLLM's, or its patched text) without weights."""
 
     class Proposer(module.SpecDecodeBaseProposer):
         def __init__(self):
-            self.vllm_config, self.method, self.device = config, kind.method, torch.device("cpu")
+            self.vllm_config, self.method, self.device = config, "eagle", torch.device("cpu")
             self.speculative_config = types.SimpleNamespace(
                 num_speculative_tokens=k,
                 enforce_eager=False,
                 disable_padded_drafter_batch=False,
-                method=kind.method,
-                use_eagle=lambda: kind.method != "draft_model",
-                uses_draft_model=lambda: kind.method == "draft_model",
+                method="eagle",
+                use_eagle=lambda: True,
+                uses_draft_model=lambda: False,
                 uses_extract_hidden_states=lambda: False,
             )
             self.num_speculative_tokens = k
-            self.pass_hidden_states_to_model = kind.method != "draft_model"
-            self.parallel_drafting = kind.parallel
-            self.extra_slots_per_request = kind.extra_slots(k)
-            self.net_num_new_slots_per_request = kind.new_slots(k)
-            self.needs_extra_input_slots = self.net_num_new_slots_per_request > 0
+            self.pass_hidden_states_to_model, self.parallel_drafting = True, False
+            self.extra_slots_per_request, self.net_num_new_slots_per_request = 1, 0
+            self.needs_extra_input_slots = False
             self.dtype, self.hidden_size = torch.int64, HIDDEN
             self.draft_model_config = types.SimpleNamespace(get_hidden_size=lambda: HIDDEN)
             self.max_model_len, self.block_size = MAX_LEN, BLOCK
@@ -177,57 +154,8 @@ def make_proposer(module: types.ModuleType, kind: Kind, k: int, config: VllmConf
             if hasattr(module, "DraftLoop"):
                 self.draft_loop = self.draft_graphs.add(module.DraftLoop)
 
-        def set_inputs_first_pass(self, *args, **kwargs):
-            if not self.needs_extra_input_slots:
-                return super().set_inputs_first_pass(*args, **kwargs)
-            return expand_inputs(self, **kwargs)
-
-    Proposer.__name__ = kind.proposer
+    Proposer.__name__ = "EagleProposer"
     return Proposer()
-
-
-def expand_inputs(
-    proposer,
-    target_token_ids,
-    next_token_ids,
-    target_positions,
-    target_hidden_states,
-    token_indices_to_sample,
-    cad,
-    num_rejected_tokens_gpu,
-):
-    """vLLM's Triton kernel `copy_and_expand_eagle_inputs` as a loop: slots for new tokens after each request's last."""
-    from vllm.v1.spec_decode.utils import compute_new_slot_mapping, extend_all_queries_by_N
-
-    new, extra = proposer.net_num_new_slots_per_request, proposer.extra_slots_per_request
-    shift = int(proposer.pass_hidden_states_to_model)
-    total = target_token_ids.shape[0] + new * cad.num_reqs
-    rejected_mask, sampled = torch.zeros(total, dtype=torch.bool), []
-    for row in range(cad.num_reqs):
-        start, end = cad.query_start_loc[row : row + 2].tolist()
-        out = start + new * row
-        kept = end - start - (0 if num_rejected_tokens_gpu is None else int(num_rejected_tokens_gpu[row]))
-        length = end - start + new
-        ids = target_token_ids[start + shift : start + kept].tolist()
-        ids += [int(next_token_ids[row])] + [MASK_TOKEN] * (extra - 1)
-        first = len(ids) - extra
-        rejected_mask[out + len(ids) : out + length] = True
-        sampled += range(out + first, out + len(ids))
-        proposer.input_ids[out : out + length] = torch.tensor(ids + [0] * (length - len(ids)))
-        proposer.positions[out : out + length] = int(target_positions[start]) + torch.arange(length)
-        if shift:
-            proposer.hidden_states[out : out + length] = 0
-            proposer.hidden_states[out : out + kept] = target_hidden_states[start : start + kept]
-    slots = compute_new_slot_mapping(
-        cad=cad,
-        new_positions=proposer.positions[:total],
-        is_rejected_token_mask=rejected_mask,
-        block_size=BLOCK,
-        num_new_tokens=new,
-        max_model_len=MAX_LEN,
-    )
-    extended = extend_all_queries_by_N(cad, N=new, arange=proposer.arange, new_slot_mapping=slots)
-    return total, torch.tensor(sampled, dtype=torch.int32), extended
 
 
 class Runner:

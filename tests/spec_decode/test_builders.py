@@ -276,6 +276,8 @@ def test_others_are_refused_with_a_reason() -> None:
     assert refused is not None
     assert "CPUAttentionMetadataBuilder" in refused
     assert "OwnBuild" in refused
+    refused = why_not_in_graph(groups(FlashAttentionMetadataBuilder, dcp=2))
+    assert refused == "FlashAttentionMetadataBuilder: decode context parallelism"
     # A drafter's build on the V1 runner is another one (`fast_build`), so what is declared for it says nothing here.
     assert why_not_in_graph(groups(type("Declared", (OwnBuild,), {"same_metadata_as_base": True}))) is not None
 
@@ -319,15 +321,12 @@ INDEXER = "vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerMetadataBuil
     ("builders", "changes", "expected"),
     [
         (["indexer"], {}, True),
-        (["indexer", FlashAttentionMetadataBuilder], {}, True),
         # vLLM updates all or none.
         (["indexer"], {"supports_draft_decode_metadata_update": False}, False),
         (["indexer"], {"dcp_world_size": 2}, False),
         # One that builds in the graph, one that plans on the host, and one that nobody has read.
         ([FlashAttentionMetadataBuilder], {}, False),
         (["indexer", FlexAttentionMetadataBuilder], {}, False),
-        (["indexer", Base], {}, False),
-        ([], {}, False),
     ],
 )
 def test_metadata_is_updated_where_vllm_can(builders: list[Any], changes: dict[str, Any], expected: bool) -> None:
@@ -342,25 +341,6 @@ def test_metadata_is_updated_where_vllm_can(builders: list[Any], changes: dict[s
     assert not updated_in_place(types.SimpleNamespace(attn_groups=groups))
 
 
-def test_sparse_mla_on_trtllm_kernels_is_updated_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As DeepSeek-V3.2 and GLM-5 on Blackwell, with their indexer."""
-    paths = (INDEXER, next(path for path in BUILDERS if path.endswith("SparseTRTLLMMetadataBuilder")))
-    classes = [type(path.rpartition(".")[2], (), {"__module__": path.rpartition(".")[0]}) for path in paths]
-    made = groups(*classes)
-    for (group,) in made:
-        group.get_metadata_builder(0).supports_draft_decode_metadata_update = True
-    speculator = types.SimpleNamespace(attn_groups=made, _generate_fused_drafts=None)
-    assert not updated_in_place(speculator)
-    assert "VLLM_HWPLUGIN_TRTLLM_GRAPHS=1" in str(why_not_in_graph(made))
-    monkeypatch.setenv("VLLM_HWPLUGIN_TRTLLM_GRAPHS", "1")
-    assert updated_in_place(speculator)
-
-
-def test_context_parallelism_is_refused() -> None:
-    refused = why_not_in_graph(groups(FlashAttentionMetadataBuilder, dcp=2))
-    assert refused == "FlashAttentionMetadataBuilder: decode context parallelism"
-
-
 def test_every_class_of_the_table_is_there(vllm_tree) -> None:
     for path in BUILDERS:
         module, _, name = path.rpartition(".")
@@ -370,20 +350,3 @@ def test_every_class_of_the_table_is_there(vllm_tree) -> None:
         texts = [text for text in found if text is not None]
         assert texts, path
         assert f"class {name}(" in texts[-1], path
-
-
-@pytest.mark.parametrize("version", versions(*FILES, among=VERSIONS))
-def test_classes_that_inherit_a_build_have_none_of_their_own(vllm_tree, version: str) -> None:
-    """Those that the table leaves to their base class, where a version has them."""
-    inherit = {
-        "mla/triton_mla.py": "TritonMLAMetadataBuilder",
-        "mla/cutlass_mla.py": "CutlassMLAMetadataBuilder",
-        "mla/tokenspeed_mla.py": "TokenspeedMLAMetadataBuilder",
-    }
-    for path, name in inherit.items():
-        text = vllm_tree(version).read(f"vllm/v1/attention/backends/{path}")
-        if text is None or f"class {name}(" not in text:
-            continue
-        body = text.split(f"class {name}(", 1)[1].split("\nclass ", 1)[0]
-        assert "def build" not in body
-        assert "def _build" not in body

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("vllm")
+
+from vllm.config import CUDAGraphMode
 
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.patching import load_catalogue
@@ -32,6 +35,9 @@ class Called(NamedTuple):
     facts: Mapping[str, Any] = {}
 
 
+#: Graphs of two sizes.
+SIZES = [SimpleNamespace(num_tokens=size, num_reqs=1) for size in (2, 1)]
+SHAPES = [(CUDAGraphMode.FULL, SIZES)]
 CALLED = (
     Called(
         "v2-tail-graph",
@@ -60,6 +66,13 @@ CALLED = (
         "vllm/v1/attention/backends/mla/flashattn_mla.py",
         "FlashAttnMLAMetadataBuilder._build_decode",
         "max_num_splits_of(self, ",
+    ),
+    Called(
+        "capture-sizes",
+        "vllm/v1/worker/gpu_model_runner.py",
+        "GPUModelRunner.profile_cudagraph_memory",
+        "settled(self, ",
+        {"get_capture_descs()": SHAPES, "settled()": SHAPES, "sampled()": SIZES, "two_samples()": ([3, 2], 1)},
     ),
     Called(
         "draft-full-graph",

@@ -2,8 +2,8 @@
 """The number of drafts by load, on simulated engines.
 
 Step times are models of engines on H100s, fitted to measured steps with k=3 (Qwen3-8B with Eagle3 7.6, 8.3, 10.3 and
-17.3 ms at 1, 16, 64 and 128 requests; Qwen3-30B-A3B on two GPUs 5.0 and 11.9 ms at 1 and 16) and, for Qwen3.6-27B in
-FP8 with MTP, to the bytes that a step reads. Acceptance is assumed.
+17.3 ms at 1, 16, 64 and 128 requests) and, for Qwen3.6-27B in FP8 with MTP, to the bytes that a step reads. Acceptance
+is assumed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from operator import mul
 import numpy as np
 import pytest
 
-from vllm_hwplugin.spec_decode.draft_policy import HYSTERESIS, MIN_STEPS, TRIAL_STEPS, DraftPolicy, bucket_of
+from vllm_hwplugin.spec_decode.draft_policy import MIN_STEPS, TRIAL_STEPS, DraftPolicy, bucket_of
 
 #: Milliseconds of a step, by requests and k.
 StepTime = Callable[[int, int], float]
@@ -38,19 +38,13 @@ def dense_8b(num_reqs: int, k: int) -> float:
     return _layers(tokens, 5.85, 7.57e9, 650e12) + head + 0.025 * num_reqs + k * (0.25 + 0.0015 * num_reqs) + 0.85
 
 
-def experts_30b(num_reqs: int, k: int) -> float:
-    tokens = num_reqs * (1 + k)
-    read = 128 * (1 - (1 - 8 / 128) ** tokens)
-    return 2.4 + 0.0711 * read + tokens * 3.3e9 / 350e12 * 1e3 + 0.012 * num_reqs + 0.22 * k
-
-
 def mtp_27b(num_reqs: int, k: int) -> float:
     tokens = num_reqs * (1 + k)
     head = 0.92 * max(1, tokens / 300)
     return _layers(tokens, 10.2, 25.6e9, 1000e12) + head + 0.02 * num_reqs + 1.09 * k + 0.5
 
 
-ENGINES = {"8B": dense_8b, "30B-A3B": experts_30b, "27B-FP8": mtp_27b}
+ENGINES = {"8B": dense_8b, "27B-FP8": mtp_27b}
 
 
 class Simulation:
@@ -176,18 +170,6 @@ def test_decides_on_enough_steps_only() -> None:
     assert set(used[-20:]) == {1}
 
 
-def test_leaves_a_number_that_is_nearly_as_good() -> None:
-    # 1.875 tokens with three drafts, 1.75 with two.
-    nearly = 3 * 1.75 / 1.875 / (1 + 0.9 * HYSTERESIS)
-    policy = DraftPolicy(COUNTS, [3] * 9)
-    feed(policy, 5 * MIN_STEPS, [0, 3.0, nearly, 3.0])
-    assert policy.learned() == [(4, 3)]
-    clearly = 3 * 1.75 / 1.875 / (1 + 1.3 * HYSTERESIS)
-    policy = DraftPolicy(COUNTS, [3] * 9)
-    feed(policy, 5 * MIN_STEPS, [0, 3.0, clearly, 3.0])
-    assert policy.learned() == [(4, 2)]
-
-
 def test_trials_are_few() -> None:
     policy = DraftPolicy(COUNTS, [3] * 9)
     feed(policy, 2 * MIN_STEPS, [0, 9.0, 9.0, 3.0])
@@ -212,12 +194,6 @@ def test_an_interruption_changes_nothing() -> None:
     feed(policy, 1, [0, 0, 0, 1000.0])
     feed(policy, 2 * MIN_STEPS, [0, 2.9, 2.9, 3.0])
     assert policy.learned() == [(4, 3)]
-
-
-def test_nothing_is_tried_without_comparable_steps() -> None:
-    policy = DraftPolicy(COUNTS, [3] * 9)
-    assert {policy.observe(4, 3, None) for _ in range(2000)} == {3}
-    assert policy.learned() == []
 
 
 def test_batches_of_about_the_same_size_learn_together() -> None:

@@ -15,7 +15,7 @@ from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.fallback import FeatureRequired
 from vllm_hwplugin.base.features import DRAFT_SCHEDULE, gate_of
 from vllm_hwplugin.spec_decode import draft_schedule
-from vllm_hwplugin.spec_decode.draft_policy import MIN_STEPS, DraftPolicy
+from vllm_hwplugin.spec_decode.draft_policy import MIN_STEPS
 from vllm_hwplugin.spec_decode.draft_schedule import DraftSchedule, follow_load, learned_setting
 
 from ..conftest import versions
@@ -76,19 +76,6 @@ def test_vllm_captures_each_number_and_begins_with_all_drafts(record: run_record
     before = list(made.speculative_config.num_speculative_tokens_per_batch_size)
     draft_schedule.name_draft_counts(made, named=False)
     assert made.speculative_config.num_speculative_tokens_per_batch_size == before
-
-
-@pytest.mark.parametrize(
-    ("k", "seqs", "counts"), [(2, 9, (2, 1)), (5, 9, (5, 3, 1)), (7, 9, (7, 4, 1)), (3, 2, (3, 2))]
-)
-def test_three_numbers_at_most_have_graphs(
-    k: int, seqs: int, counts: tuple[int, ...], record: run_records.RunRecord
-) -> None:
-    made = config(speculative_config__num_speculative_tokens=k, scheduler_config__max_num_seqs=seqs)
-    draft_schedule.name_draft_counts(made, named=True)
-    assert draft_schedule.counts_of(made.compilation_config) == counts
-    assert set(lookup_of(made)[1:]) == set(counts)
-    assert made.compilation_config.cudagraph_capture_sizes == [4, 16, 256, 512]
 
 
 def test_a_users_schedule_is_where_it_begins(record: run_records.RunRecord) -> None:
@@ -195,12 +182,6 @@ def test_a_step_of_another_kind_has_no_time(asked: dict[str, Any], monkeypatch: 
     assert (accepted, reached) == (((), ()) if "grammar" in asked else ([1, 0, 0], [1, 1, 0]))
 
 
-def test_requests_with_unequal_drafts_and_dropped_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch)
-    steps.step({"a": 2, "b": 3, "c": 0, "d": 3}, {"a": 3, "b": 1, "c": 1}, k=3)
-    assert steps.seen.pop() == (4, 3, None, [1, 1, 0], [2, 1, 0])
-
-
 def test_a_load_of_grammars_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch)
     for _ in range(2 * MIN_STEPS):
@@ -233,13 +214,6 @@ def test_what_was_learned_is_a_value_of_vllms_setting(learned: list[tuple[int, i
     if ranges:
         lookup = lookup_of(config(speculative_config__num_speculative_tokens_per_batch_size=ranges))
         assert [lookup[min(top, 100)] for top, _ in learned] == [k for _, k in learned]
-
-
-def test_the_end_of_an_engine_says_what_was_learned(record: run_records.RunRecord) -> None:
-    schedule = DraftSchedule((3, 1), [0, 3])
-    assert isinstance(schedule.policy, DraftPolicy)
-    del schedule
-    assert record.decisions[DRAFT_SCHEDULE].startswith("nothing learned")
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------

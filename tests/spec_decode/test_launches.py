@@ -309,22 +309,5 @@ def test_a_launch_lacks_graphs_of_prompts_only_where_attention_works_on_the_host
     assert parts_of(launch, "hopper").endswith("X") != any(attention.host for attention in target)
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("Llama-3.1-8B, Eagle3", ["SDIMX", "SI", "SDIMX"]),
-        ("Qwen3-VL-8B, Eagle3", ["SDIMX", "SI", "SDIMX"]),
-        ("GLM-4.7, DP8, MTP", ["SIX", "SI", "-"]),
-        ("Qwen3-30B-A3B, DP2, Eagle3", ["SDIMX", "SI", "SDIMX"]),
-        ("Qwen3.5-4B and 9B, MTP", ["SDI(X)", "SI", "SDIX"]),
-        ("Qwen3.6-27B and 35B-A3B, MTP, fp8 KV cache", ["SDI(X)", "SI", "none"]),
-        ("Qwen3.5-397B, DP8, MTP", ["SI", "SI", "-"]),
-    ],
-)
-def test_launches_that_are_known(name: str, parts: list[str]) -> None:
-    (launch,) = (launch for launch in LAUNCHES if launch.name == name)
-    assert [parts_of(launch, gpu) for gpu in GPUS] == parts
-
-
 if __name__ == "__main__":
     PAGE.write_text(markdown(), encoding="utf-8")

@@ -4,30 +4,26 @@
 from __future__ import annotations
 
 import ast
-import builtins
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
-import torch
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.versions import SUPPORTED
-from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, LARGEST_MIXED, sampled, two_samples
+from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, LARGEST_MIXED
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.v1 import mixed_sizes as v1_mixed_sizes
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
 from vllm_hwplugin.spec_decode.v2 import mixed_sizes as v2_mixed_sizes
 
 from ..conftest import versions
-from ..released import texts
-from .graph_manager import MODE, Manager, Memory
-from .sized_configs import V1, V2, config_of, crossed, dispatcher_of, fill_of, made, method_of, methods
+from .graph_manager import MODE, Manager
+from .sized_configs import V1, V2, config_of, crossed, dispatcher_of, fill_of, made
 
 
 def engine_of(tree: Any, **engine: Any) -> Any:
@@ -57,18 +53,6 @@ def test_graphs_of_mixed_batches_reach_4096_tokens(
     assert manager.made.hidden_states.shape[0] == max(
         desc.num_tokens for descs in manager.made._capture_descs.values() for desc in descs
     )
-
-
-@pytest.mark.parametrize(("version", "sizes"), crossed(versions(*V1), [[], [1, 2, 4]]))
-def test_sizes_of_the_user_stay_as_they_are(version: str, sizes: list[int], vllm_tree: Any) -> None:
-    """None at all, too: vLLM starts without graphs then."""
-    config = config_of()
-    config.compilation_config.cudagraph_capture_sizes = sizes
-    config.compilation_config.max_cudagraph_capture_size = max(sizes, default=0)
-    captured = dispatcher_of(vllm_tree(version), config).get_capture_descs()
-    assert [desc.num_tokens for mode, descs in captured if mode == CUDAGraphMode.PIECEWISE for desc in descs] == sizes[
-        ::-1
-    ]
 
 
 def test_padding_of_a_mixed_batch_is_small() -> None:
@@ -202,48 +186,3 @@ def test_attention_without_full_graphs_has_its_memory_estimated(
     manager = Manager(tree, config, monkeypatch, profile=True, mode=CUDAGraphMode.PIECEWISE)
     assert manager.made._capture_mem_samples == []
     assert v2_mixed_sizes.left_out(manager.made)
-
-
-PROFILE = "profile_cudagraph_memory"
-WRAPPERS = ("CUDAGraphWrapper", "BreakableCUDAGraphWrapper")
-
-
-@pytest.mark.parametrize("version", versions(*V1, "vllm/v1/worker/gpu_model_runner.py"))
-def test_released_v1_runners_estimate_about_what_graphs_take(
-    entry: run_records.RunRecord, version: str, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tree, memory = vllm_tree(version), Memory()
-    config = engine_of(tree)
-    text = texts(tree)("vllm/v1/worker/gpu_model_runner.py") or ""
-    wrappers = SimpleNamespace(_all_instances=[], clear_all_graphs=lambda: None)
-    # What it names beside these takes no memory.
-    found = [node for node in ast.walk(methods(text, "GPUModelRunner")[PROFILE]) if isinstance(node, ast.Name)]
-    names = dict.fromkeys({node.id for node in found} - {node.id for node in found if isinstance(node.ctx, ast.Store)})
-    names = {name: MagicMock() for name in names if not hasattr(builtins, name)}
-    names |= {"torch": torch, "CUDAGraphMode": CUDAGraphMode, "sampled": sampled, "two_samples": two_samples}
-    names |= {"settled": v1_mixed_sizes.settled, **dict.fromkeys(WRAPPERS, wrappers)}
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", memory.info, raising=False)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", memory.info)
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-
-    class Profiled(Runner):
-        max_model_len, max_num_tokens, lora_config = 4096, 8192, None
-        _create_encoder_cudagraph_manager = staticmethod(lambda: None)
-
-        def __getattr__(self, name: str) -> Any:
-            return MagicMock()
-
-        def _warmup_and_capture(self, desc: Any, *, cudagraph_runtime_mode: CUDAGraphMode, **_: Any) -> None:
-            whole = cudagraph_runtime_mode == CUDAGraphMode.FULL
-            memory.capture(desc.num_tokens, desc.num_tokens // 4 if whole else None)
-
-    runner = Profiled(tree, config)
-    planned = runner.cudagraph_dispatcher.get_capture_descs()
-    estimate = method_of(text, "GPUModelRunner", PROFILE, **names)(runner)
-    memory.pool = memory.taken = 0
-    memory.last.clear()
-    for mode, descs in v1_mixed_sizes.settled(runner, planned):
-        for desc in descs:
-            runner._warmup_and_capture(desc, cudagraph_runtime_mode=mode)
-    assert memory.taken <= estimate < 1.1 * memory.taken

@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 from typing import Any, Final
@@ -35,10 +34,8 @@ from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
 from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin.spec_decode import obstacles
-from vllm_hwplugin.spec_decode.builders import BUILDERS
 from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, Part, why_not
 
-from ..conftest import versions
 from ..obstacles_page import PAGE, TOLD, markdown
 from .host_runner import BACKENDS, FLASH_MLA, FLASHINFER, FLEX, builder
 from .v2.samplers import sampler
@@ -202,6 +199,16 @@ class Uniform(TritonAttentionMetadataBuilder):
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
 
+class FlashInferMLAMetadataBuilder:
+    """vLLM's says that it always has graphs, and raises in a capture of more tokens of a request."""
+
+    __module__ = f"{BACKENDS}.mla.flashinfer_mla"
+
+    @classmethod
+    def get_cudagraph_support(cls, *_: Any) -> AttentionCGSupport:
+        return AttentionCGSupport.ALWAYS
+
+
 class ModelStateOfAnother(DefaultModelState):
     """Of a model that works in its own way."""
 
@@ -291,6 +298,7 @@ CASES: Final = [
     (runner_v2, "sampler.return_sampling_mask", True, "sampling masks", Part.V2_SAMPLING),
     (runner_v2, "attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V2_METADATA),
     (runner_v2, "attn_groups", [[group(Uniform)] * 2], ": Uniform supports UNIFORM_BATCH", MIXED),
+    (runner_v2, "attn_groups", [[group(FlashInferMLAMetadataBuilder)]], "not known to serve prompts", MIXED),
     # Its batches of text have mixed graphs.
     (runner_v2, "model_config.is_mm_prefix_lm", True, "see each other", Part.V2_METADATA),
     (runner_v2, "model_config.rswa_window", 64, "through a window", Part.V2_INPUTS | MIXED),
@@ -326,50 +334,6 @@ def test_each_row_hinders_its_parts(
     # As up to 0.32.
     monkeypatch.delattr("vllm.v1.worker.gpu.dp_utils.DPSyncState.skip_drafts", raising=False)
     assert refused(change(make(), path, value), make, words) == parts
-
-
-def classes_that_say_always(tree: Any) -> Iterator[type]:
-    """Each builder class whose text names `ALWAYS`, with the methods of that text, over the bases that it names."""
-    for path in tree.paths("vllm/v1/attention/", "vllm/model_executor/layers/", "vllm/models/"):
-        text = tree.read(path)
-        if "AttentionCGSupport.ALWAYS" not in text:
-            continue
-        module, parsed = path.removesuffix(".py").replace("/", "."), ast.parse(text)
-        homes = {
-            alias.asname or alias.name: (node.module, alias.name)
-            for node in parsed.body
-            if isinstance(node, ast.ImportFrom) and node.module
-            for alias in node.names
-        }
-        for node in parsed.body:
-            if isinstance(node, ast.ClassDef):
-                homes[node.name] = (module, node.name)
-                if "AttentionCGSupport.ALWAYS" not in (ast.get_source_segment(text, node) or ""):
-                    continue
-                named = [
-                    getattr(base.value if isinstance(base, ast.Subscript) else base, "id", "") for base in node.bases
-                ]
-                places = [homes[name] for name in named if name in homes]
-                bases = tuple(type(name, (), {"__module__": home}) for home, name in places)
-                body = {one.name: None for one in node.body if isinstance(one, ast.FunctionDef)}
-                support = classmethod(lambda cls, config, spec: AttentionCGSupport.ALWAYS)
-                yield type(node.name, bases, {**body, "__module__": module, "get_cudagraph_support": support})
-
-
-@pytest.mark.parametrize(
-    "version", versions("vllm/v1/attention/", "vllm/models/", among=("0.31.0", "0.32.0", "0.33.0"))
-)
-def test_no_class_is_taken_at_its_word_that_it_always_has_graphs(vllm_tree, version: str) -> None:
-    """From 0.31 on some say so of any mix of decodes, and raise in a capture of more tokens of a request."""
-    believed, refused = set(), set()
-    for cls in classes_that_say_always(vllm_tree(version)):
-        reason = why_not(change(runner_v2(), "attn_groups", [[group(cls)]]), MIXED)
-        (believed if reason is None else refused).add(cls.__name__)
-        assert reason is None or f"{cls.__name__} is not known to serve prompts" in reason
-    assert believed == {"FlashAttentionMetadataBuilder", "TritonAttentionMetadataBuilder"}
-    assert refused >= {"FlashInferMLAMetadataBuilder", "FlexAttentionMetadataBuilder"}
-    # These decode in graphs: nothing else in the table would keep mixed graphs away.
-    assert any(path.endswith(".FlashInferMLAMetadataBuilder") and one.decode for path, one in BUILDERS.items())
 
 
 def test_weights_on_the_host_and_a_count_of_nans(monkeypatch: pytest.MonkeyPatch) -> None:

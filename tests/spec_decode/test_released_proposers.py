@@ -24,7 +24,7 @@ from vllm_hwplugin.spec_decode.v1.draft_loop_graph import DraftLoop  # noqa: E40
 from ..conftest import versions  # noqa: E402
 from ..released import take, text_of  # noqa: E402
 from . import drafters  # noqa: E402
-from .drafters import EAGLE, Runner, boot, compare  # noqa: E402
+from .drafters import Runner, boot, compare  # noqa: E402
 from .recorded_graph import RecordedGraphs  # noqa: E402
 
 PATH = "vllm/v1/spec_decode/llm_base_proposer.py"
@@ -52,8 +52,8 @@ def test_drafts_are_those_of_stock(vllm_tree, make, monkeypatch, version, which)
     monkeypatch.setattr(drafters, "CommonAttentionMetadata", metadata)
     monkeypatch.setattr(drafters, "FIELDS", {field.name for field in dataclasses.fields(metadata)})
     runner = Runner(1)
-    stock = make("stock", EAGLE, k, module=module_of(tree.read(PATH), {}))
-    graphed = make(which, EAGLE, k, module=module_of(text_of(tree, PATH, **CHOICES[which]), PARTS[which]))
+    stock = make("stock", k, module=module_of(tree.read(PATH), {}))
+    graphed = make(which, k, module=module_of(text_of(tree, PATH, **CHOICES[which]), PARTS[which]))
     boot(stock, CUDAGraphMode.NONE, runner)
     boot(graphed, CUDAGraphMode.FULL, runner)
     RecordedGraphs.sealed = True

@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import prometheus_client
@@ -21,7 +20,6 @@ import pytest
 from tests.cpu_seconds import patience, wait_until
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.cachedir import write_atomically
-from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin.base.run_records import RunRecord, Use
 from vllm_hwplugin.spec_decode import step_counts, step_metrics
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
@@ -195,33 +193,6 @@ def test_metrics_are_what_the_workers_of_this_servers_engines_have_on_record(tmp
         for one in workers:
             os.kill(one.pid, signal.SIGKILL)
             os.waitpid(one.pid, 0)
-
-
-def test_of_several_api_servers_one_counts_and_a_newer_engine_takes_an_older_ones_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def follow(rank: int = 0, speculation: object = "eagle3") -> list[str]:
-        config = SimpleNamespace(
-            speculative_config=speculation, parallel_config=SimpleNamespace(_api_process_rank=rank)
-        )
-        made: list[str] = []
-
-        def counter(name: str, **_: Any) -> SimpleNamespace:
-            made.append(name)
-            return SimpleNamespace()
-
-        step_metrics.follow(config, counter, ["model_name", "engine"], {0: ["m", "0"]})
-        return made
-
-    assert follow() == ["vllm:hwplugin_steps"]
-    before = step_metrics._stop
-    assert follow() == ["vllm:hwplugin_steps"]
-    assert before.is_set()
-    assert not step_metrics._stop.is_set()
-    assert follow(rank=1) == follow(speculation=None) == []
-    assert step_metrics._stop.is_set()
-    monkeypatch.setenv(PLAIN_DECODE, "1")
-    assert follow(speculation=None) == ["vllm:hwplugin_steps"]
 
 
 def test_each_reason_is_in_the_documents_table() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +21,10 @@ from vllm_hwplugin.base.fallback import FeatureRequired, report_unused
 from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin.base.run_records import Use
 from vllm_hwplugin.base.terms import TERMS, Term
-from vllm_hwplugin.patching import Catalogue, load_catalogue, make_plan
+from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.spec_decode import capture_sizes, dflash_context_norm, worker_use
 from vllm_hwplugin.spec_decode.engine_report import UNNEEDED, unused_by_cause, use_of
 from vllm_hwplugin.spec_decode.step_counts import StepCounts
-
-from ..conftest import versions
-from . import drafters
 
 TERMS_OF = {feature.id: feature.uses_when for feature in load_catalogue().features if feature.uses_when}
 ALL = TERMS_OF.keys()
@@ -338,17 +334,6 @@ def test_features_are_named_by_the_cause_that_they_share_with_what_to_change(
     assert uses()["draft-full-graph"]["reason"] == "found at capture"
 
 
-def test_one_line_says_all_of_what_is_live_and_nothing_else(
-    entry: run_records.RunRecord, caplog: pytest.LogCaptureFixture
-) -> None:
-    entry.features = patched_in(PASSES)
-    with caplog.at_level("INFO", "vllm.hwplugin"):
-        worker_use.report_worker(worker(v2=True))
-    assert uses().keys() == PASSES
-    (line,) = caplog.messages
-    assert "3 for V1" in line
-
-
 def test_graphs_that_are_asked_for_without_speculation_are_those_of_v2_and_count_steps(
     entry: run_records.RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,7 +365,7 @@ def test_a_feature_that_is_on_ends_the_start_of_an_engine_that_does_not_use_it(m
 
 def test_a_real_drafter_is_read_where_it_has_what_decides(make: Callable[..., Any]) -> None:
     """And what a feature found out outweighs that, before the report and after it."""
-    one = worker(drafter=make("loop", drafters.EAGLE, 3), **{MODE: CUDAGraphMode.NONE})
+    one = worker(drafter=make("loop", 3), **{MODE: CUDAGraphMode.NONE})
     assert "draft-full-graph" not in used(one)
     assert "NONE" in uses()["draft-full-graph"]["reason"]
     one.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
@@ -416,24 +401,3 @@ def test_a_vllm_that_keeps_its_facts_elsewhere_costs_the_report_and_not_the_star
 
 
 # -- every released worker --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def report_alone() -> Catalogue:
-    catalogue = load_catalogue()
-    return catalogue._replace(features=tuple(f for f in catalogue.features if f.id == "engine-report"))
-
-
-@pytest.mark.parametrize("version", versions("vllm/v1/worker/", "vllm/config/"))
-def test_the_report_is_the_last_thing_before_a_worker_is_ready(
-    vllm_tree: Callable[[str], Any], report_alone: Catalogue, version: str
-) -> None:
-    """After the capture of graphs, which is where features decide at the latest, and in every path that returns."""
-    plan = make_plan(report_alone, vllm_tree(version), {})
-    for path, name in (("gpu_worker", "Worker"), ("cpu_worker", "CPUWorker")):
-        tree = ast.parse(plan.files[f"vllm/v1/worker/{path}.py"].text)
-        (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-        methods = {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
-        body = methods.get("_compile_or_warm_up_model", methods["compile_or_warm_up_model"]).body
-        assert [node for node in ast.walk(ast.Module(body, [])) if isinstance(node, ast.Return)] == [body[-1]]
-        assert ast.unparse(body[-2]) == "report_worker(self)"

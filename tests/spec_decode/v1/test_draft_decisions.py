@@ -14,7 +14,7 @@ from vllm.config import CUDAGraphMode  # noqa: E402
 
 from vllm_hwplugin.base.fallback import FeatureRequired  # noqa: E402
 
-from ..drafters import EAGLE, MAX_REQS, Runner, boot, compare, propose  # noqa: E402
+from ..drafters import MAX_REQS, Runner, boot, compare, propose  # noqa: E402
 from ..host_runner import FLASH_MLA, FLASHINFER, FLEX, Pool, builder  # noqa: E402
 from ..recorded_graph import RecordedGraphs  # noqa: E402
 
@@ -31,7 +31,7 @@ def uniform_of(proposer) -> dict[int, tuple[int, ...]]:
 
 
 def test_builders_that_plan_get_a_graph_for_each_pass_and_no_chain(make, notes):
-    proposer, runner, k = make("loop", EAGLE, 3), Runner(0), 3
+    proposer, runner, k = make("loop", 3), Runner(0), 3
     cls = builder(FLASHINFER)
     proposer.host.use(type(cls.__name__, (cls,), {"reorder_batch_threshold": 512}))
     boot(proposer, DECODE_ONLY, runner, profile=True)
@@ -45,7 +45,7 @@ def test_builders_that_plan_get_a_graph_for_each_pass_and_no_chain(make, notes):
 
 
 def test_the_lowest_decode_threshold_decides_about_the_first_pass(make):
-    proposer, runner = make("loop", EAGLE, 3), Runner(0)
+    proposer, runner = make("loop", 3), Runner(0)
     proposer.host.use(type("ShortQueries", (builder(FLASHINFER),), {"reorder_batch_threshold": 3}))
     boot(proposer, DECODE_ONLY, runner)
     assert uniform_of(proposer) == {1: LADDER}
@@ -53,7 +53,7 @@ def test_the_lowest_decode_threshold_decides_about_the_first_pass(make):
 
 def test_the_second_start_decides_by_its_own_attention_groups(make, notes):
     """Profiling leaves groups behind, which may be others than those of the real start."""
-    proposer, runner = make("loop", EAGLE, 3), Runner(0)
+    proposer, runner = make("loop", 3), Runner(0)
     boot(proposer, DECODE_ONLY, runner)
     old = list(RecordedGraphs.instances)
     proposer.host.attn_groups.clear()
@@ -67,7 +67,7 @@ def test_the_second_start_decides_by_its_own_attention_groups(make, notes):
 
 def test_the_graphs_of_an_earlier_start_are_let_go_before_the_next_capture(make):
     """They hold memory that the next start's measurement of it would count."""
-    proposer, runner = make("loop", EAGLE, 2), Runner(0)
+    proposer, runner = make("loop", 2), Runner(0)
     boot(proposer, DECODE_ONLY, runner)
     held = [weakref.ref(graphs) for graphs in RecordedGraphs.instances]
     RecordedGraphs.instances.clear()
@@ -104,7 +104,7 @@ def planning(proposer, runner):
     ],
 )
 def test_what_cannot_be_captured_leaves_the_drafter_stock(make, notes, prepare, reason):
-    stock, proposer, runner = make("stock", EAGLE, 2), make("loop", EAGLE, 2), Runner(0)
+    stock, proposer, runner = make("stock", 2), make("loop", 2), Runner(0)
     boot(stock, NONE, runner)
     template = prepare(proposer, runner)
     proposer.host.start(DECODE_ONLY, template)
@@ -116,7 +116,7 @@ def test_what_cannot_be_captured_leaves_the_drafter_stock(make, notes, prepare, 
 
 def test_a_required_chain_over_a_planning_builder_ends_the_start(make, monkeypatch):
     monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH", "on")
-    proposer, runner = make("loop", EAGLE, 3), Runner(0)
+    proposer, runner = make("loop", 3), Runner(0)
     proposer.host.use(builder(FLASH_MLA))
     with pytest.raises(FeatureRequired, match="FlashAttnMLAMetadataBuilder"):
         boot(proposer, DECODE_ONLY, runner)
@@ -127,7 +127,7 @@ def test_a_required_chain_over_a_planning_builder_ends_the_start(make, monkeypat
 
 @pytest.mark.parametrize(("which", "mode"), [("passes", FULL), ("loop", DECODE_ONLY)])
 def test_drafts_are_stocks_after_sleep(make, which, mode):
-    stock, graphed, runner, pool = make("stock", EAGLE, 3), make(which, EAGLE, 3), Runner(1), Pool()
+    stock, graphed, runner, pool = make("stock", 3), make(which, 3), Runner(1), Pool()
     boot(stock, NONE, runner)
     boot(graphed, mode, runner, profile=True, kv_pool=pool)
     RecordedGraphs.sealed = True
@@ -153,7 +153,7 @@ def with_ranges(batch, *ranged: int):
 
 
 def test_a_batch_with_an_image_is_left_alone_and_the_next_is_not(make, notes):
-    stock, graphed, runner = make("stock", EAGLE, 2), make("loop", EAGLE, 2), Runner(1)
+    stock, graphed, runner = make("stock", 2), make("loop", 2), Runner(1)
     boot(stock, NONE, runner)
     boot(graphed, DECODE_ONLY, runner)
     passes, loop = RecordedGraphs.instances

@@ -20,10 +20,7 @@ from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, descriptor_of  
 
 from .. import drafters  # noqa: E402
 from ..drafters import (  # noqa: E402
-    DRAFT_MODEL,
-    EAGLE,
     MAX_REQS,
-    P_EAGLE,
     Runner,
     boot,
     compare,
@@ -43,7 +40,7 @@ def test_a_drafter_with_an_obstacle_is_left_as_in_stock_vllm(make, notes):
         lambda p: setattr(p.speculative_config, "enforce_eager", True),
         lambda p: setattr(p.vllm_config.compilation_config, "cudagraph_capture_sizes", []),
     ):
-        proposer = make("passes", EAGLE, 2)
+        proposer = make("passes", 2)
         change(proposer)
         proposer.draft_graphs.initialize_keys(BOTH)
         assert notes["draft-full-graph"].startswith("the drafter runs as in unpatched vLLM: ")
@@ -54,7 +51,7 @@ def test_a_drafter_with_an_obstacle_is_left_as_in_stock_vllm(make, notes):
 
 def test_larger_decode_batches_of_the_target_bring_no_passes(make):
     """Each shape of them would have memory of its own, for batches whose GPU has work enough."""
-    proposer = make("passes", EAGLE, 2)
+    proposer = make("passes", 2)
     compilation = proposer.vllm_config.compilation_config
     own = sorted(compilation.cudagraph_capture_sizes)
     compilation.cudagraph_capture_sizes = [*own, 2 * own[-1]]
@@ -73,7 +70,7 @@ def test_the_memory_profile_captures_the_largest_passes_alone(make, monkeypatch)
         capture(self, shape, template)
 
     monkeypatch.setattr(PassGraphs, "capture", watched)
-    proposer = make("loop", EAGLE, 3)
+    proposer = make("loop", 3)
     boot(proposer, FULL, Runner(1), profile=True)
     profiled, started = shapes[: (again := shapes.index(shapes[0], 1))], shapes[again:]
     assert started == list(proposer.draft_graphs._keys.all())
@@ -85,7 +82,7 @@ def test_the_memory_profile_captures_the_largest_passes_alone(make, monkeypatch)
 
 
 def test_every_shape_is_captured_once_after_a_run_without_a_graph(make):
-    proposer = make("passes", EAGLE, 2)
+    proposer = make("passes", 2)
     runner = Runner(0)
     boot(proposer, FULL, runner)
     (graphs,) = RecordedGraphs.instances
@@ -102,7 +99,7 @@ def test_every_shape_is_captured_once_after_a_run_without_a_graph(make):
 
 
 def test_multimodal_inputs_are_captured_as_embeddings(make):
-    proposer = make("passes", EAGLE, 1)
+    proposer = make("passes", 1)
     proposer.supports_mm_inputs = True
     proposer.inputs_embeds = torch.zeros(64, 4)
     calls = []
@@ -120,9 +117,9 @@ def test_multimodal_inputs_are_captured_as_embeddings(make):
 def pair(make):
     """A stock proposer without graphs and one that booted with them."""
 
-    def made(which, kind, k, mode, seed=1, **options):
+    def made(which, k, mode, seed=1, **options):
         runner = Runner(seed)
-        stock, graphed = make("stock", kind, k, **options), make(which, kind, k, **options)
+        stock, graphed = make("stock", k, **options), make(which, k, **options)
         boot(stock, NONE, runner)
         boot(graphed, mode, runner)
         RecordedGraphs.sealed = True
@@ -132,37 +129,33 @@ def pair(make):
 
 
 @pytest.mark.parametrize(
-    ("which", "kind", "k", "mode"),
+    ("which", "k", "mode"),
     [
-        ("passes", EAGLE, 1, FULL),
-        ("passes", EAGLE, 5, DECODE_ONLY),
-        ("loop", EAGLE, 3, BOTH),
-        ("passes", DRAFT_MODEL, 3, FULL),
-        ("loop", DRAFT_MODEL, 2, DECODE_ONLY),
-        ("loop", P_EAGLE, 3, FULL),
+        ("passes", 1, FULL),
+        ("passes", 5, DECODE_ONLY),
+        ("loop", 3, BOTH),
     ],
 )
-def test_drafts_are_those_of_stock(pair, which, kind, k, mode):
-    stock, graphed, runner = pair(which, kind, k, mode)
+def test_drafts_are_those_of_stock(pair, which, k, mode):
+    stock, graphed, runner = pair(which, k, mode)
     drafters.compare_over_many(runner, k, functools.partial(compare, stock, graphed))
     replayed = {
         (key.num_tokens // key.num_reqs if key.uniform else None) for key in RecordedGraphs.instances[0].replayed
     }
-    width = 1 + k + kind.new_slots(k)
-    assert width in replayed
+    assert 1 + k in replayed
     assert (None in replayed) == (mode == FULL)
-    if which == "passes" and k > 1 and not kind.parallel:
+    if which == "passes" and k > 1:
         assert 1 in replayed
 
 
 def test_requests_with_fewer_drafts_are_no_smaller_batch_of_whole_ones(pair):
     """As many tokens as two requests with all their drafts."""
-    stock, graphed, runner = pair("passes", EAGLE, 3, DECODE_ONLY)
+    stock, graphed, runner = pair("passes", 3, DECODE_ONLY)
     compare(stock, graphed, runner.batch(3, lengths=[4, 2, 2]))
 
 
 def test_a_moved_block_table_turns_the_graphs_off(pair, notes):
-    stock, graphed, runner = pair("loop", EAGLE, 2, DECODE_ONLY)
+    stock, graphed, runner = pair("loop", 2, DECODE_ONLY)
     compare(stock, graphed, runner.batch(2))
     graphs, loop = RecordedGraphs.instances
     assert loop.replayed
@@ -178,7 +171,7 @@ def test_a_moved_block_table_turns_the_graphs_off(pair, notes):
 
 
 def test_a_batch_with_a_field_without_a_fixed_address_is_left_alone(pair, notes):
-    stock, graphed, runner = pair("loop", EAGLE, 2, DECODE_ONLY)
+    stock, graphed, runner = pair("loop", 2, DECODE_ONLY)
     compare(stock, graphed, runner.batch(2))
     graphs, loop = RecordedGraphs.instances
     before = list(graphs.replayed), list(loop.replayed)
@@ -200,7 +193,7 @@ def test_a_batch_with_a_field_without_a_fixed_address_is_left_alone(pair, notes)
 )
 def test_builders_are_given_the_batch_that_the_graph_runs(pair, kind, size, first, step):
     """A builder that plans into buffers of its own plans for what is launched: the padded batch, or the real one."""
-    _, graphed, runner = pair("passes", EAGLE, 2, BOTH)
+    _, graphed, runner = pair("passes", 2, BOTH)
     given = []
     (group,) = graphed.draft_attn_groups
     builder = group.get_metadata_builder()
@@ -218,7 +211,7 @@ def test_builders_are_given_the_batch_that_the_graph_runs(pair, kind, size, firs
 
 
 def test_the_drafters_own_dummy_run_never_gets_a_full_graph(pair):
-    stock, graphed, runner = pair("passes", EAGLE, 2, FULL)
+    stock, graphed, runner = pair("passes", 2, FULL)
     compare(stock, graphed, runner.batch(2))
     for count in range(1, 40):
         for use_cudagraphs in (True, False):

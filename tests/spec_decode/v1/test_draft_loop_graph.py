@@ -12,7 +12,7 @@ from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.pass_graphs import descriptor_of  # noqa: E402
 
-from ..drafters import EAGLE, MAX_REQS, Runner, boot, propose  # noqa: E402
+from ..drafters import MAX_REQS, Runner, boot, propose  # noqa: E402
 from ..recorded_graph import RecordedGraphs  # noqa: E402
 
 DECODE_ONLY = CUDAGraphMode.FULL_DECODE_ONLY
@@ -22,7 +22,7 @@ DECODE_ONLY = CUDAGraphMode.FULL_DECODE_ONLY
 def pair(make):
     def made(k):
         runner = Runner(1)
-        stock, graphed = make("stock", EAGLE, k), make("loop", EAGLE, k)
+        stock, graphed = make("stock", k), make("loop", k)
         boot(stock, CUDAGraphMode.NONE, runner)
         boot(graphed, DECODE_ONLY, runner)
         RecordedGraphs.sealed = True
@@ -67,7 +67,7 @@ def test_each_draft_phase_is_counted_and_what_was_in_its_way(pair, make):
     assert counts.outcomes() == {"served": 2, "larger_batch": 1, "moved": 1, "fewer_drafts": 1, "prompt": 1}
     # Its steps are of one token a request, whatever the first pass was.
     assert graphed.draft_loop._step_counts.outcomes() == {"served": 4, "larger_batch": 1, "moved": 1}
-    without = make("loop", EAGLE, 3)
+    without = make("loop", 3)
     boot(without, CUDAGraphMode.NONE, runner)
     propose(without, runner.batch(3, size=2))
     for part in (without.draft_graphs, without.draft_loop):

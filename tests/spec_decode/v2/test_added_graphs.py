@@ -18,14 +18,14 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.features import V2_DRAFT_HEAD
 from vllm_hwplugin.base.versions import SUPPORTED
-from vllm_hwplugin.spec_decode import capture_sizes, graph_recording, obstacles, ranks
+from vllm_hwplugin.spec_decode import capture_sizes, graph_recording, obstacles
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs, step_inputs, tail_capture
 from vllm_hwplugin.spec_decode.v2.mixed_sizes import LEFT_OUT
 
 from ...conftest import versions
 from ..engines import DRAFTS, Model
 from ..graph_manager import Manager
-from ..sized_configs import V2, config_of, fill_of, made, stock
+from ..sized_configs import V2, config_of, crossed, fill_of, made, stock
 from ..test_mixed_sizes import DRAFTERS
 from ..walks import live_load
 from .released_modules import Graph
@@ -56,11 +56,11 @@ def longer(_: Any, metadata: Any) -> bool:
     return metadata.max_query_len > 1 + DRAFTS
 
 
-def mixed(of_draft: bool, in_capture: bool) -> Callable[..., bool]:
+def mixed(of_draft: bool) -> Callable[..., bool]:
     """A pass of more tokens than one captured decode batch, of which none has 24 or 16."""
 
     def found(model: Any, input_ids: Any, *_: Any, **__: Any) -> bool:
-        return model._draft is of_draft and len(input_ids) in (24, 16) and (capturing() or not in_capture)
+        return model._draft is of_draft and len(input_ids) in (24, 16) and capturing()
 
     return found
 
@@ -69,15 +69,12 @@ BUILD = (TritonAttentionMetadataBuilder, "build_for_cudagraph_capture")
 #: What raises, and when; the features that are lost.
 CAPTURES: dict[str, tuple[tuple[Any, str], Callable[..., bool], set[str]]] = {
     "metadata of mixed graphs": (BUILD, longer, {"v2-mixed-graphs"}),
-    "mixed graphs, before": ((Model, "forward"), mixed(False, False), {"v2-mixed-graphs"}),
-    "mixed graphs": ((Model, "forward"), mixed(False, True), {"v2-mixed-graphs"}),
-    "mixed graphs of the first pass": ((Model, "forward"), mixed(True, True), set()),
+    "mixed graphs": ((Model, "forward"), mixed(of_draft=False), {"v2-mixed-graphs"}),
+    "mixed graphs of the first pass": ((Model, "forward"), mixed(of_draft=True), set()),
     "sampling": ((tail_capture.TailRecorder, "_sample"), capturing, {"v2-tail-graph", "v2-step-inputs"}),
-    "drafting, before": ((tail_capture.TailRecorder, "_draft"), lambda *_: True, {"v2-tail-graph", "v2-step-inputs"}),
     "drafting": ((tail_capture.TailRecorder, "_draft"), capturing, {"v2-tail-graph", "v2-step-inputs"}),
     # Its third argument is whether the batch is mixed.
     "drafting for prompts": ((tail_capture.TailRecorder, "_draft"), lambda *a: a[3] and capturing(), set()),
-    "buffers": ((tail_capture, "TailBuffers"), lambda *_: True, {"v2-tail-graph", "v2-step-inputs"}),
     # No graph is captured then.
     "an obstacle": ((obstacles, "get_offloader"), lambda *_: True, {"v2-tail-graph", "v2-step-inputs"}),
     "inputs": ((step_inputs.StepInputs, "_preparing"), lambda *_: True, {"v2-step-inputs"}),
@@ -126,20 +123,18 @@ class Failing(Manager):
             raise Refused
 
 
-@pytest.mark.parametrize("profile", [False, True])
-@pytest.mark.parametrize("full", [(), mixed_graphs.SIZES], ids=["decodes", "mixed"])
-@pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.26.0") :]))
+@pytest.mark.parametrize(
+    ("version", "how"),
+    crossed(versions(*V2, among=SUPPORTED[SUPPORTED.index("0.29.0") :]), [(mixed_graphs.SIZES, True), ((), False)]),
+)
 def test_released_managers_capture_what_they_do_without_the_plugin(
     vllm_tree: Any,
     version: str,
-    full: tuple[int, ...],
-    profile: bool,
+    how: tuple[tuple[int, ...], bool],
     entry: run_records.RunRecord,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tree = vllm_tree(version)
-    if profile and SUPPORTED.index(version) < SUPPORTED.index("0.29.0"):
-        pytest.skip("this vLLM measures no graphs")
+    tree, (full, profile) = vllm_tree(version), how
     monkeypatch.setattr(graph_recording, "leave_capture", lambda pool, *, broken: None)
     monkeypatch.setattr(graph_recording, "reserved_memory", lambda: 0)
     # Timing would take back what fails.
@@ -183,27 +178,3 @@ def test_a_rank_goes_on_without_graphs_that_failed_on_another(
         assert not graphs_of(sides.both[1])["target"]
         assert all(asked)
         live_load(sides)
-
-
-def test_nor_where_they_failed_on_a_rank_of_data_parallelism(
-    vllm_tree: Any, used: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It pads its batches to other graphs then, and all ranks must pad alike."""
-    asked = 0
-
-    def over(group: Any, value: int, op: Any) -> int:
-        nonlocal asked
-        asked += group == "data"
-        return value and asked != 4
-
-    monkeypatch.setattr(ranks, "_over", over)
-    monkeypatch.setattr(ranks, "get_dp_group", lambda: "data")
-    monkeypatch.setattr(ranks, "model_parallel_is_initialized", lambda: True)
-    for module in (ranks, graph_recording):
-        monkeypatch.setattr(module, "tensor_parallel", lambda: False)
-    with with_them(vllm_tree(VERSION), MODE, gate="auto") as sides:
-        # Nothing of sampling, drafting and inputs is agreed.
-        assert asked == 4
-        assert not used["v2-mixed-graphs"]
-        assert not graphs_of(sides.both[1])["target"]
-        assert sides.both[1].runner.tail_graphs.captured

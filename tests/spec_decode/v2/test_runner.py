@@ -64,21 +64,11 @@ class Mixin:
         yield
 
 
-def runner_of(module: str, facts: dict[str, Any], subclass: str = "") -> tuple[Any, list[str]]:
-    """Return a runner of a module's text, under the decorator if it has one, and the list that gets its calls.
-
-    Args:
-        subclass: a module's text with a subclass, of which `execute_model` is kept.
-    """
+def runner_of(module: str, facts: dict[str, Any]) -> tuple[Any, list[str]]:
+    """Return a runner of a module's text, under the decorator if it has one, and the list that gets its calls."""
     text = Text(module, "GPUModelRunner", {**FACTS, **MORE_FACTS, **facts})
-    found, *more = (
-        node
-        for node in (*ast.parse(module).body, *ast.parse(subclass).body)
-        if isinstance(node, ast.ClassDef) and node.name in ("GPUModelRunner", "MMEncoderModelRunner")
-    )
-    for node in more:
-        node.body = [one for one in node.body if getattr(one, "name", "") == "execute_model"]
-        vars(node.body[0])["decorator_list"] = []
+    (found,) = (node for node in ast.parse(module).body if getattr(node, "name", "") == "GPUModelRunner")
+    assert isinstance(found, ast.ClassDef)
     kept = [node for node in found.body if not isinstance(node, ast.FunctionDef) or node.name in (*RUN, *STUBS)]
     for node in kept:
         if isinstance(node, ast.FunctionDef):
@@ -87,8 +77,7 @@ def runner_of(module: str, facts: dict[str, Any], subclass: str = "") -> tuple[A
                 given = ", ".join(arg.arg for arg in node.args.args[1:])
                 node.body = ast.parse("pass" if node.name == "__init__" else f"return own_{node.name}({given})").body
     found.body = kept
-    both = ast.Module([found, *more], [])
-    names = {node.id for node in ast.walk(both) if isinstance(node, ast.Name)} - vars(builtins).keys()
+    names = {node.id for node in ast.walk(found) if isinstance(node, ast.Name)} - vars(builtins).keys()
     namespace: dict[str, Any] = {name: Seen(name.replace("own_", "self."), text) for name in names}
     namespace |= {
         "LoRAModelRunnerMixin": type("Mixin", (Mixin,), {"text": text}),
@@ -96,8 +85,8 @@ def runner_of(module: str, facts: dict[str, Any], subclass: str = "") -> tuple[A
     }
     namespace |= {"__builtins__": {**vars(builtins), "__import__": text._import}, "__name__": "vllms.runner"}
     unevaluated = compile("from __future__ import annotations", "flags", "exec").co_flags
-    exec(compile(both, "patched", "exec", unevaluated, dont_inherit=True), namespace)
-    runner = namespace[(found, *more)[-1].name](Seen("vllm_config", text), Seen("device", text))
+    exec(compile(ast.Module([found], []), "patched", "exec", unevaluated, dont_inherit=True), namespace)
+    runner = namespace["GPUModelRunner"](Seen("vllm_config", text), Seen("device", text))
     text.calls.clear()
     return runner, text.calls
 
@@ -159,22 +148,16 @@ def test_graphs_sample_and_draft(patched: str) -> None:
 
 
 @pytest.mark.parametrize("last", ["self.speculator.capture", "ModelCudaGraphManager.capture"])
-@pytest.mark.parametrize("otherwise", [False, True])
-def test_graphs_are_captured_behind_vllms_once(
-    patched: str, last: str, otherwise: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Up to 0.25 another feature may capture the draft, in a way that the plugin's own capture is no part of."""
+def test_graphs_are_captured_behind_vllms_once(patched: str, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, calls = runner_of(patched, {} if "speculator" in last else {"speculator": None})
     runner.tail_graphs.capture = lambda: calls.append("ours")
-    monkeypatch.setattr(capture_metadata, "captured_draft", lambda *_: calls.append("captured_draft") or otherwise)
+    monkeypatch.setattr(capture_metadata, "captured_draft", lambda *_: False)
     for _ in range(2):
         call(runner, "initialize_kv_cache")
     calls.clear()
     call(runner, "capture_model")
     made = names_of(calls)
     assert made.count("ours") == 1
-    if otherwise and "captured_draft" in made:
-        last = "captured_draft"
     assert made[made.index("ours") - 1] == last
 
 
@@ -236,20 +219,6 @@ def test_a_dummy_batch_takes_nothing_from_the_step_before(patched: str) -> None:
     # Of other requests, which another rank has sampled.
     runner.postprocess_sampled(*range(5))
     assert "self.postprocess_sampled" in names_of(calls)
-
-
-def test_a_runner_that_only_encodes_is_vllms_own(tree: Any, patched: str) -> None:
-    """Its steps call what is overridden, in an order of their own."""
-    encoder = tree.read("vllm/v1/worker/mm_encoder_model_runner.py")
-    if encoder is None:
-        pytest.skip("this vLLM has none")
-    stock, expected = runner_of(text_of(tree, V2, **OFF), {}, encoder)
-    runner, calls = runner_of(patched, {}, encoder)
-    for name in ("initialize_kv_cache", "execute_model"):
-        call(runner, name)
-        call(stock, name)
-    assert {"self.prepare_inputs", "BlockTables.apply_staged_writes"} <= {*names_of(calls)}
-    assert calls == expected
 
 
 def test_a_rank_without_a_sampler_notes_no_request(patched: str) -> None:

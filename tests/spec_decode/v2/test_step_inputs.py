@@ -73,15 +73,6 @@ def scheduled(**changed: Any) -> SimpleNamespace:
     return SimpleNamespace(**usual | changed)
 
 
-def decoding(names: str) -> dict[str, Any]:
-    """What `scheduled` is told for these requests, which decode one token and all their drafts."""
-    return {
-        "num_scheduled_tokens": dict.fromkeys(names, WIDTH),
-        "total_num_scheduled_tokens": len(names) * WIDTH,
-        "scheduled_spec_decode_tokens": {name: [-1] * DRAFTS for name in names},
-    }
-
-
 def captured(graph: Any, width: int = WIDTH, **changed: Any) -> _Captured:
     """A graph of four requests. What is not told is not so."""
     usual: dict[str, Any] = dict.fromkeys((one.name for one in dataclasses.fields(_Captured)), False)
@@ -145,7 +136,6 @@ def vllms(*_: Any, **__: Any) -> str:
             {"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS, "b": [-1]}, "total_num_scheduled_tokens": 6},
             "fewer_drafts",
         ),
-        ({"scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS, "b": [-1]}}, "fewer_drafts"),
         ({"num_spec_tokens_to_schedule": 1}, "fewer_drafts"),
         # All of them end with this step. vLLM then drafts nothing, by the attention metadata that it has made.
         ({"skip_drafts": True}, "fewer_drafts"),

@@ -15,8 +15,7 @@ import torch
 
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, uniform_shape
-from vllm_hwplugin.spec_decode.step_counts import Reason
-from vllm_hwplugin.spec_decode.v2.recording import SamplerParts, decode_query_len, rungs, scheduled_query_lens
+from vllm_hwplugin.spec_decode.v2.recording import SamplerParts, rungs, scheduled_query_lens
 
 from ...conftest import versions
 from ...released import text_of
@@ -123,34 +122,3 @@ def test_an_engine_without_drafts_has_graphs_of_one_token_a_request() -> None:
     runner = SimpleNamespace(max_num_reqs=3, decode_query_len=1, speculative_config=None)
     lens = scheduled_query_lens(runner)
     assert rungs([(1, 1), (2, 1), (4, 1), (8, 1), (4, None)], lens) == [uniform_shape(1, one) for one in (4, 2, 1)]
-
-
-def batch(**changed: Any) -> SimpleNamespace:
-    """vLLM's `InputBatch` of two requests that decode one token and three drafts each."""
-    usual = {
-        "num_reqs": 2,
-        "num_tokens": 8,
-        "num_draft_tokens": 6,
-        "num_scheduled_tokens": np.array([4, 4]),
-        "is_prefilling_np": np.array([False, False]),
-    }
-    return SimpleNamespace(**usual | changed)
-
-
-def test_only_batches_of_decodes_with_equally_many_drafts_are_served() -> None:
-    assert decode_query_len(batch(), {4}) == 4
-    # A request near its end has fewer drafts.
-    uneven = {"num_tokens": 7, "num_draft_tokens": 5, "num_scheduled_tokens": np.array([4, 3])}
-    assert decode_query_len(batch(**uneven), {4, 3}) is Reason.FEWER_DRAFTS
-    # As many tokens as two requests with two drafts each.
-    uneven = {"num_tokens": 6, "num_draft_tokens": 4, "num_scheduled_tokens": np.array([4, 2])}
-    assert decode_query_len(batch(**uneven), {4, 3}) is Reason.FEWER_DRAFTS
-    narrow = {"num_tokens": 4, "num_draft_tokens": 2, "num_scheduled_tokens": np.array([2, 2])}
-    assert decode_query_len(batch(**narrow), {4, 2}) == 2
-    assert decode_query_len(batch(**narrow), {4}) is Reason.FEWER_DRAFTS
-    # Four tokens of a prompt.
-    prompt = {"num_draft_tokens": 3, "is_prefilling_np": np.array([True, False])}
-    assert decode_query_len(batch(**prompt), {4}) is Reason.PROMPT
-    assert decode_query_len(batch(**prompt, num_tokens=13), {4}) is Reason.PROMPT
-    assert decode_query_len(batch(num_draft_tokens=3), {4}) is Reason.FEWER_DRAFTS
-    assert decode_query_len(batch(is_prefilling_np=np.array([True, False])), {4}) is Reason.PROMPT

@@ -19,7 +19,6 @@ from vllm.v1.worker.gpu.spec_decode import utils
 
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
-from vllm_hwplugin.spec_decode.obstacles import Part
 from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2 import tail_capture, tail_graph
 from vllm_hwplugin.spec_decode.v2.recording import SamplerParts
@@ -135,50 +134,6 @@ def test_no_graph_of_vllm_reads_a_weight_of_a_draft_model(
     parameters = TailRecorder(runner, runner, {}, [shape]).record().watched(runner).parameters
     draft[0].weight.data = torch.ones(2, 2)
     assert (parameters.moved() is not None) == watched
-
-
-class Headed(torch.nn.Module):
-    """A model whose head no module is given by its place, as of AliceAI, and of drafters that reduce over ranks."""
-
-    def __init__(self, *, by_name: bool) -> None:
-        super().__init__()
-        self.lm_head, self.logits_processor, self._by_name = torch.nn.Linear(2, 3), Processor(), by_name
-
-    def compute_logits(self) -> None:
-        if self._by_name:
-            self.logits_processor(hidden_states=torch.ones(1, 2), lm_head=self.lm_head)
-        else:
-            self.logits_processor.get_top_tokens(self.lm_head, torch.ones(1, 2))
-
-
-class Processor(torch.nn.Module):
-    def forward(self, lm_head: torch.nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states @ lm_head.weight.T
-
-    def get_top_tokens(self, lm_head: torch.nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:
-        return (hidden_states @ lm_head.weight.T).argmax(-1)
-
-
-@pytest.mark.parametrize("left", [{}, {Part.V2_SAMPLING: ""}, {Part.V2_DRAFTING: ""}])
-@pytest.mark.parametrize("of_draft", [False, True])
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_head_is_watched_however_it_is_read_and_by_its_own_graphs_alone(
-    left: dict[Part, str], of_draft: bool, whole: bool
-) -> None:
-    target, draft = Headed(by_name=True), Headed(by_name=False)
-    made = captured(left=left)
-    with made.touched:
-        target.compute_logits()
-        draft.compute_logits()
-    parameters = made.watched(SimpleNamespace(model=target, speculator=SimpleNamespace(model=draft))).parameters
-    assert parameters.moved() is None
-    model = draft if of_draft else target
-    if whole:
-        model.lm_head = torch.nn.Linear(2, 3)
-    else:
-        model.lm_head.weight = torch.nn.Parameter(torch.ones(3, 2))
-    read = (Part.V2_DRAFTING if of_draft else Part.V2_SAMPLING) not in left
-    assert (parameters.moved() is not None) is read
 
 
 @pytest.mark.parametrize("name", ["draft_tokens", "drafts"])
