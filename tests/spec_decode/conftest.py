@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -103,28 +102,6 @@ def uses(accelerator: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[
     return said
 
 
-@pytest.fixture(params=[3, 4], ids=["in the run before", "in the capture"])
-def fail(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[None]]:
-    """`fail(owner, name, calls=1)`: the second recording that calls this function fails, in the run before or in the
-    capture, each of which calls it so many times. The answer has an item for each call.
-    """
-    import torch
-
-    def fails(owner: object, name: str, calls: int = 1) -> list[None]:
-        function, made = getattr(owner, name), []
-
-        def call(*args: object, **kwargs: object) -> object:
-            made.append(None)
-            if len(made) == (request.param - 1) * calls + 1:
-                raise torch.OutOfMemoryError("tried to allocate 1.00 GiB\nof nothing")
-            return function(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, call)
-        return made
-
-    return fails
-
-
 @pytest.fixture
 def make(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
     """`make(which, k, sizes=...)`: a proposer that is "stock", "passes" (a graph a pass) or "loop"."""
@@ -162,7 +139,7 @@ def make(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def make_dflash(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
-    """`make_dflash(which, k, sizes=...)`: a `DFlashProposer`; "stock", "graphs", or "half": its own module is stock."""
+    """`make_dflash(which, k, sizes=...)`: a `DFlashProposer`; "stock", or "graphs"."""
     import vllm.v1.spec_decode.dflash as stock_dflash
     import vllm.v1.spec_decode.llm_base_proposer as stock_proposer
 
@@ -180,12 +157,9 @@ def make_dflash(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
         patch.setitem(sys.modules, stock_proposer.__name__, proposer)
         # "on" gives the text of "auto" as a module that no other test made, on the stock base class, before.
         patched = patched_module(f"{folder}/dflash.py", VLLM_HWPLUGIN_DFLASH_FULL_GRAPH="on")
-        half = types.ModuleType("a stock drafter on the patched base class")
-        exec(compile(inspect.getsource(stock_dflash), half.__name__, "exec"), vars(half))
     modules = {
         "stock": dflash_drafter.Modules(stock_dflash, stock_proposer),
         "graphs": dflash_drafter.Modules(patched, proposer),
-        "half": dflash_drafter.Modules(half, proposer),
     }
     runners = runner_modules(patched_module, monkeypatch)
     for one in modules.values():

@@ -6,7 +6,6 @@ import dataclasses
 import types
 from typing import Any
 
-import pytest
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -43,31 +42,6 @@ class DFlashModel(DraftModel):
         visible = past[None] < lengths[rows][:, None]
         attended = (seen * (past[None, :, None] + 1) * visible[..., None]).sum(1) % PRIME
         return (keys * 5 + attended * 3 + lengths[rows][:, None] * 11) % PRIME
-
-
-class FusedWeights(torch.nn.Module):
-    """The inner model of a DFlash draft, which makes one tensor of its layers' weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fuse(23)
-
-    def fuse(self, *weights: int) -> None:
-        self._fused_kv_weight = torch.tensor(weights)
-
-
-def let_models_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each `DFlashModel` make the context's keys with fused weights, which its `model` holds."""
-
-    def precompute(self: Any, states: Any, positions: Any, slots: Any = None) -> None:
-        keys = (states * self.model._fused_kv_weight + positions[:, None] * 17 + 5) % PRIME
-        if slots is not None:
-            self.cache.index_put_((torch.where(slots < 0, self.cache.shape[0] - 1, slots),), keys)
-
-    monkeypatch.setattr(DFlashModel, "precompute_and_store_context_kv", precompute)
-    monkeypatch.setattr(
-        DFlashModel, "model", property(lambda self: self.__dict__.setdefault("fused", FusedWeights())), raising=False
-    )
 
 
 @dataclasses.dataclass

@@ -12,6 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import (
+    AttentionConfig,
+    CacheConfig,
+    LoadConfig,
+    ObservabilityConfig,
+    ParallelConfig,
+    ProfilerConfig,
+    SchedulerConfig,
+)
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import override_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -376,52 +385,15 @@ def config_of(
         num_prefill_lookahead_tokens=1,
         num_hash_lookahead_tokens=1,
         compilation_config=compilation,
-        scheduler_config=StandIn(
-            "scheduler_config",
+        scheduler_config=SchedulerConfig(
             max_num_seqs=MAX_REQS,
-            max_num_active_seqs=None,
-            max_num_scheduled_tokens=None,
             max_num_batched_tokens=MAX_TOKENS,
-            policy="fcfs",
-            scheduler_reserve_full_isl=False,
-            long_prefill_token_threshold=0,
-            long_prefill_token_threshold_adaptive=False,
-            enable_chunked_prefill=True,
-            disable_chunked_mm_input=False,
+            max_model_len=MAX_LEN,
+            is_encoder_decoder=False,
             async_scheduling=asynchronous,
-            watermark=0.0,
-            prefill_schedule_interval=1,
         ),
-        cache_config=StandIn(
-            "cache_config",
-            num_gpu_blocks=NUM_BLOCKS,
-            cache_dtype="auto",
-            enable_prefix_caching=True,
-            mamba_cache_mode="none",
-            block_size=BLOCK,
-            kv_sharing_fast_prefill=False,
-            enable_mamba_shared_prefix_checkpoint=False,
-            use_kda_recoverssm=False,
-            use_replayssm=False,
-        ),
-        parallel_config=StandIn(
-            "parallel_config",
-            data_parallel_index=0,
-            data_parallel_size=1,
-            data_parallel_rank=0,
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-            cp_kv_cache_interleave_size=1,
-            enable_batch_sharded_sampling=False,
-            enable_eplb=False,
-            use_ubatching=False,
-            num_ubatches=1,
-            enable_elastic_ep=False,
-            distributed_executor_backend=None,
-            use_sequence_parallel_moe=False,
-        ),
+        cache_config=CacheConfig(block_size=BLOCK),
+        parallel_config=ParallelConfig(),
         model_config=StandIn(
             "model_config",
             model="target",
@@ -453,19 +425,11 @@ def config_of(
                 False,
             ),
         ),
-        observability_config=StandIn(
-            "observability_config",
-            kv_cache_metrics=False,
-            enable_mfu_metrics=False,
-            enable_logging_iteration_details=False,
-            per_request_spec_decode_metrics="none",
-            cudagraph_metrics=False,
-            enable_layerwise_nvtx_tracing=False,
-        ),
-        attention_config=StandIn("attention_config", hisparse_config=None),
+        observability_config=ObservabilityConfig(),
+        attention_config=AttentionConfig(),
         aux_output_config=StandIn("aux_output_config", enabled=False),
         ec_manager_config=StandIn("ec_manager_config", get_encoder_cache_manager_obj=lambda: None),
-        load_config=StandIn("load_config", load_format="dummy", use_tqdm_on_load=False),
+        load_config=LoadConfig(load_format="dummy", use_tqdm_on_load=False),
         max_in_flight_tokens=2 * MAX_TOKENS,
         max_concurrent_batches=1 + asynchronous,
         use_v2_model_runner=True,
@@ -478,7 +442,7 @@ def config_of(
                 *("watermark_config", "reasoning_config"),
             )
         ),
-        profiler_config=StandIn("profiler_config", capture_torch_profiler=False),
+        profiler_config=ProfilerConfig(),
         is_encoder_only=False,
         is_mm_encoder_only=False,
     )
@@ -569,6 +533,7 @@ class Engine:
         self.config = config_of(layers, **choices, schedule=schedule, blocks=blocks)
         parallel = self.config.parallel_config
         parallel.data_parallel_rank, parallel.data_parallel_size = rank
+        self.config.scheduler_config.scheduler_reserve_full_isl = False
         self.config.model_config.is_hybrid = recurrent
         # As vLLM does where states are not kept for prefixes.
         self.config.cache_config.enable_prefix_caching = not recurrent

@@ -75,6 +75,12 @@ CALLED = (
         {"get_capture_descs()": SHAPES, "settled()": SHAPES, "sampled()": SIZES, "two_samples()": ([3, 2], 1)},
     ),
     Called(
+        "dflash-draft-backend",
+        "vllm/v1/worker/gpu_model_runner.py",
+        "GPUModelRunner._reshape_kv_cache_tensors",
+        "layouts_clash(self, kernel_block_sizes",
+    ),
+    Called(
         "draft-full-graph",
         "vllm/v1/worker/gpu_model_runner.py",
         "GPUModelRunner._check_and_update_cudagraph_mode",

@@ -22,16 +22,13 @@ from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, LARGEST_MIXED, capt
 from ..conftest import versions
 from .graph_manager import Manager
 from .sized_configs import (
-    V1,
     V2,
     config_of,
     crossed,
-    dispatcher_of,
     fill_of,
     made,
     methods,
     own_of,
-    round_up_sizes,
     stock,
 )
 
@@ -341,13 +338,8 @@ def test_the_fullest_batches_draft_in_graphs_too(
 def served_by(tree: Any, config: Any, monkeypatch: pytest.MonkeyPatch, **choices: str) -> set[int]:
     """Return how many requests may decode in a FULL graph."""
     block, counts = config.uniform_decode_query_len, range(1, config.scheduler_config.max_num_seqs + 1)
-    if config.use_v2_model_runner:
-        manager = Manager(tree, config, monkeypatch, **choices)
-        return {count for count in counts if manager.serves(count, count * block).startswith("FULL")}
-    round_up_sizes(tree, config.compilation_config, block)
-    dispatcher = dispatcher_of(tree, config)
-    full = CUDAGraphMode.FULL
-    return {count for count in counts if dispatcher.dispatch(count * block, uniform_decode=True)[0] == full}
+    manager = Manager(tree, config, monkeypatch, **choices)
+    return {count for count in counts if manager.serves(count, count * block).startswith("FULL")}
 
 
 #: Drafts, requests, and the largest size that is named.
@@ -356,42 +348,34 @@ LIMITS = [(6, 6, 42), (6, 6, 41), (3, 64, 250), (2, 100, 600), (6, 6, 6)]
 LISTS = [(2, 8, [1, 2, 4, 8, 16]), (6, 6, [8, 16, 40, 48]), (3, 64, [1, 30, 250]), (2, 16, [64]), (6, 6, [4])]
 
 
-def on_both_runners(engines: list[Any]) -> list[Any]:
-    """Return versions and engines; the last engine only for V2."""
-    v1, v2 = crossed(versions(*V1), engines[:-1], False), crossed(versions(*V2), engines, True)
-    return v1 + v2
-
-
-@pytest.mark.parametrize(("version", "engine", "v2"), on_both_runners(LIMITS))
+@pytest.mark.parametrize(("version", "engine"), crossed(versions(*V2), LIMITS))
 def test_up_to_the_largest_size_that_is_named_each_whole_block_has_a_graph(
     entry: run_records.RunRecord,
     version: str,
     engine: tuple[int, int, int],
-    v2: bool,
     vllm_tree: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     entry.vllm_version, (k, seqs, limit) = version, engine
     tree = vllm_tree(version)
-    config = made(config_of(k, seqs, largest=limit, v2=v2), fill_of(tree))
+    config = made(config_of(k, seqs, largest=limit, v2=True), fill_of(tree))
     served = served_by(tree, config, monkeypatch)
     assert served == set(range(1, min(seqs, limit // (1 + k)) + 1))
     assert config.compilation_config.cudagraph_capture_sizes[-1] <= limit
-    assert not v2 or (feature.UNSERVED in entry.decisions) is (len(served) < seqs)
+    assert (feature.UNSERVED in entry.decisions) is (len(served) < seqs)
 
 
-@pytest.mark.parametrize(("version", "engine", "v2"), on_both_runners(LISTS))
+@pytest.mark.parametrize(("version", "engine"), crossed(versions(*V2), LISTS))
 def test_which_batches_a_list_serves_is_what_released_runners_do(
     entry: run_records.RunRecord,
     version: str,
     engine: tuple[int, int, list[int]],
-    v2: bool,
     vllm_tree: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tree, (k, seqs, sizes) = vllm_tree(version), engine
-    config = made(config_of(k, seqs, sizes=list(sizes), v2=v2), fill_of(tree))
-    found = feature.served_requests(1 + k, seqs, sizes, separate=True, v2=v2, vllm=Version(version))
+    config = made(config_of(k, seqs, sizes=list(sizes), v2=True), fill_of(tree))
+    found = feature.served_requests(1 + k, seqs, sizes, separate=True, v2=True, vllm=Version(version))
     assert found == served_by(tree, config, monkeypatch, **OFF)
 
 

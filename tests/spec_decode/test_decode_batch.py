@@ -28,12 +28,6 @@ def test_what_the_graphs_sample_for(asked: dict[str, Any]) -> None:
     assert asks_for_nothing_else(SamplingParams(**asked))
 
 
-def test_experts_that_are_to_be_told_are_not_the_samplers() -> None:
-    if "routed_experts_prompt_start" not in SamplingParams.__struct_fields__:
-        pytest.skip("this vLLM has no parameter for it")
-    assert asks_for_nothing_else(SamplingParams(routed_experts_prompt_start=3))
-
-
 @pytest.mark.parametrize(
     "asked",
     [

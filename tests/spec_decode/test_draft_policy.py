@@ -170,14 +170,6 @@ def test_decides_on_enough_steps_only() -> None:
     assert set(used[-20:]) == {1}
 
 
-def test_trials_are_few() -> None:
-    policy = DraftPolicy(COUNTS, [3] * 9)
-    feed(policy, 2 * MIN_STEPS, [0, 9.0, 9.0, 3.0])
-    used = feed(policy, 4000, [0, 9.0, 9.0, 3.0])
-    assert 0 < 4000 - used.count(3) <= 0.0125 * 4000
-    assert {1, 2} <= set(used)
-
-
 def test_a_trial_ends_where_no_step_can_be_compared() -> None:
     policy = DraftPolicy(COUNTS, [3] * 9)
     while policy.observe(4, 3, 3.0) == 3:
@@ -186,14 +178,6 @@ def test_a_trial_ends_where_no_step_can_be_compared() -> None:
     while policy.observe(4, 3, None) != 3:
         steps += 1
     assert steps == TRIAL_STEPS[1]
-
-
-def test_an_interruption_changes_nothing() -> None:
-    policy = DraftPolicy(COUNTS, [3] * 9)
-    feed(policy, 2 * MIN_STEPS, [0, 2.9, 2.9, 3.0])
-    feed(policy, 1, [0, 0, 0, 1000.0])
-    feed(policy, 2 * MIN_STEPS, [0, 2.9, 2.9, 3.0])
-    assert policy.learned() == [(4, 3)]
 
 
 def test_batches_of_about_the_same_size_learn_together() -> None:

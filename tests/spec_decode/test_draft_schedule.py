@@ -182,14 +182,6 @@ def test_a_step_of_another_kind_has_no_time(asked: dict[str, Any], monkeypatch: 
     assert (accepted, reached) == (((), ()) if "grammar" in asked else ([1, 0, 0], [1, 1, 0]))
 
 
-def test_a_load_of_grammars_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch)
-    for _ in range(2 * MIN_STEPS):
-        steps.step({"a": 3}, {"a": 1}, k=3, grammar=True)
-    assert steps.lookup == [0, *[3] * 8]
-    assert "nothing learned" in draft_schedule.described(steps.schedule.policy, 8)
-
-
 def test_writes_the_lists_items_of_a_bucket(monkeypatch: pytest.MonkeyPatch, record: run_records.RunRecord) -> None:
     steps = Steps(monkeypatch, most=7)
     k = 3

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode
 
 from vllm_hwplugin.base import run_records
-from vllm_hwplugin.base.fallback import FeatureRequired, report_unused
+from vllm_hwplugin.base.fallback import FeatureRequired
 from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin.base.run_records import Use
 from vllm_hwplugin.base.terms import TERMS, Term
@@ -320,16 +320,12 @@ def test_features_are_named_by_the_cause_that_they_share_with_what_to_change(
     run_records.use("draft-full-graph", False, "found at capture")
     with caplog.at_level("INFO", "vllm.hwplugin"):
         worker_use.report_worker(worker(**{MODE: CUDAGraphMode.NONE, "model_config__enforce_eager": True}))
-    assert uses()["draft-full-graph"]["cause"] == uses()["v1-step-inputs"]["cause"]
     assert "--enforce-eager" in uses()["draft-full-graph"]["cure"]
     lines = unused_by_cause(uses())
-    (graphs,) = [line for line in lines if "--enforce-eager" in line]
-    assert graphs.endswith("capture-sizes and 4 more")
-    assert sum("Model Runner V1" in line for line in lines) == 1
-    assert sum("the drafter is eagle3" in line for line in lines) == 1
+    for cause in ("--enforce-eager", "Model Runner V1", "the drafter is eagle3"):
+        assert sum(cause in line for line in lines) == 1
     assert lines[-1].startswith(UNNEEDED)
-    (said,) = caplog.messages
-    assert len(said) < 700
+    assert len(caplog.messages) == 1
     # What the feature found out by itself keeps the cause.
     assert uses()["draft-full-graph"]["reason"] == "found at capture"
 
@@ -361,21 +357,6 @@ def test_a_feature_that_is_on_ends_the_start_of_an_engine_that_does_not_use_it(m
     monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "auto")
     monkeypatch.setenv("VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM", "on")
     assert "dflash-context-norm" not in used(worker(v2=True))
-
-
-def test_a_real_drafter_is_read_where_it_has_what_decides(make: Callable[..., Any]) -> None:
-    """And what a feature found out outweighs that, before the report and after it."""
-    one = worker(drafter=make("loop", 3), **{MODE: CUDAGraphMode.NONE})
-    assert "draft-full-graph" not in used(one)
-    assert "NONE" in uses()["draft-full-graph"]["reason"]
-    one.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
-    report_unused("draft-loop-graph", "step by step", "found while building")
-    assert "draft-full-graph" in used(one)
-    assert uses()["draft-loop-graph"] == {"used": False, "reason": "found while building"}
-    report_unused("draft-full-graph", "as in stock", "found while serving")
-    assert uses()["draft-full-graph"] == {"used": False, "reason": "found while serving"}
-    (kept,) = (item for item in run_records.read_all(run_records._folder.parent))  # type: ignore[union-attr]
-    assert kept.uses == uses()
 
 
 def test_steps_count_from_the_report_on_and_one_rank_speaks_for_the_engine(entry: run_records.RunRecord) -> None:

@@ -23,7 +23,6 @@ from vllm_hwplugin.spec_decode.v1.draft_full_graph import DraftGraphs  # noqa: E
 
 from ...conftest import versions  # noqa: E402
 from ...released import take, text_of  # noqa: E402
-from ..dflash_drafter import DFlashModel, let_models_fuse  # noqa: E402
 from ..drafters import MAX_REQS, Runner, boot, compare, compare_over_many  # noqa: E402
 from ..host_runner import FLASHINFER, Pool, builder  # noqa: E402
 from ..recorded_graph import RecordedGraphs  # noqa: E402
@@ -73,44 +72,12 @@ def test_drafts_are_stocks_after_sleep(make_dflash):
     assert all(len(graphs.replayed) == 6 for graphs in graphs_of(graphed))
 
 
-def test_weights_that_were_fused_anew_are_what_the_context_graphs_read(pair, monkeypatch):
-    """vLLM fuses anew when weights are loaded again, or after a wake-up, into tensors at other addresses."""
-    let_models_fuse(monkeypatch)
-    stock, graphed, runner = pair(3)
-    _, context = graphs_of(graphed)
-    for weight in (23, 41, 57):
-        for proposer in (stock, graphed):
-            proposer.model.model.fuse(weight)
-        for _ in range(2):
-            compare(stock, graphed, runner.batch(3, size=2))
-    assert len(context.replayed) == 6
-
-
-@pytest.mark.parametrize(("causal", "left"), [(False, True), (True, False)])
-def test_a_builder_that_plans_on_the_host_is_left_alone_for_blocks(make_dflash, notes, monkeypatch, causal, left):
+def test_a_builder_that_plans_on_the_host_is_left_alone_for_blocks(make_dflash, notes):
     proposer = make_dflash("graphs", 3)
-    proposer.dflash_causal = causal
-    # The stand-in's own call is for non-causal blocks.
-    monkeypatch.setattr(DFlashModel, "__call__", lambda _, **inputs: inputs["positions"] + 1)
     proposer.host.use(builder(FLASHINFER))
     boot(proposer, DECODE_ONLY, Runner(0))
-    assert proposer.draft_graphs.ready != left
-    assert ("non-causal attention (FlashInferMetadataBuilder" in notes["dflash-full-graph"]) == left
-
-
-def test_a_context_that_cannot_be_recorded_is_stored_as_in_stock(make_dflash, fail, uses):
-    runner = Runner(1)
-    stock, graphed = make_dflash("stock", 3), make_dflash("graphs", 3)
-    boot(stock, NONE, runner)
-    tried = fail(DFlashModel, "precompute_and_store_context_kv")
-    boot(graphed, FULL, runner)
-    RecordedGraphs.sealed = True
-    assert len(tried) in (3, 4)
-    used, reason = uses["dflash-full-graph"]
-    assert (used, "OutOfMemoryError" in reason) == (False, True)
-    compare_over_many(runner, 3, functools.partial(compare, stock, graphed))
-    # The passes alone.
-    assert sum(bool(graphs.replayed) for graphs in RecordedGraphs.instances) == 1
+    assert not proposer.draft_graphs.ready
+    assert "non-causal attention (FlashInferMetadataBuilder" in notes["dflash-full-graph"]
 
 
 # -- the shape of the pass, and the buffers ---------------------------------------------------------------------------

@@ -12,8 +12,6 @@ pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode  # noqa: E402
 
-from vllm_hwplugin.base.fallback import FeatureRequired  # noqa: E402
-
 from ..drafters import MAX_REQS, Runner, boot, compare, propose  # noqa: E402
 from ..host_runner import FLASH_MLA, FLASHINFER, FLEX, Pool, builder  # noqa: E402
 from ..recorded_graph import RecordedGraphs  # noqa: E402
@@ -114,14 +112,6 @@ def test_what_cannot_be_captured_leaves_the_drafter_stock(make, notes, prepare, 
     assert RecordedGraphs.instances == []
 
 
-def test_a_required_chain_over_a_planning_builder_ends_the_start(make, monkeypatch):
-    monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH", "on")
-    proposer, runner = make("loop", 3), Runner(0)
-    proposer.host.use(builder(FLASH_MLA))
-    with pytest.raises(FeatureRequired, match="FlashAttnMLAMetadataBuilder"):
-        boot(proposer, DECODE_ONLY, runner)
-
-
 # -- sleep ------------------------------------------------------------------------------------------------------------
 
 
@@ -142,22 +132,3 @@ def test_drafts_are_stocks_after_sleep(make, which, mode):
 
 
 # -- targets whose image tokens see each other ------------------------------------------------------------------------
-
-
-def with_ranges(batch, *ranged: int):
-    metadata = batch["common_attn_metadata"]
-    if not hasattr(metadata, "mm_req_doc_ranges"):
-        pytest.skip("this vLLM's CommonAttentionMetadata has no mm_req_doc_ranges")
-    metadata.mm_req_doc_ranges = {row: [(0, 2)] if row in ranged else [] for row in range(metadata.num_reqs)}
-    return batch
-
-
-def test_a_batch_with_an_image_is_left_alone_and_the_next_is_not(make, notes):
-    stock, graphed, runner = make("stock", 2), make("loop", 2), Runner(1)
-    boot(stock, NONE, runner)
-    boot(graphed, DECODE_ONLY, runner)
-    passes, loop = RecordedGraphs.instances
-    for ranged, replays in (((), 1), ((1,), 1), ((), 2)):
-        compare(stock, graphed, with_ranges(runner.batch(2, size=3), *ranged))
-        assert (len(passes.replayed), len(loop.replayed)) == (replays, replays)
-    assert "'mm_req_doc_ranges'" in notes["draft-full-graph"]

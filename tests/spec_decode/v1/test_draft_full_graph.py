@@ -10,21 +10,16 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode  # noqa: E402
-from vllm.forward_context import BatchDescriptor  # noqa: E402
 
 from vllm_hwplugin.spec_decode import capture_sizes  # noqa: E402
-from vllm_hwplugin.spec_decode.decode_batch import uniform_shape  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_decision import plan_before_capture  # noqa: E402
-from vllm_hwplugin.spec_decode.v1.draft_full_graph import capture_draft_graphs  # noqa: E402
-from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, descriptor_of  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs  # noqa: E402
 
 from .. import drafters  # noqa: E402
 from ..drafters import (  # noqa: E402
-    MAX_REQS,
     Runner,
     boot,
     compare,
-    propose,
 )
 from ..recorded_graph import RecordedGraphs  # noqa: E402
 
@@ -33,20 +28,6 @@ BOTH, DECODE_ONLY = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_
 
 
 # -- decisions --------------------------------------------------------------------------------------------------------
-
-
-def test_a_drafter_with_an_obstacle_is_left_as_in_stock_vllm(make, notes):
-    for change in (
-        lambda p: setattr(p.speculative_config, "enforce_eager", True),
-        lambda p: setattr(p.vllm_config.compilation_config, "cudagraph_capture_sizes", []),
-    ):
-        proposer = make("passes", 2)
-        change(proposer)
-        proposer.draft_graphs.initialize_keys(BOTH)
-        assert notes["draft-full-graph"].startswith("the drafter runs as in unpatched vLLM: ")
-        capture_draft_graphs(proposer, Runner(0).template())
-        assert not proposer.draft_graphs.ready
-        assert RecordedGraphs.instances == []
 
 
 def test_larger_decode_batches_of_the_target_bring_no_passes(make):
@@ -79,35 +60,6 @@ def test_the_memory_profile_captures_the_largest_passes_alone(make, monkeypatch)
 
 
 # -- capture ----------------------------------------------------------------------------------------------------------
-
-
-def test_every_shape_is_captured_once_after_a_run_without_a_graph(make):
-    proposer = make("passes", 2)
-    runner = Runner(0)
-    boot(proposer, FULL, runner)
-    (graphs,) = RecordedGraphs.instances
-    rungs = [uniform_shape(length, rung) for rung in (8, 4, 2, 1) for length in (3, 1)]
-    mixed = [BatchDescriptor(size, min(size, MAX_REQS)) for size in (24, 12, 6, 3)]
-    assert set(graphs.captured) == {descriptor_of(shape) for shape in rungs} | set(mixed)
-    tokens = [key.num_tokens for key in graphs.captured]
-    assert tokens == sorted(tokens, reverse=True)
-    assert graphs.without_graph == len(graphs.captured) == proposer.draft_graphs.num_captured == 12
-    before = list(graphs.captured)
-    RecordedGraphs.sealed = True
-    capture_draft_graphs(proposer, runner.template())
-    assert graphs.captured == before
-
-
-def test_multimodal_inputs_are_captured_as_embeddings(make):
-    proposer = make("passes", 1)
-    proposer.supports_mm_inputs = True
-    proposer.inputs_embeds = torch.zeros(64, 4)
-    calls = []
-    proposer.model = lambda **inputs: calls.append(inputs) or inputs["positions"] + 1
-    boot(proposer, DECODE_ONLY, Runner(0))
-    assert calls
-    assert all(call["input_ids"] is None for call in calls)
-    assert {call["inputs_embeds"].data_ptr() for call in calls} == {proposer.inputs_embeds.data_ptr()}
 
 
 # -- the draft phase --------------------------------------------------------------------------------------------------
@@ -185,29 +137,6 @@ def test_a_batch_with_a_field_without_a_fixed_address_is_left_alone(pair, notes)
     assert said.count("'encoder_seq_lens'") == 1
     compare(stock, graphed, runner.batch(2))
     assert (len(graphs.replayed), len(loop.replayed)) == (len(before[0]) + 1, len(before[1]) + 1)
-
-
-@pytest.mark.parametrize(
-    ("kind", "size", "first", "step"),
-    [("decode", 3, (4, 12), (4, 4)), ("mixed", 3, None, (4, 4)), ("decode", MAX_REQS, None, None)],
-)
-def test_builders_are_given_the_batch_that_the_graph_runs(pair, kind, size, first, step):
-    """A builder that plans into buffers of its own plans for what is launched: the padded batch, or the real one."""
-    _, graphed, runner = pair("passes", 2, BOTH)
-    given = []
-    (group,) = graphed.draft_attn_groups
-    builder = group.get_metadata_builder()
-    build = builder.build_for_drafting
-
-    def listening(common_attn_metadata, draft_index):
-        given.append((common_attn_metadata.num_reqs, common_attn_metadata.num_actual_tokens))
-        return build(common_attn_metadata, draft_index)
-
-    builder.build_for_drafting = listening
-    batch = runner.batch(2, kind, size=size)
-    propose(graphed, batch)
-    tokens = batch["common_attn_metadata"].num_actual_tokens
-    assert given == [first or (size, tokens), step or (size, size)]
 
 
 def test_the_drafters_own_dummy_run_never_gets_a_full_graph(pair):

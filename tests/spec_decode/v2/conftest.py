@@ -29,9 +29,9 @@ def known_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the plugin know the builders of `speculators` instead of vLLM's."""
     from vllm_hwplugin.spec_decode import builders
 
-    from .speculators import DevicePlan, HostPlan, LazyPlan, Views
+    from .speculators import DevicePlan, HostPlan, Views
 
-    kinds = {Views: "", DevicePlan: "", LazyPlan: "", HostPlan: "each build plans on the host"}
+    kinds = {Views: "", DevicePlan: "", HostPlan: "each build plans on the host"}
     known = {
         f"{cls.__module__}.{cls.__qualname__}": builders.Builder(one_token=not why, why=why)
         for cls, why in kinds.items()

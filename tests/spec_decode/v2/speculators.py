@@ -46,14 +46,14 @@ class Views:
 
     build_for_cudagraph_capture = lambda self, common: self.build(0, common)  # noqa: E731
 
-    def lengths(self, seq_lens: torch.Tensor) -> torch.Tensor | None:
+    def lengths(self, seq_lens: torch.Tensor) -> torch.Tensor:
         return seq_lens
 
 
 class DevicePlan(Views):
     """Derives what it needs of the lengths on the device, into a tensor of its own, as FlashAttention 3's schedule."""
 
-    def lengths(self, seq_lens: torch.Tensor) -> torch.Tensor | None:
+    def lengths(self, seq_lens: torch.Tensor) -> torch.Tensor:
         plan = self.plan[: len(seq_lens)]
         plan.copy_(seq_lens)
         return plan
@@ -62,24 +62,11 @@ class DevicePlan(Views):
 class HostPlan(Views):
     """Does so on the host, as FLASHINFER's plan: a graph holds nothing of it."""
 
-    def lengths(self, seq_lens: torch.Tensor) -> torch.Tensor | None:
+    def lengths(self, seq_lens: torch.Tensor) -> torch.Tensor:
         plan = self.plan[: len(seq_lens)]
         with by_the_host():
             plan.copy_(seq_lens)
         return plan
-
-
-class LazyPlan(Views):
-    """Leaves it to the first kernel that is given the metadata, as FLASHMLA."""
-
-    def lengths(self, seq_lens: torch.Tensor) -> torch.Tensor | None:
-        self.seq_lens = seq_lens
-        return None
-
-    def build(self, *args: Any, **kwargs: Any) -> Any:
-        metadata = super().build(*args, **kwargs)
-        metadata.seq_lens = self.seq_lens
-        return metadata
 
 
 class Draft(torch.nn.Module):
@@ -113,8 +100,6 @@ class Draft(torch.nn.Module):
         return hidden, hidden
 
     def attend(self, metadata: Any) -> torch.Tensor:
-        if metadata.lengths is None:
-            metadata.lengths = metadata.seq_lens.clone()
         places = torch.arange(MAX_LEN)
         rows = metadata.block_table[:, places // BLOCK] * BLOCK + places % BLOCK
         # The newest keys count most, so that one that is missed shows.

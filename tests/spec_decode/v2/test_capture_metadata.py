@@ -22,7 +22,7 @@ K = 3
 class Schedule(Views):
     """Derives the number of requests, into a tensor of its own, as FlashAttention 3 does with its schedule."""
 
-    def lengths(self, seq_lens: torch.Tensor) -> torch.Tensor | None:
+    def lengths(self, seq_lens: torch.Tensor) -> torch.Tensor:
         plan = self.plan[: len(seq_lens)]
         plan.fill_(len(seq_lens))
         return plan

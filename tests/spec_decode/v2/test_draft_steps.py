@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from vllm_hwplugin.spec_decode import builders, graph_recording
-
 from .released_modules import Graph
-from .speculators import DevicePlan, HostPlan, LazyPlan, Runner, Views
+from .speculators import DevicePlan, HostPlan, Runner, Views
 
 pytestmark = pytest.mark.usefixtures("known_plans")
 
@@ -38,7 +34,6 @@ def agree(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[bool]:
         (Views, 4, True),
         (DevicePlan, 4, True),
         (HostPlan, 4, True),
-        (LazyPlan, 4, True),
         (HostPlan, 2, True),
         (HostPlan, 4, False),
     ],
@@ -53,27 +48,3 @@ def test_each_step_has_its_own(modules, notes, builder: type[Views], k: int, cap
     assert len(Graph.replayed) == (len(BATCHES) if has_graph else 0)
     if captured and builder is HostPlan and k > 2:
         assert "HostPlan" in notes["v2-draft-metadata"]
-
-
-class FailingPlan(DevicePlan):
-    """Refuses what only the plugin asks for: metadata of a step that is captured."""
-
-    def build(self, *args: Any, **kwargs: Any) -> Any:
-        if Graph.capturing is not None:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return super().build(*args, **kwargs)
-
-
-@pytest.mark.parametrize("here", [True, False], ids=["here", "on another rank"])
-def test_a_graph_that_cannot_be_captured_leaves_the_steps_to_the_host(
-    modules, monkeypatch: pytest.MonkeyPatch, here: bool
-) -> None:
-    right = drafts_of(modules, Views, 4, **STOCK)
-    monkeypatch.setattr(graph_recording, "leave_capture", lambda pool, *, broken: None)
-    monkeypatch.setattr(graph_recording, "reserved_memory", lambda: 0)
-    monkeypatch.setattr(graph_recording, "all_ranks", lambda well, _=False: well and here)
-    builder = FailingPlan if here else DevicePlan
-    known = {f"{builder.__module__}.{builder.__qualname__}": builders.Builder(one_token=True)}
-    monkeypatch.setattr(builders, "BUILDERS", known)
-    assert all(agree(drafts_of(modules, builder, 4), right))
-    assert not Graph.replayed

@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 import torch
-from vllm.model_executor.layers import logits_processor
 
 from vllm_hwplugin.base.versions import SUPPORTED, Versions
 from vllm_hwplugin.spec_decode.v2 import local_argmax
@@ -112,36 +111,6 @@ def test_there_is_nothing_to_decide(speculator: Any, notes: dict[str, str]) -> N
     local_argmax.take_local_argmax(speculator)
     assert not notes
     assert before is None or vars(speculator) == before
-
-
-def test_ranks_pick_what_one_rank_picks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also among equal logits, of one rank or of two."""
-    words, ranks = 12, 2
-    logits = torch.randint(3, (200, words), generator=torch.Generator().manual_seed(1)).bfloat16()
-    model = OwnWords("draft", SimpleNamespace())  # type: ignore[arg-type]
-    processor, pairs = model.logits_processor, list[torch.Tensor]()
-    processor.soft_cap, processor.scale = 3.0, 0.5
-    monkeypatch.setattr(logits_processor, "get_tensor_model_parallel_world_size", lambda: ranks, raising=False)
-
-    def top_tokens(rank: int, gather: Callable[..., torch.Tensor]) -> torch.Tensor:
-        monkeypatch.setattr(logits_processor, "tensor_model_parallel_all_gather", gather)
-        part = logits.chunk(ranks, dim=-1)[rank]
-        head = SimpleNamespace(
-            tp_size=ranks,
-            quant_method=SimpleNamespace(apply=lambda *_, **__: torch.nn.functional.pad(part, (0, 2), value=9.0)),
-            shard_indices=SimpleNamespace(num_org_vocab_padding=2, org_vocab_start_index=rank * words // ranks),
-        )
-        tokens: torch.Tensor = processor.get_top_tokens(head, logits)
-        return tokens
-
-    def keep(pair: torch.Tensor, dim: int) -> torch.Tensor:
-        pairs.append(pair)
-        return pair.repeat(1, ranks)
-
-    for rank in range(ranks):
-        top_tokens(rank, keep)
-    for rank in range(ranks):
-        assert top_tokens(rank, lambda pair, dim: torch.cat(pairs, dim)).equal(logits.argmax(-1))
 
 
 #: The bodies of `compute_logits` whose argmax `LocalArgmaxMixin.get_top_tokens` has.

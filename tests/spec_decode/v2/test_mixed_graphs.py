@@ -18,9 +18,8 @@ from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
-from vllm_hwplugin.spec_decode.v2.mixed_bounds import most_splits, set_mixed_graphs
+from vllm_hwplugin.spec_decode.v2.mixed_bounds import most_splits
 
-from ...backports.draft_schedule import DRAFT, Engine
 from ...conftest import versions
 from .. import engines
 from ..engines import BLOCK, DRAFTS
@@ -349,44 +348,3 @@ def test_without_a_drafter_there_are_some_only_where_they_are_asked_for(
     with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY, drafts=0) as sides:
         graphs = sides.both[1].runner.cudagraph_manager.graphs
     assert {one.num_tokens for one in graphs if one.uniform_token_count is None} == ({*SIZES_HERE} if asked else set())
-
-
-@pytest.mark.parametrize(
-    "version", versions("vllm/v1/attention/", among=SUPPORTED[SUPPORTED.index("0.26.0") : SUPPORTED.index("0.30.0")])
-)
-def test_flash_attention_splits_keys_into_few_parts_there(vllm_tree, version: str) -> None:
-    engine = Engine(vllm_tree(version), window=None, **ALONE | {"VLLM_HWPLUGIN_V2_MIXED_GRAPHS": "on"})
-    config = engine._groups[0][0].get_metadata_builder(0).vllm_config.compilation_config
-
-    def splits(num_reqs: int, num_tokens: int, longest: int) -> int:
-        starts = torch.linspace(0, num_tokens, num_reqs + 1).int()
-        made = engine._build(
-            attn_groups=engine._groups,
-            num_reqs=num_reqs,
-            num_tokens=num_tokens,
-            query_start_loc_gpu=starts,
-            query_start_loc_cpu=starts,
-            max_query_len=longest,
-            seq_lens=starts.diff(),
-            max_seq_len=num_tokens,
-            block_tables=[torch.zeros(num_reqs, 8, dtype=torch.int32)],
-            slot_mappings=torch.zeros(1, num_tokens, dtype=torch.int64),
-            kv_cache_config=engine._kv,
-        )[DRAFT]
-        assert made.max_num_splits == engine.asked[-1]["num_splits"]
-        return made.max_num_splits
-
-    # With `cudagraph_mode` FULL such graphs are vLLM's own. The V1 runner captures them as this, and replays them with
-    # whatever the longest request has: the parts have to be the same.
-    assert splits(8, 64, 64) == splits(8, 64, 40) == 32
-    set_mixed_graphs(config, {tokens: (8, tokens) for tokens in (32, 128, 1024, 2048, 4096)})
-    # In the first the graph has more tokens than vLLM captures, and the schedule has to be the graph's all the same.
-    assert splits(8, 128, 128) == splits(8, 32, 32) == 4
-    # More tokens have fewer, so that the float32 outputs need no more memory.
-    assert [splits(8, tokens, tokens) for tokens in (1024, 2048, 4096)] == [4, 2, 1]
-    # A decode batch, a prompt, and both of them above vLLM's largest size.
-    assert splits(8, 64, 8) == splits(1, 64, 64) == 32
-    assert splits(8, 128, 16) == splits(1, 128, 128) == 0
-    # With one request at a time a decode batch, and any other.
-    set_mixed_graphs(config, {64: (1, 64)})
-    assert (splits(1, 8, 8), splits(1, 64, 64)) == (32, 4)

@@ -15,7 +15,6 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
 import torch
 from torch.utils._pytree import tree_leaves
-from vllm.v1.worker.gpu.spec_decode import utils
 
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
@@ -42,21 +41,6 @@ def shape_graphs(width: int, size: int, *parts: SamplerParts, graph: Any, output
     """Graphs that all are `graph`."""
     served = Served(graph, outputs)
     return ShapeGraphs(uniform_shape(width, size), dict.fromkeys(parts, served), served)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        SimpleNamespace(),
-        SimpleNamespace(get_mtp_target_hidden_states=lambda: OTHER),
-        # A target has states for MTP layers alone, and another drafter, from 0.32 on.
-        SimpleNamespace(get_mtp_target_hidden_states=lambda: None),
-    ],
-)
-def test_drafting_starts_from_the_states_that_vllm_gives_a_drafter(model: Any) -> None:
-    if not hasattr(utils, "get_drafter_hidden_states"):
-        pytest.skip("this vLLM has no function for it")
-    assert tail_capture.draft_hidden_states(model, HIDDEN).equal(utils.get_drafter_hidden_states(model, HIDDEN))
 
 
 def test_fused_weights_that_do_not_fit_leave_the_step_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
