@@ -93,9 +93,8 @@ class Seen:
         return self
 
     __gt__, __ge__ = __lt__, __le__
-    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __truediv__ = __mod__ = __or__ = __and__ = (
-        __add__
-    )
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __rfloordiv__ = __truediv__ = __add__
+    __mod__ = __or__ = __and__ = __add__
 
 
 def _last(name: str) -> str:
@@ -131,8 +130,9 @@ class Text:
     """
 
     def __init__(self, text: str, owner: str, facts: Mapping[str, Any]) -> None:
-        # One request is new to each step.
-        self.facts = {"scheduled_new_reqs": [Seen("new", self)], **facts}
+        # One request is new to each step, and layers are of one group.
+        one_each = {"scheduled_new_reqs": "new", "_kv_cache_spec_attn_group_iterator()": "group"}
+        self.facts = {name: [Seen(item, self)] for name, item in one_each.items()} | dict(facts)
         self.calls: list[str] = []
         self.code: set[int] = set()
         self.lines: set[int] = set()

@@ -79,6 +79,7 @@ CALLED = (
         "vllm/v1/worker/gpu_model_runner.py",
         "GPUModelRunner._reshape_kv_cache_tensors",
         "layouts_clash(self, kernel_block_sizes",
+        {"layer_names": ["layer"], "numel()": 4, "page_size_bytes": 2, "page_size_padded": None},
     ),
     Called(
         "draft-full-graph",

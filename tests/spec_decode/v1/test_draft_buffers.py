@@ -25,7 +25,7 @@ def runner():
     "counts",
     [
         [(3, 4), (4, 4), (3, 4)],  # another batch on one rung
-        [(2, 4), (2, 2), (2, 4)],  # one batch on another rung
+        [(1, 9), (9, 9), (1, 1), (1, 9)],  # one batch on another rung
     ],
 )
 def test_uniform_starts_follow_batch_and_rung(runner, counts):
