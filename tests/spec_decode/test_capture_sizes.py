@@ -83,6 +83,7 @@ def test_few_sizes_are_added(engine: tuple[int, int, int, int]) -> None:
 
 @given(ENGINES)
 @example((4, 64, 8192, 512))
+@example((4, 1000, 8192, 512))
 def test_batches_with_prompts_have_sizes_up_to_the_bound_for_any_number_of_requests(
     engine: tuple[int, int, int, int],
 ) -> None:

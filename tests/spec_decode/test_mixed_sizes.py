@@ -55,15 +55,6 @@ def test_graphs_of_mixed_batches_reach_4096_tokens(
     )
 
 
-def test_padding_of_a_mixed_batch_is_small() -> None:
-    """On average below 3 % from 512 tokens on, and below 6 % in the eight sizes that only a small target has."""
-    sizes = [size for size in mixed_graphs.SIZES if size >= 512]
-    padded = [(size - below) / 2 / size for below, size in pairwise(sizes)]
-    assert max(padded[:-8]) <= 0.03
-    assert max(padded[-8:]) <= 0.06
-    assert (sizes[-9], sizes[-1]) == (LARGEST_MIXED, 8192)
-
-
 class Runner:
     """What the V1 runner's dispatchers are for `settled`."""
 

@@ -134,13 +134,3 @@ def test_sizes_that_fail_are_those_of_the_plugin(
             assert full <= set(by_vllm["FULL"])
         runner.begin()
     assert runner.capture() == by_vllm
-
-
-def test_a_size_of_vllms_that_fails_ends_the_start_as_without_the_plugin(
-    vllm_tree: Any, entry: run_records.RunRecord, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tree = vllm_tree("0.33.0")
-    config = made(config_of(), fill_of(tree))
-    vars(config.compilation_config)["_hwplugin_largest_mixed"] = 512
-    with pytest.raises(RuntimeError, match="out of memory"):
-        Runner(tree, config, range(257, 4096), monkeypatch).capture()

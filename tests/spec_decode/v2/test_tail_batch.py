@@ -15,7 +15,8 @@ import torch
 
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, uniform_shape
-from vllm_hwplugin.spec_decode.v2.recording import SamplerParts, rungs, scheduled_query_lens
+from vllm_hwplugin.spec_decode.step_counts import Reason
+from vllm_hwplugin.spec_decode.v2.recording import SamplerParts, decode_query_len, rungs, scheduled_query_lens
 
 from ...conftest import versions
 from ...released import text_of
@@ -122,3 +123,20 @@ def test_an_engine_without_drafts_has_graphs_of_one_token_a_request() -> None:
     runner = SimpleNamespace(max_num_reqs=3, decode_query_len=1, speculative_config=None)
     lens = scheduled_query_lens(runner)
     assert rungs([(1, 1), (2, 1), (4, 1), (8, 1), (4, None)], lens) == [uniform_shape(1, one) for one in (4, 2, 1)]
+
+
+def test_only_batches_of_decodes_with_equally_many_drafts_are_served() -> None:
+    def found(*tokens: int, prompt: bool = False) -> int | Reason:
+        batch = SimpleNamespace(
+            num_reqs=len(tokens),
+            num_tokens=sum(tokens),
+            num_draft_tokens=sum(tokens) - len(tokens),
+            num_scheduled_tokens=np.array(tokens),
+            is_prefilling_np=np.array([prompt]),
+        )
+        return decode_query_len(batch, {4, 3})
+
+    assert (found(4, 4), found(3, 3), found(2, 2)) == (4, 3, Reason.FEWER_DRAFTS)
+    # As many tokens as two requests with two drafts each.
+    assert found(4, 2) is Reason.FEWER_DRAFTS
+    assert found(4, 4, prompt=True) is Reason.PROMPT

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
+from vllm_hwplugin.spec_decode.obstacles import Part
 from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2 import tail_capture, tail_graph
 from vllm_hwplugin.spec_decode.v2.recording import SamplerParts
@@ -118,6 +119,21 @@ def test_no_graph_of_vllm_reads_a_weight_of_a_draft_model(
     parameters = TailRecorder(runner, runner, {}, [shape]).record().watched(runner).parameters
     draft[0].weight.data = torch.ones(2, 2)
     assert (parameters.moved() is not None) == watched
+
+
+@pytest.mark.parametrize("left", [Part.V2_SAMPLING, Part.V2_DRAFTING])
+def test_a_head_is_watched_by_its_own_graphs_only(left: Part) -> None:
+    models = {part: torch.nn.Module() for part in (Part.V2_SAMPLING, Part.V2_DRAFTING)}
+    for model in models.values():
+        model.lm_head = torch.nn.Linear(2, 3)
+    target, draft = models.values()
+    runner = SimpleNamespace(model=target, speculator=SimpleNamespace(model=draft))
+    parameters = captured(left={left: ""}).watched(runner).parameters
+    models.pop(left).lm_head = torch.nn.Linear(2, 3)
+    assert parameters.moved() is None
+    (read,) = models.values()
+    read.lm_head = torch.nn.Linear(2, 3)
+    assert "lm_head" in str(parameters.moved())
 
 
 @pytest.mark.parametrize("name", ["draft_tokens", "drafts"])
