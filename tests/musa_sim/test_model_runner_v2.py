@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from vllm_hwplugin.base.features import gate_of
+from vllm_hwplugin.base.gates import PLAIN_DECODE
 
 from . import checkpoints, loads
-from .loads import Engine, Load, Process, Run
+from .loads import Engine, Load, Process, Request, Run
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
@@ -27,6 +28,7 @@ ENGINES = {"eagle3": Engine("eagle3"), "dflash": DFLASH}
 CONNECTOR = {"kv_connector": "Witness", "kv_connector_module_path": "tests.musa_sim.kv_connector", "kv_role": "kv_both"}
 #: Larger batches, among them those of vLLM's warm-up, take more of the memory that kernels share.
 SMALL_GRAPHS = "eagle3, small graphs"
+SHORT, PLAIN, MANY = "eagle3, KV connector", "no drafter", "65 requests"
 MIXED = loads.mixed()
 MORE = loads.asking_for_more()
 LOAD = [*MIXED, *loads.two_alone(top_k=20, top_p=0.9), *loads.rows_again(), *MORE]
@@ -41,10 +43,23 @@ LOADS = {
         for name, engine in {
             "dflash, new weights": DFLASH,
             "dflash, new weights, eager": dataclasses.replace(DFLASH, graphs=None),
-            "eagle3, KV connector": Engine("eagle3", more={"kv_transfer_config": CONNECTOR}),
+            SHORT: Engine("eagle3", more={"kv_transfer_config": CONNECTOR}),
         }.items()
     },
     SMALL_GRAPHS: Load(Engine("eagle3", graphs_of=(1, 2)).on_musa(), MIXED),
+    # Fewer blocks than with drafts, so that requests lose theirs.
+    PLAIN: Load(Engine(None, more={"num_gpu_blocks_override": 15}).on_musa(), LOAD),
+    MANY: Load(
+        Engine(
+            "eagle3",
+            graphs_of=(1, 65),
+            more={"max_num_seqs": 65, "max_num_batched_tokens": 320, "num_gpu_blocks_override": 96},
+        ).on_musa(),
+        [
+            Request(f"r{index}", [3 + index, 5 + index, 7], 0, {"temperature": 0.0, "max_tokens": 9})
+            for index in range(65)
+        ],
+    ),
 }
 
 #: The first that has Model Runner V2 by default, which drafts step by step.
@@ -79,15 +94,48 @@ def eagle3(musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.T
     return {side: runs["eagle3"] for side, runs in loads.side_by_side(processes, folder).items()}
 
 
+#: The plugin knows no such thing of these engines.
+UNKNOWN = ("drafter", "updates alone")
+
+
+def drafting_without_graphs(folder: Path) -> dict[str, Load]:
+    """Engines whose drafter vLLM has no graph for. The draft model has three of the target's four layers."""
+    weights = {name: one for name, one in checkpoints.dense().items() if ".layers.3." not in name}
+    config = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    draft = checkpoints.write(folder, weights, **config)
+    asked: dict[str, dict[str, Any]] = {
+        "ngram": {"prompt_lookup_max": 3},
+        "draft_model": {"model": str(draft), "draft_sample_method": "probabilistic"},
+    }
+    made = {
+        name: Engine(name, more={"speculative_config": {"method": name, "num_speculative_tokens": 3, **how}})
+        for name, how in asked.items()
+    }
+    return {name: Load(engine.on_musa(), MIXED) for name, engine in made.items()}
+
+
 @pytest.fixture(scope="module")
 def sides(
     musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Run]]:
     """By process, the runs of its engines."""
-    folder, short = tmp_path_factory.mktemp("v2"), "eagle3, KV connector"
-    graphs = process(folder / "host with graphs", ["dflash", "dflash, new weights", short], newest, WITH_GRAPHS)
-    stock = process(folder / "stock host", ["dflash, new weights, eager", short, "dflash"], newest)
-    return loads.side_by_side({"graphs": graphs, "stock": stock}, folder)
+    folder = tmp_path_factory.mktemp("v2")
+    more = drafting_without_graphs(folder / "draft")
+    # What is not known is patched only while an engine starts.
+    more_with_graphs = more | {what: Load(ENGINES["eagle3"].on_musa(), MIXED, unknown=what) for what in UNKNOWN}
+    asked = {
+        # What engines note stays for those that follow.
+        "graphs": {name: LOADS[name] for name in (PLAIN, "dflash", "dflash, new weights", SHORT, MANY)}
+        | more_with_graphs,
+        "stock": {name: LOADS[name] for name in ("dflash, new weights, eager", SHORT, "dflash", PLAIN)} | more,
+    }
+    # An engine that is not known cannot have all that is asked for.
+    graphs = WITH_GRAPHS | {gate_of("v2-step-inputs"): "auto", PLAIN_DECODE: "on"}
+    variables = {"graphs": graphs, "stock": loads.UNPATCHED}
+    return loads.side_by_side(
+        {side: Process(asked[side], loads.musa(folder / f"host, {side}", newest, **variables[side])) for side in asked},
+        folder,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -148,18 +196,8 @@ def test_nor_with_dflash(sides: dict[str, dict[str, Run]]) -> None:
     assert_graphs_serve(sides["stock"]["dflash"], sides["graphs"]["dflash"])
 
 
-@pytest.fixture(scope="module")
-def not_known(musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Return runs in which the plugin does not know something of the engine."""
-    folder, load = tmp_path_factory.mktemp("not known"), Load(ENGINES["eagle3"].on_musa(), MIXED)
-    # One process for both: what is not known is patched only while an engine starts.
-    asked = {what: dataclasses.replace(load, unknown=what) for what in ("drafter", "updates alone")}
-    wanted = WITH_GRAPHS | {gate_of("v2-step-inputs"): "auto"}
-    return Process(asked, loads.musa(folder / "host", newest, **wanted)).run(folder / "engines")
-
-
-def test_graphs_sample_where_no_graph_can_draft(eagle3: dict[str, Run], not_known: dict[str, Run]) -> None:
-    found = not_known["drafter"]
+def test_graphs_sample_where_no_graph_can_draft(eagle3: dict[str, Run], sides: dict[str, dict[str, Run]]) -> None:
+    found = sides["graphs"]["drafter"]
     loads.assert_same(eagle3["stock"].before(found), found)
     sampling, drafting = (found.counted[f"v2-tail-graph {half}"] for half in ("sampling", "drafting"))
     assert sampling["served"] == found.counts["graph_replays"]["sampling"] > len(found.steps) // 4
@@ -174,46 +212,56 @@ def assert_inputs_are_made(found: Run, why_without_metadata: str) -> None:
     assert found.noted["v2-step-inputs"] == f"{why_without_metadata}; attention metadata is vLLM's in each step"
 
 
-def test_graphs_draft_with_metadata_that_vllm_updates(eagle3: dict[str, Run], not_known: dict[str, Run]) -> None:
-    found = not_known["updates alone"]
+def test_graphs_draft_with_metadata_that_vllm_updates(eagle3: dict[str, Run], sides: dict[str, dict[str, Run]]) -> None:
+    found = sides["graphs"]["updates alone"]
     loads.assert_same(eagle3["stock"].before(found), found)
     assert found.counted["v2-tail-graph drafting"]["served"] > len(found.steps) // 4
-    assert found.counts["graph_replays"]["draft"] < not_known["drafter"].counts["graph_replays"]["draft"]
+    assert found.counts["graph_replays"]["draft"] < sides["graphs"]["drafter"].counts["graph_replays"]["draft"]
     assert_inputs_are_made(found, "MusaFlashAttentionMetadataBuilder may make metadata on the host")
 
 
-def test_graphs_draft_where_vllm_has_no_graph(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
-    """The draft model has three of the target's four layers, so it is often wrong."""
-    weights = {name: one for name, one in checkpoints.dense().items() if ".layers.3." not in name}
-    config = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
-    draft = checkpoints.write(tmp_path / "draft", weights, **config)
-    asked: dict[str, dict[str, Any]] = {
-        "ngram": {"prompt_lookup_max": 3},
-        "draft_model": {"model": str(draft), "draft_sample_method": "probabilistic"},
-    }
-    made = {
-        name: Engine(name, more={"speculative_config": {"method": name, "num_speculative_tokens": 3, **how}})
-        for name, how in asked.items()
-    }
-    own = {name: Load(engine.on_musa(), MIXED) for name, engine in made.items()}
-    both = {
-        side: Process(own, loads.musa(tmp_path / f"host, {side}", newest, **variables))
-        for side, variables in {"stock": loads.UNPATCHED, "graphs": WITH_GRAPHS}.items()
-    }
-    runs = loads.side_by_side(both, tmp_path)
-    for name in own:
-        expected, found = runs["stock"][name], runs["graphs"][name]
-        loads.assert_same(expected, found)
-        assert expected.widths() == {1, 2, 3, 4, 5, 6}
-        assert 0 < expected.accepted()[2] < expected.accepted()[0]
-        assert set(GRAPHS) <= set(found.used)
-        decodes = found.counts["graph_replays"]["target"]
-        assert decodes > found.counts["steps"] // 2
-        for path in ("v2-tail-graph drafting", "v2-step-inputs inputs"):
-            counted = found.counted[path]
-            # The target has a graph also where a request has fewer drafts.
-            assert counted["served"] + counted.get("fewer_drafts", 0) == decodes
-            assert counted.keys() <= {"served", "prompt", "fewer_drafts"}
+@pytest.mark.parametrize("name", ["ngram", "draft_model"])
+def test_graphs_draft_where_vllm_has_no_graph(name: str, sides: dict[str, dict[str, Run]]) -> None:
+    expected, found = sides["stock"][name], sides["graphs"][name]
+    loads.assert_same(expected, found)
+    assert expected.widths() == {1, 2, 3, 4, 5, 6}
+    assert 0 < expected.accepted()[2] < expected.accepted()[0]
+    assert set(GRAPHS) <= set(found.used)
+    decodes = found.counts["graph_replays"]["target"]
+    assert decodes > found.counts["steps"] // 2
+    for path in ("v2-tail-graph drafting", "v2-step-inputs inputs"):
+        counted = found.counted[path]
+        # The target has a graph also where a request has fewer drafts.
+        assert counted["served"] + counted.get("fewer_drafts", 0) == decodes
+        assert counted.keys() <= {"served", "prompt", "fewer_drafts"}
+
+
+def test_graphs_without_a_drafter_change_nothing(sides: dict[str, dict[str, Run]]) -> None:
+    expected, found = sides["stock"][PLAIN], sides["graphs"][PLAIN]
+    loads.assert_same(expected, found)
+    assert expected.widths() == {1, 2, 3, 4, 5, 6}
+    assert expected.preempted
+    assert set(GRAPHS) <= set(found.used)
+    assert found.counts["graph_replays"]["target"] == expected.counts["graph_replays"]["target"]
+    sampling, inputs = found.counted["v2-tail-graph sampling"], found.counted["v2-step-inputs inputs"]
+    assert sum(sampling.values()) == sum(inputs.values()) == found.counts["steps"]
+    assert inputs["served"] > 3 * found.counts["graph_replays"]["target"] // 4
+    assert sampling["served"] > found.counts["steps"] // 2
+    assert sampling.keys() == {"sampling_parameters", "structured_output", "served"}
+    assert inputs.keys() <= {"served", "prompt", "no_full_graph"}
+    # Nothing drafts, so there is nothing to count, and nothing to say of it.
+    assert "v2-tail-graph drafting" not in found.counted
+    assert "draft" not in found.noted["v2-tail-graph"]
+    # A graph makes attention metadata, too, or a note would say who does.
+    assert "v2-step-inputs" not in found.noted
+
+
+def test_decode_batches_of_65_requests_run_in_graphs(sides: dict[str, dict[str, Run]]) -> None:
+    found = sides["graphs"][MANY]
+    full = [step for step in found.steps if len(step["verified"]) == 65 and set(step["verified"].values()) == {3}]
+    assert len(full) > 2
+    for path in ("v2-step-inputs inputs", "v2-tail-graph sampling", "v2-tail-graph drafting"):
+        assert found.counted[path]["served"] >= len(full), found.counted
 
 
 def test_graphs_draft_by_new_weights_of_the_draft(sides: dict[str, dict[str, Run]]) -> None:
@@ -224,7 +272,7 @@ def test_graphs_draft_by_new_weights_of_the_draft(sides: dict[str, dict[str, Run
 
 
 def test_a_kv_connector_is_shown_what_stock_shows_it(sides: dict[str, dict[str, Run]]) -> None:
-    expected, found = (sides[side]["eagle3, KV connector"] for side in ("stock", "graphs"))
+    expected, found = (sides[side][SHORT] for side in ("stock", "graphs"))
     loads.assert_same(expected, found)
     assert found.shown == expected.shown
     assert found.counts["graph_replays"]["inputs"] > sum(one is not None for one in expected.shown) // 2 > 0
