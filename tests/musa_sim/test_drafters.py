@@ -19,7 +19,7 @@ from vllm_hwplugin_lab.bench._shapes import SHAPES, write_configs
 
 from . import loads
 from .counting_processor import Counting
-from .loads import Engine, Load, Process, Request, Run
+from .loads import Engine, Load, Request, Run
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
@@ -207,8 +207,8 @@ def with_adapters(engine: Engine, folder: Path, targets: Sequence[str], unknown:
 @pytest.fixture(scope="module")
 def runs(
     musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, Run]]:
-    """By side, each engine's."""
+) -> dict[str, tuple[Run, Run]]:
+    """By engine, runs without features and with graphs."""
     folder = tmp_path_factory.mktemp("drafters")
     # Room for all requests at a time, also for their windows.
     common = {**Engine("eagle3").on_musa(), "num_gpu_blocks_override": 60}
@@ -229,17 +229,19 @@ def runs(
         ),
         "schedule": Load(scheduled(), growing(), autotuned=False),
         "head adapters": with_adapters(Engine("eagle3"), folder / "adapter", ["o_proj", "lm_head"]),
+        # What makes attention of any batch stays, so this is the last one.
+        "adapters, prompts": with_adapters(
+            Engine("eagle3", graphs_of=(1, 2, 4, 6, 16)), folder / "other adapter", ["o_proj"], "any batch"
+        ),
     }
     graphs = {gate_of(feature): "on" for feature in ("engine-report", "v2-graph-addresses", *GRAPHS)}
-    sides = {"stock": loads.UNPATCHED, "graphs": loads.UNPATCHED | graphs}
-    return loads.side_by_side(
-        {side: Process(asked, loads.musa(folder / f"host, {side}", newest, **sides[side])) for side in sides}, folder
-    )
+    graphs |= {gate_of(feature): "auto" for feature in ("v2-mixed-graphs", "backport-mixed-graphs")}
+    return loads.run_both(asked, loads.UNPATCHED, loads.UNPATCHED | graphs, folder, newest)
 
 
 @pytest.mark.parametrize("name", ["dflash2", "lilicorr", "gemma4", "processor", "schedule", "head adapters"])
-def test_graphs_change_nothing(name: str, runs: dict[str, dict[str, Run]]) -> None:
-    expected, found = runs["stock"][name], runs["graphs"][name]
+def test_graphs_change_nothing(name: str, runs: dict[str, tuple[Run, Run]]) -> None:
+    expected, found = runs[name]
     loads.assert_same(expected, found)
     assert found.runner == "V2"
     assert set(GRAPHS) <= set(found.used)
@@ -249,9 +251,9 @@ def test_graphs_change_nothing(name: str, runs: dict[str, dict[str, Run]]) -> No
     assert found.counted["v2-tail-graph drafting"]["served"] == found.counted["v2-step-inputs inputs"]["served"] > 3
 
 
-def test_graphs_draft_each_number_of_the_schedule(runs: dict[str, dict[str, Run]]) -> None:
+def test_graphs_draft_each_number_of_the_schedule(runs: dict[str, tuple[Run, Run]]) -> None:
     """Where as many are verified; where the number changes, vLLM drafts. The states keep what each has drafted."""
-    found = runs["graphs"]["schedule"]
+    _, found = runs["schedule"]
     steps = [
         (
             {step["verified"].get(one, 0) for one in step["scheduled"]},
@@ -269,18 +271,16 @@ def test_graphs_draft_each_number_of_the_schedule(runs: dict[str, dict[str, Run]
     assert found.noted["v2-tail-graph"].startswith("4 shapes of at most 6 requests")
 
 
-def test_adapters_change_the_texts_of_those_that_have_them(runs: dict[str, dict[str, Run]]) -> None:
-    plain, found = (runs["graphs"][name] for name in ("schedule", "head adapters"))
+def test_adapters_change_the_texts_of_those_that_have_them(runs: dict[str, tuple[Run, Run]]) -> None:
+    (_, plain), (_, found) = runs["schedule"], runs["head adapters"]
     assert found.answers["c"]["tokens"] != plain.answers["c"]["tokens"][:8]
     # Of logits with adapters there is no graph.
     assert found.counted["v2-tail-graph sampling"]["adapters"] > 3
 
 
-def test_prompts_with_adapters_are_replays(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
-    load = with_adapters(Engine("eagle3", graphs_of=(1, 2, 4, 6, 16)), tmp_path / "adapter", ["o_proj"], "any batch")
-    features = ("engine-report", "v2-graph-addresses", "v2-mixed-graphs", "backport-mixed-graphs", *GRAPHS)
-    gates = {gate_of(feature): "on" for feature in features}
-    expected, found = loads.compare_runs(load, loads.UNPATCHED, loads.UNPATCHED | gates, tmp_path, newest)
+def test_prompts_with_adapters_are_replays(runs: dict[str, tuple[Run, Run]]) -> None:
+    expected, found = runs["adapters, prompts"]
+    loads.assert_same(expected, found)
     assert "v2-mixed-graphs" in found.used
     before, after = (run.counts["graph_replays"]["target"] for run in (expected, found))
     assert before < after == found.counts["steps"]

@@ -17,9 +17,8 @@ from vllm_hwplugin.base.features import gate_of
 from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin_lab.bench._shapes import NO_DRAFTS, SHAPES, Recurrent, write_configs
 
-from .. import releases
 from . import checkpoints, loads
-from .loads import Load, Process, Request
+from .loads import Load, Process, Request, Run
 from .test_engines import V1, texts
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
@@ -27,7 +26,10 @@ pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 DRAFTS = 3
 V2 = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 GRAPHS = {gate_of(one): "on" for one in ("v2-tail-graph", "v2-step-inputs", "v2-graph-addresses")}
-GRAPHS[gate_of("engine-report")] = "auto"
+# Not all of the engines can have these graphs.
+GRAPHS |= {gate_of(one): "auto" for one in ("engine-report", "v2-mixed-graphs", "backport-mixed-graphs")}
+GRAPHS |= {PLAIN_DECODE: "1"}
+NAMED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16]}
 #: Qwen3-Next in small.
 SMALL = dataclasses.replace(
     SHAPES["qwen3-next-4l"],
@@ -78,21 +80,6 @@ ASKED = [
 ]
 
 
-def test_graphs_change_nothing(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
-    """With prefix caching, so that states move between blocks.
-
-    No request comes that would find the state kept at the end of a block.
-    """
-    # With vLLM's own dummy weights a state that is not moved would not show.
-    load = Load(options(tmp_path / "model"), ASKED, delta_rule=True, autotuned=False, initialised=True)
-    expected, found = loads.compare_runs(load, V2, V2 | GRAPHS, tmp_path, newest)
-    assert (expected.runner, found.runner) == ("V2", "V2")
-    assert {"v2-tail-graph", "v2-step-inputs"} <= set(found.used)
-    assert 0 < expected.accepted()[-1] < expected.accepted()[0]
-    assert found.counted["v2-tail-graph drafting"]["served"] > 3
-    assert found.counted["v2-step-inputs inputs"]["served"] > 3
-
-
 def coming_and_going() -> list[Request]:
     """Greedy ones, in batches that graphs are larger than. What padding moves shows in log probabilities."""
     chosen = random.Random(3)
@@ -122,23 +109,6 @@ def coming_and_going() -> list[Request]:
     ]
 
 
-def test_nor_do_they_without_a_drafter(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
-    target, _ = write_configs(SMALL, tmp_path / "model", NO_DRAFTS, 1)
-    made = {**loads.Engine(None).on_musa(), "model": str(target), "load_format": "dummy", "skip_tokenizer_init": True}
-    load = Load(
-        {**made, "gdn_prefill_backend": "triton"},
-        coming_and_going(),
-        delta_rule=True,
-        autotuned=False,
-        initialised=True,
-    )
-    _, found = loads.compare_runs(load, V2, V2 | GRAPHS | {PLAIN_DECODE: "1"}, tmp_path, newest)
-    assert {"v2-tail-graph", "v2-step-inputs"} <= set(found.used)
-    assert found.counted["v2-tail-graph sampling"]["served"] > 5
-    assert found.counted["v2-step-inputs inputs"]["served"] > 10
-    assert "attention metadata is vLLM's" in found.noted["v2-step-inputs"]
-
-
 def with_prompts() -> list[Request]:
     """Prompts of one token and more, in pieces of 20, that come alone, together, and while others decode."""
     chosen = random.Random(7)
@@ -148,35 +118,87 @@ def with_prompts() -> list[Request]:
             f"r{number}",
             [chosen.randrange(1, 4000) for _ in range(length)],
             at,
-            {"max_tokens": 12 + number % 5, "temperature": 0.8 if number % 4 == 3 else 0.0, "seed": number},
+            {"max_tokens": 8 + number % 5, "temperature": 0.8 if number % 4 == 3 else 0.0, "seed": number},
         )
         for number, (at, length) in enumerate(lengths)
     ]
 
 
-MIXED = {gate_of(one): "on" for one in ("v2-mixed-graphs", "backport-mixed-graphs")}
+def many() -> list[Request]:
+    chosen = random.Random(7)
+    return [
+        Request(f"r{number}", chosen.choices(range(1, 4000), k=length), at, {"max_tokens": 5, "temperature": 0.0})
+        for number, (at, length) in enumerate([*[(0, 2)] * 84, (2, 9), (3, 15)])
+    ]
 
 
-@pytest.mark.parametrize("keeps_prefixes", [False, True])
-def test_steps_with_prompts_are_replays(
-    musa_host: None, newest: tuple[str, Path], tmp_path: Path, keeps_prefixes: bool
-) -> None:
-    """Of target and draft, but for steps with more prompts than a graph holds, or with as many tokens as it has."""
-    made = options(tmp_path / "model") | {
-        "enable_prefix_caching": keeps_prefixes,
+def loads_of_v2(folder: Path) -> dict[str, Load]:
+    """By name; what makes attention of any batch stays for a process, so its engines are the last."""
+    made = options(folder / "model")
+    target, _ = write_configs(SMALL, folder / "without a drafter", NO_DRAFTS, 1)
+    plain = {**loads.Engine(None).on_musa(), "model": str(target), "load_format": "dummy", "skip_tokenizer_init": True}
+    pieces = made | {
         "long_prefill_token_threshold": 20,
         "num_gpu_blocks_override": 60,
+        "compilation_config": NAMED | {"cudagraph_capture_sizes": [4, 8, 16, 24, 64]},
     }
-    sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16, 24, 64]}
-    load = Load(
-        made | {"compilation_config": sizes},
-        with_prompts(),
-        delta_rule=True,
-        autotuned=False,
-        initialised=True,
-        unknown="any batch, metadata is shared",
-    )
-    expected, found = loads.compare_runs(load, V2, V2 | GRAPHS | MIXED, tmp_path, newest)
+    crowded = made | {
+        "enable_prefix_caching": False,
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+        "max_num_seqs": 96,
+        "max_num_batched_tokens": 192,
+        "num_gpu_blocks_override": 600,
+        "compilation_config": NAMED | {"cudagraph_capture_sizes": [2, 192]},
+    }
+    # With vLLM's own dummy weights a state that is not moved would not show.
+    common: dict[str, Any] = {"delta_rule": True, "autotuned": False, "initialised": True}
+    mixed = common | {"unknown": "any batch, metadata is shared"}
+    return {
+        "decoding": Load(made, ASKED, **common),
+        "no drafter": Load({**plain, "gdn_prefill_backend": "triton"}, coming_and_going(), **common),
+        "prompts": Load(pieces | {"enable_prefix_caching": False}, with_prompts(), **mixed),
+        "prompts, prefix cache": Load(pieces, with_prompts(), **mixed),
+        "many": Load(crowded, many(), **mixed),
+    }
+
+
+@pytest.fixture(scope="module")
+def v2(
+    musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Run, Run]]:
+    """By load, runs without features and with graphs."""
+    folder = tmp_path_factory.mktemp("hybrids on V2")
+    return loads.run_both(loads_of_v2(folder / "models"), V2, V2 | GRAPHS, folder, newest)
+
+
+def test_graphs_change_nothing(v2: dict[str, tuple[Run, Run]]) -> None:
+    """With prefix caching, so that states move between blocks.
+
+    No request comes that would find the state kept at the end of a block.
+    """
+    expected, found = v2["decoding"]
+    loads.assert_same(expected, found)
+    assert (expected.runner, found.runner) == ("V2", "V2")
+    assert {"v2-tail-graph", "v2-step-inputs"} <= set(found.used)
+    assert 0 < expected.accepted()[-1] < expected.accepted()[0]
+    assert found.counted["v2-tail-graph drafting"]["served"] > 3
+    assert found.counted["v2-step-inputs inputs"]["served"] > 3
+
+
+def test_nor_do_they_without_a_drafter(v2: dict[str, tuple[Run, Run]]) -> None:
+    expected, found = v2["no drafter"]
+    loads.assert_same(expected, found)
+    assert {"v2-tail-graph", "v2-step-inputs"} <= set(found.used)
+    assert found.counted["v2-tail-graph sampling"]["served"] > 5
+    assert found.counted["v2-step-inputs inputs"]["served"] > 10
+    assert "attention metadata is vLLM's" in found.noted["v2-step-inputs"]
+
+
+@pytest.mark.parametrize("name", ["prompts", "prompts, prefix cache"])
+def test_steps_with_prompts_are_replays(name: str, v2: dict[str, tuple[Run, Run]]) -> None:
+    """Of target and draft, but for steps with more prompts than a graph holds, or with as many tokens as it has."""
+    expected, found = v2[name]
+    loads.assert_same(expected, found)
     assert "v2-mixed-graphs" in found.used
     assert 0 < expected.accepted()[-1] < expected.accepted()[0]
     assert not found.preempted
@@ -184,47 +206,36 @@ def test_steps_with_prompts_are_replays(
     assert before + 10 < after == found.counts["steps"]
 
 
-def test_so_are_steps_with_more_than_64_requests(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
+def test_so_are_steps_with_more_than_64_requests(v2: dict[str, tuple[Run, Run]]) -> None:
     """But for the first, which has more prompts than a graph holds."""
-    chosen = random.Random(7)
-    requests = [
-        Request(f"r{number}", chosen.choices(range(1, 4000), k=length), at, {"max_tokens": 8, "temperature": 0.0})
-        for number, (at, length) in enumerate([*[(0, 2)] * 84, (2, 9), (3, 15)])
-    ]
-    sizes = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [2, 192]}
-    made = options(tmp_path / "model") | {
-        "enable_prefix_caching": False,
-        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
-        "max_num_seqs": 96,
-        "max_num_batched_tokens": 192,
-        "num_gpu_blocks_override": 600,
-        "compilation_config": sizes,
-    }
-    load = Load(
-        made, requests, delta_rule=True, autotuned=False, initialised=True, unknown="any batch, metadata is shared"
-    )
-    expected, found = loads.compare_runs(load, V2, V2 | GRAPHS | MIXED, tmp_path, newest)
+    expected, found = v2["many"]
+    loads.assert_same(expected, found)
     assert max(found.widths()) > 84
     before, after = (run.counts["graph_replays"]["target"] for run in (expected, found))
     assert before + 1 < after == found.counts["steps"] - 1
 
 
-NAMED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16]}
+def load_of_float32(folder: Path) -> Load:
+    model = written(folder / "written")
+    made = options(folder / "model") | {"enable_prefix_caching": False, "compilation_config": NAMED}
+    made |= {"model": str(model), "load_format": "auto"}
+    made["speculative_config"] = {"method": "mtp", "num_speculative_tokens": DRAFTS}
+    return Load(made, [one for one in ASKED if one.greedy], delta_rule=True, autotuned=False)
 
 
-@pytest.mark.parametrize("version", ["0.26.0", releases.NEWEST])
-def test_on_v1_texts_are_those_of_float32(
-    version: str, released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path: Path
-) -> None:
-    model, greedy = written(tmp_path / "written"), [one for one in ASKED if one.greedy]
-    drafts = {"method": "mtp", "num_speculative_tokens": DRAFTS}
-    made = options(tmp_path / "model") | {"enable_prefix_caching": False, "compilation_config": NAMED}
-    made |= {"model": str(model), "load_format": "auto", "speculative_config": drafts}
-    host = loads.musa(tmp_path / "host", released(version), **V1)
-    run = Process({"mtp": Load(made, greedy, delta_rule=True, autotuned=False)}, host).run(tmp_path / "engine")["mtp"]
+def assert_texts_are_those_of_float32(load: Load, run: Run) -> None:
     assert (run.runner, run.platform) == ("V1", "MusaPlatform")
-    assert texts(run) == checkpoints.in_float32(model, greedy)
+    assert texts(run) == checkpoints.in_float32(Path(load.options["model"]), load.requests)
     assert run.counts["graph_replays"]["target"] > 10
+
+
+def test_on_v1_texts_are_those_of_float32(
+    released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path: Path
+) -> None:
+    """On the vLLM for MUSA's torch."""
+    load = load_of_float32(tmp_path)
+    host = loads.musa(tmp_path / "host", released("0.26.0"), **V1)
+    assert_texts_are_those_of_float32(load, Process({"": load}, host).run(tmp_path / "engine")[""])
 
 
 def test_on_v1_drafts_are_verified_in_pieces_and_in_full_graphs_where_they_are_named(
@@ -242,8 +253,10 @@ def test_on_v1_drafts_are_verified_in_pieces_and_in_full_graphs_where_they_are_n
         name: Load(made | {"compilation_config": asked}, ASKED, delta_rule=True, autotuned=False, initialised=True)
         for name, asked in graphs.items()
     }
+    in_float32 = load_of_float32(tmp_path / "float32")
     host = loads.musa(tmp_path / "host", newest, **V1)
-    runs = Process(engines, host).run(tmp_path / "engines")
+    runs = Process(engines | {"float32": in_float32}, host).run(tmp_path / "engines")
+    assert_texts_are_those_of_float32(in_float32, runs.pop("float32"))
     for run in runs.values():
         assert (run.runner, run.platform) == ("V1", "MusaPlatform")
         assert "MusaFlashAttentionBackend" in run.attention

@@ -32,28 +32,6 @@ def options_of(folder: Path, **engine: Any) -> dict[str, Any]:
     }
 
 
-def test_graphs_change_nothing(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
-    """Behind an image the three positions of a token are less than what comes before it."""
-    options = options_of(tmp_path / "model")
-    shown = [images.START, images.IMAGE, images.END]
-    asked = [
-        Request("a", list(range(3, 30)), 0, {"max_tokens": 20, "temperature": 0.0}),
-        Request("b", [*range(40, 50), *shown, 7, 8, 9], 1, {"max_tokens": 20, "temperature": 0.0, "image": 1}),
-        Request("c", [5, *shown, *range(60, 66)], 3, {"max_tokens": 16, "temperature": 0.8, "seed": 5, "image": 2}),
-        Request("d", list(range(70, 90)), 9, {"max_tokens": 12, "temperature": 0.0}),
-    ]
-    load = Load(options, asked, autotuned=False, initialised=True, images=True)
-    stock = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-    gates = {gate_of(one): "on" for one in ("v2-tail-graph", "v2-step-inputs", "v2-graph-addresses")}
-    gates[gate_of("engine-report")] = "auto"
-    expected, found = loads.compare_runs(load, stock, stock | gates, tmp_path, newest)
-    assert (expected.runner, found.runner) == ("V2", "V2")
-    assert {"v2-tail-graph", "v2-step-inputs"} <= set(found.used)
-    assert 0 < expected.accepted()[-1] < expected.accepted()[0]
-    steps = found.counted["v2-step-inputs inputs"]
-    assert steps["served"] == found.counts["graph_replays"]["inputs"] > 5
-
-
 #: Tokens of an image, in the place of one.
 _TOKENS = 16
 _SHOWN = [images.START, images.IMAGE, images.END]
@@ -109,42 +87,68 @@ def load_in_pieces(
     return Load(options, requests, autotuned=False, initialised=True, images=True, unknown=unknown)
 
 
-def test_batches_of_text_with_prompts_are_replays_and_those_with_images_are_not(
-    musa_host: None, newest: tuple[str, Path], tmp_path: Path
-) -> None:
+#: By load, how many tokens ahead of the target a draft takes images.
+AHEAD = {"text": 0, "draft takes images": 1}
+
+
+@pytest.fixture(scope="module")
+def v2(
+    musa_host: None, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, tuple[Load, Run]]]:
+    """By side, each load and its run."""
+    folder = tmp_path_factory.mktemp("images on V2")
     # What makes the draft take images stays, so its engine is the last of its process.
-    ahead = {"any batch": 0, "any batch, draft takes images": 1}
-    asked = {unknown: load_in_pieces(tmp_path / unknown, unknown=unknown) for unknown in ahead}
-    stock = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-    features = ("v2-tail-graph", "v2-step-inputs", "v2-graph-addresses", "v2-mixed-graphs", "backport-mixed-graphs")
-    gates = {gate_of(one): "on" for one in features} | {gate_of("engine-report"): "auto"}
-    for name, (expected, found) in loads.compare_each(asked, stock, stock | gates, tmp_path, newest).items():
-        assert "v2-mixed-graphs" in found.used
-        assert not found.preempted
-        shown = steps_with_images(found, asked[name].requests, ahead[name])
-        assert shown > 4
-        before, after = (run.counts["graph_replays"]["target"] for run in (expected, found))
-        assert before + 5 < after == found.counts["steps"] - shown
-
-
-@pytest.mark.parametrize("v2", ["0", "1"])
-def test_replays_with_an_image_leave_nothing_for_later_tokens(
-    musa_host: None, newest: tuple[str, Path], tmp_path: Path, v2: str
-) -> None:
-    """With `cudagraph_mode` FULL vLLM's model leaves features for later layers in a buffer."""
-    variables = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": v2}
-    on = variables | {gate_of("backport-image-features"): "on"}
-    # The simulated device's generators have no offset, which V1 sets back.
-    asked = {mode: load_in_pieces(tmp_path / f"of {mode}", mode, seeded=v2 == "1") for mode in (None, "FULL")}
-    unpatched = {"eager": asked[None]} | ({"FULL": asked["FULL"]} if v2 == "1" else {})
-    processes = {
-        "vllm": Process(unpatched, loads.musa(tmp_path / "host, vllm", newest, **variables)),
-        "fixed": Process({"FULL": asked["FULL"]}, loads.musa(tmp_path / "host, fixed", newest, **on)),
+    eager, full = load_in_pieces(folder / "eager", None), load_in_pieces(folder / "full", "FULL")
+    mixed = {
+        name: load_in_pieces(folder / name, unknown="any batch" if name == "text" else f"any batch, {name}")
+        for name in AHEAD
     }
-    runs = loads.side_by_side(processes, tmp_path)
-    eager, fixed = runs["vllm"]["eager"], runs["fixed"]["FULL"]
+    asked = {"stock": {"eager": eager, "FULL": full, **mixed}, "graphs": {"FULL": full, **mixed}}
+    features = ("v2-tail-graph", "v2-step-inputs", "v2-graph-addresses", "v2-mixed-graphs", "backport-mixed-graphs")
+    # Not all of the engines can have all of them.
+    gates = {gate_of(one): "auto" for one in (*features, "backport-image-features", "engine-report")}
+    stock = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    variables = {"stock": stock, "graphs": stock | gates}
+    runs = loads.side_by_side(
+        {side: Process(asked[side], loads.musa(folder / f"host, {side}", newest, **variables[side])) for side in asked},
+        folder,
+    )
+    return {side: {name: (load, runs[side][name]) for name, load in asked[side].items()} for side in asked}
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_batches_of_text_with_prompts_are_replays_and_those_with_images_are_not(
+    name: str, v2: dict[str, dict[str, tuple[Load, Run]]]
+) -> None:
+    """Behind an image the three positions of a token are less than what comes before it."""
+    load, expected = v2["stock"][name]
+    _, found = v2["graphs"][name]
+    loads.assert_same(expected, found)
+    assert (expected.runner, found.runner) == ("V2", "V2")
+    assert {"v2-mixed-graphs", "v2-tail-graph", "v2-step-inputs"} <= set(found.used)
+    assert 0 < expected.accepted()[-1] < expected.accepted()[0]
+    inputs = found.counted["v2-step-inputs inputs"]
+    assert inputs["served"] == found.counts["graph_replays"]["inputs"] > 5
+    assert not found.preempted
+    shown = steps_with_images(found, load.requests, AHEAD[name])
+    assert shown > 4
+    before, after = (run.counts["graph_replays"]["target"] for run in (expected, found))
+    assert before + 5 < after == found.counts["steps"] - shown
+
+
+def test_replays_with_an_image_leave_nothing_for_later_tokens(v2: dict[str, dict[str, tuple[Load, Run]]]) -> None:
+    """With `cudagraph_mode` FULL vLLM's model leaves features for later layers in a buffer."""
+    (_, eager), (_, full), (_, fixed) = v2["stock"]["eager"], v2["stock"]["FULL"], v2["graphs"]["FULL"]
     assert fixed.counts["graph_replays"]["target"] == fixed.counts["steps"]
     loads.assert_same(eager, fixed)
-    if v2 == "1":
-        with pytest.raises(AssertionError, match=r"request ., its step \d+: "):
-            loads.assert_same(eager, runs["vllm"]["FULL"])
+    with pytest.raises(AssertionError, match=r"request ., its step \d+: "):
+        loads.assert_same(eager, full)
+
+
+def test_nor_on_v1(musa_host: None, newest: tuple[str, Path], tmp_path: Path) -> None:
+    variables = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "0", gate_of("backport-image-features"): "on"}
+    # The simulated device's generators have no offset, which V1 sets back.
+    asked = {str(mode): load_in_pieces(tmp_path / f"of {mode}", mode, seeded=False) for mode in (None, "FULL")}
+    runs = Process(asked, loads.musa(tmp_path / "host", newest, **variables)).run(tmp_path / "engines")
+    assert runs["FULL"].counts["graph_replays"]["target"] == runs["FULL"].counts["steps"]
+    loads.assert_same(runs["None"], runs["FULL"])

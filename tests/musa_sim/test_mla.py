@@ -15,8 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_hwplugin.base.features import gate_of
-
 from . import checkpoints, flash_mla, loads
 from .checkpoints import DEEPSEEK
 from .loads import Engine, Load, Process, Request, Run
@@ -25,7 +23,7 @@ from .test_engines import V1, texts
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
 LAYERS, HIDDEN, VOCABULARY = (DEEPSEEK[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
-OLDER = "V1, vLLM 0.26.0"
+ON_V2 = {"VLLM_HWPLUGIN_MLA_PROMPT_GRAPHS": "1"}
 
 
 def write(folder: Path, **more: Any) -> Path:
@@ -60,6 +58,26 @@ def options(model: Path) -> dict[str, Any]:
     return made | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 
 
+def mixed_load(model: Path, unknown: str = "FLASH_ATTN_MLA") -> Load:
+    """Prompts in pieces, some of them longer than the decode way takes; requests come while others decode."""
+    more = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 60}
+    engine = Engine(None, graphs_of=(3, 6, 12, 96), more=more)
+    made = {**engine.on_musa(), "model": str(model), "skip_tokenizer_init": True}
+    made["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 2}
+    chance = torch.Generator().manual_seed(0)
+    lengths = {"a": (30, 0), "b": (140, 1), "c": (1, 3), "d": (flash_mla.LONGEST, 5), "e": (flash_mla.LONGEST + 1, 12)}
+    asked = [
+        Request(
+            name,
+            torch.randint(3, VOCABULARY, (length,), generator=chance).tolist(),
+            at,
+            {"max_tokens": 9, "logprobs": 2} | ({"temperature": 0.0} if name != "c" else {"seed": 3}),
+        )
+        for name, (length, at) in lengths.items()
+    ]
+    return Load(made, asked, unknown=unknown)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("mla") / "model")
@@ -72,37 +90,43 @@ def runs(
     released: Callable[[str], tuple[str, Path]],
     model: Path,
     tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Run]:
-    """On both model runners, also without features."""
+) -> dict[str, tuple[Run, Run]]:
+    """By engine, runs without features and with them: V1 of the vLLM for MUSA's torch, and V2 of the newest."""
     folder = tmp_path_factory.mktemp("runs")
     load = Load(options(model), requests())
-    asked = {
-        "V1": Process({"V1": load}, loads.musa(folder / "host, V1", newest, **V1)),
-        OLDER: Process({OLDER: load}, loads.musa(folder / "host, older", released("0.26.0"), **V1)),
-        "V2": Process({"V2": load}, loads.musa(folder / "host, V2", newest)),
-        "V1 stock": Process({"V1 stock": load}, loads.musa(folder / "stock, V1", newest, **V1, **loads.UNPATCHED)),
-        "V2 stock": Process({"V2 stock": load}, loads.musa(folder / "stock, V2", newest, **loads.UNPATCHED)),
+    # The stand-in for FlashAttention stays, so its engine is the last one.
+    asked = {"V1": {"V1": load}, "V2": {"V2": load, "FLASH_ATTN_MLA": mixed_load(model)}}
+    used = {"V1": V1, "V2": ON_V2}
+    vllm = {"V1": released("0.26.0"), "V2": newest}
+    processes = {
+        f"{side}, {runner}": Process(
+            asked[runner], loads.musa(folder / f"host, {side} {runner}", vllm[runner], **given)
+        )
+        for runner in asked
+        for side, given in {"stock": {**used[runner], **loads.UNPATCHED}, "on": used[runner]}.items()
     }
-    return {name: run for found in loads.side_by_side(asked, folder).values() for name, run in found.items()}
-
-
-@pytest.mark.parametrize("name", ["V1", OLDER, "V2"])
-def test_texts_are_those_of_float32(name: str, runs: dict[str, Run], model: Path) -> None:
-    run = runs[name]
-    # vLLM's own MLA on CPUs gives other texts in float16.
-    assert texts(run) == checkpoints.in_float32(model, requests())
-    assert (run.platform, run.runner, run.attention) == ("MusaPlatform", name[:2], ["MusaFlashMLABackend"])
-    # A prompt in pieces, and one of which some pages were there.
-    assert [step["scheduled"] for step in run.of("a")][:3] == [64, 64, 22]
-    assert run.answers["c"]["cached"] >= 64
+    found = loads.side_by_side(processes, folder)
+    return {
+        name: (found[f"stock, {runner}"][name], found[f"on, {runner}"][name])
+        for runner, engines in asked.items()
+        for name in engines
+    }
 
 
 @pytest.mark.parametrize(
     ("runner", "used"), [("V1", {"draft-full-graph", "v1-step-inputs"}), ("V2", {"v2-step-inputs", "v2-tail-graph"})]
 )
-def test_graphs_change_no_draft(runner: str, used: set[str], runs: dict[str, Run]) -> None:
-    run = runs[runner]
-    loads.assert_same(runs[f"{runner} stock"], run)
+def test_texts_are_those_of_float32_and_graphs_change_no_draft(
+    runner: str, used: set[str], runs: dict[str, tuple[Run, Run]], model: Path
+) -> None:
+    stock, run = runs[runner]
+    # vLLM's own MLA on CPUs gives other texts in float16.
+    assert texts(run) == checkpoints.in_float32(model, requests())
+    assert (run.platform, run.runner, run.attention) == ("MusaPlatform", runner, ["MusaFlashMLABackend"])
+    # A prompt in pieces, and one of which some pages were there.
+    assert [step["scheduled"] for step in run.of("a")][:3] == [64, 64, 22]
+    assert run.answers["c"]["cached"] >= 64
+    loads.assert_same(stock, run)
     assert used <= set(run.used)
     assert run.counts["graph_replays"]["target"] > run.counts["steps"] // 2
     # V2 makes no drafts, and replays none, where all of a step are pieces of prompts.
@@ -137,34 +161,11 @@ def test_fp8_blocks_and_bfloat16_are_served(musa_host: None, newest: tuple[str, 
     assert max(ranks) < VOCABULARY / 100
 
 
-def mixed_load(model: Path, unknown: str = "FLASH_ATTN_MLA") -> Load:
-    """Prompts in pieces, some of them longer than the decode way takes; requests come while others decode."""
-    more = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 60}
-    engine = Engine(None, graphs_of=(3, 6, 12, 96), more=more)
-    made = {**engine.on_musa(), "model": str(model), "skip_tokenizer_init": True}
-    made["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 2}
-    chance = torch.Generator().manual_seed(0)
-    lengths = {"a": (30, 0), "b": (140, 1), "c": (1, 3), "d": (flash_mla.LONGEST, 5), "e": (flash_mla.LONGEST + 1, 12)}
-    asked = [
-        Request(
-            name,
-            torch.randint(3, VOCABULARY, (length,), generator=chance).tolist(),
-            at,
-            {"max_tokens": 9, "logprobs": 2} | ({"temperature": 0.0} if name != "c" else {"seed": 3}),
-        )
-        for name, (length, at) in lengths.items()
-    ]
-    return Load(made, asked, unknown=unknown)
-
-
 def test_prompts_of_flash_attn_mla_are_replays_unless_a_request_is_long(
-    musa_host: None, newest: tuple[str, Path], model: Path, tmp_path: Path
+    newest: tuple[str, Path], model: Path, runs: dict[str, tuple[Run, Run]], tmp_path: Path
 ) -> None:
-    load, stock = mixed_load(model), loads.UNPATCHED
-    names = ("tail-graph", "step-inputs", "graph-addresses", "mixed-graphs")
-    features = (*(f"v2-{name}" for name in names), "backport-mixed-graphs")
-    on = {gate_of(one): "on" for one in (*features, "engine-report")} | {"VLLM_HWPLUGIN_MLA_PROMPT_GRAPHS": "1"}
-    expected, found = loads.compare_runs(load, stock, stock | on, tmp_path, newest)
+    expected, found = runs["FLASH_ATTN_MLA"]
+    loads.assert_same(expected, found)
     assert found.attention == ["FlashAttnMLABackend"]
     assert "v2-mixed-graphs" in found.used
     longest = [max(step["scheduled"].values()) for step in found.steps]
@@ -174,6 +175,6 @@ def test_prompts_of_flash_attn_mla_are_replays_unless_a_request_is_long(
     assert before + 3 < after == replayed < len(found.steps)
     # A builder that measures the longest query captures a kernel for the short requests of a dummy batch.
     measuring = {"measuring": mixed_load(model, "FLASH_ATTN_MLA, its builder measures")}
-    process = Process(measuring, loads.musa(tmp_path / "host, measuring", newest, **stock | on))
+    process = Process(measuring, loads.musa(tmp_path / "host, measuring", newest, **ON_V2))
     with pytest.raises(AssertionError, match=r"max_seqlen_q is \d+|the schedule is for"):
         process.run(tmp_path / "measuring")
