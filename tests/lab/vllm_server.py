@@ -1,16 +1,13 @@
-"""A small HTTP server with the pages of ``vllm serve`` that ``bench serve --url`` reads, and streamed completions."""
+"""A small HTTP server with the pages of ``vllm serve`` that ``bench serve --url`` reads."""
 
 from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-TOKENIZED = 4
 
 
 @dataclass
@@ -32,7 +29,6 @@ class Stand:
     answers: bool = True
     requests: int = 0
     url: str = ""
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def metrics(self) -> str:
         labels = 'engine="0",model_name="chat"'
@@ -78,23 +74,6 @@ def serving(stand: Stand) -> Iterator[Stand]:
             self.send_response(200 if self.path in pages else 404)
             self.end_headers()
             self.wfile.write(pages.get(self.path, "").encode())
-
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.end_headers()
-            chunks: list[object] = []
-            for _ in range(TOKENIZED):
-                chunks.append({"choices": [{"index": 0, "text": "a"}]})
-            usage = {"prompt_tokens": 2, "completion_tokens": asked["max_tokens"]}
-            for chunk in (*chunks, {"choices": [], "usage": usage}):
-                time.sleep(stand.seconds / len(chunks))
-                self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
-                self.wfile.flush()
-            self.wfile.write(b"data: [DONE]\n\n")
-            with stand.lock:
-                stand.requests += 1
 
         def log_message(self, *words: object) -> None:
             pass

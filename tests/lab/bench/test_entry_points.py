@@ -7,12 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from vllm_hwplugin_lab.bench import _entry_points
 from vllm_hwplugin_lab.bench._launch import child_environment
 
-ROOT = Path(__file__).parents[3]
 ASK = """
 import importlib.metadata as m, json, sys
 groups = json.loads(sys.argv[1])
@@ -30,15 +27,6 @@ def seen_by_a_child(metadata: Path | None, elsewhere: Path) -> dict[str, dict[st
     environment = child_environment({}, metadata)
     done = subprocess.run(command, env=environment, cwd=elsewhere, capture_output=True, text=True, check=True)
     return {group: points for group, points in json.loads(done.stdout).items() if points}
-
-
-@pytest.mark.parametrize("found", [{}, {"vllm.general_plugins": {"hwplugin": "vllm_hwplugin.old:register"}}])
-def test_a_tree_without_its_own_metadata_gets_them(monkeypatch, tmp_path, found):
-    monkeypatch.setattr(_entry_points, "installed", lambda: found)
-    folder = _entry_points.provide(tmp_path / "metadata")
-    assert folder == tmp_path / "metadata"
-    assert [path.suffix for path in folder.iterdir()] == [".dist-info"]
-    assert seen_by_a_child(folder, tmp_path) == _entry_points.declared()
 
 
 def test_metadata_of_an_older_copy_are_hidden(monkeypatch, tmp_path):

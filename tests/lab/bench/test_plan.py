@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
-from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
@@ -11,7 +9,6 @@ import pytest
 from vllm_hwplugin.base import gates
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin_lab.bench import find_checkpoints
-from vllm_hwplugin_lab.bench._shapes import SHAPES
 from vllm_hwplugin_lab.bench._worker import BenchWorker
 from vllm_hwplugin_lab.bench.plan import (
     ALL_SIDES,
@@ -24,7 +21,6 @@ from vllm_hwplugin_lab.bench.plan import (
     check,
     job_for,
     possible_sides,
-    shapes_folder,
 )
 
 
@@ -44,12 +40,6 @@ def test_stock_on_musa_keeps_the_platform_class_and_no_feature(settings, gpu_hos
     assert gates.read("VLLM_HWPLUGIN_PLATFORM", stock).text == "auto"
     assert {stock[name] for name in switches} == {"off"}
     assert {name: patched[name] for name in switches} == asked
-
-
-def test_dummy_shapes_are_refused_on_a_cpu(cpu_host):
-    check([Case("tiny", "eagle3", 3)], cpu_host)
-    with pytest.raises(NotOnThisHost, match=r"--shape 8b needs a GPU.*use --shape tiny"):
-        check([Case("8b", "eagle3", 3)], cpu_host)
 
 
 def test_a_side_may_have_the_plugin_without_what_patched_ones_set(settings, gpu_host, tmp_path):
@@ -113,28 +103,6 @@ def test_a_dummy_eagle3_drafter_keeps_its_own_head(settings, gpu_host, tmp_path,
     job = job_for(Case("8b", "eagle3", 5), "stock", settings, gpu_host, None, tmp_path)
     assert issubclass(resolve_name(job.options["worker_extension_cls"]), BenchWorker)
     assert drafter.has_own_lm_head
-
-
-def test_a_later_run_finds_what_vllm_compiled_for_a_dummy_shape(settings, gpu_host, monkeypatch, tmp_path):
-    """The key to that has the model's path, and what it holds has to be what is asked for now."""
-    monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path))
-
-    def models(case, side="patched"):
-        options = job_for(case, side, settings, gpu_host, None, shapes_folder()).options
-        return options["model"], options["speculative_config"]["model"]
-
-    first, again = (models(Case("0.6b", "dflash", 7)) for _ in range(2))
-    assert first == again
-    assert Path(first[0]).is_relative_to(tmp_path)
-    others = [models(Case("0.6b", "dflash", 15)), models(Case("0.6b", "dflash", 7), "stock")]
-    assert len({first, *others}) == 3
-    (Path(first[1]) / "config.json").unlink()
-    monkeypatch.setitem(SHAPES, "0.6b", dataclasses.replace(SHAPES["0.6b"], hidden=2048))
-    wider = models(Case("0.6b", "dflash", 7))
-    assert wider != first
-    assert json.loads((Path(wider[1]) / "config.json").read_text())["hidden_size"] == 2048
-    # Nothing half-made is left.
-    assert len(list(shapes_folder().iterdir())) == 4
 
 
 def test_model_runner_v2_on_a_cpu_is_refused(cpu_host):

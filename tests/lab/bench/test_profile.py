@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hwplugin_lab.bench import _profile
 from vllm_hwplugin_lab.bench._profile import DRAFT, OTHER_STEP, STEP, counts_per_step
 
 
@@ -50,38 +49,3 @@ def test_medians_of_the_verify_steps_alone():
 
 def test_the_last_step_has_no_end_and_is_left_out():
     assert counts_per_step(list(step(0, graphs=1, kernels=1, draft_kernels=1))) == {"steps": 0}
-
-
-@pytest.mark.parametrize("name", ["drafter", "speculator"])
-def test_steps_are_marked_on_a_live_runner_and_unmarked_after(name):
-    torch = pytest.importorskip("torch")
-
-    class Output:
-        def __init__(self, drafts, new=()):
-            self.scheduled_spec_decode_tokens = drafts
-            self.num_scheduled_tokens = {"a": 4, "b": 4}
-            self.scheduled_new_reqs = list(new)
-
-    class Drafter:
-        def propose(self, tokens):
-            return torch.ones(2) + tokens
-
-    drafter = Drafter()
-
-    class Runner:
-        def execute_model(self, scheduler_output, tensors=None):
-            return drafter.propose(1)
-
-    runner = Runner()
-    setattr(Runner, name, drafter)
-    verify = {"a": [1], "b": [2]}
-    with _profile.profiled(runner) as profile:
-        for output in (Output({}), Output(verify), Output({"a": [1]}), Output(verify), Output(verify, ["c"])):
-            assert runner.execute_model(output).tolist() == [2.0, 2.0]
-    assert "execute_model" not in vars(runner)
-    assert "propose" not in vars(drafter)
-    marks = sorted((e["ts"], e["name"]) for e in profile.trace if e.get("cat") == "user_annotation")
-    steps = [name for _, name in marks if name != DRAFT]
-    assert steps == [OTHER_STEP, STEP, OTHER_STEP, STEP, OTHER_STEP]
-    assert [name for _, name in marks].count(DRAFT) == 5
-    assert profile.counts()["steps"] == 2

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("numpy")
 
 from vllm_hwplugin_lab.bench import _server, _shapes
-from vllm_hwplugin_lab.bench.serve import TABLES, PromptsUnreadable, load_entry, read_prompts, speed, steady
+from vllm_hwplugin_lab.bench.serve import PromptsUnreadable, load_entry, read_prompts, speed, steady
 
 
 def request(start=0.0, ttft=0.25, gaps=(0.25,), tokens=2):
@@ -66,11 +66,7 @@ def kinds(kind, graph, outcome, steps, seconds, host):
     return {"kind": kind, "graph": graph, "paths": paths, "steps": steps, "seconds": seconds, "host_seconds": host}
 
 
-def rows_of(load, stock=None):
-    return [list(rows(load, stock)) for _, _, rows in TABLES]
-
-
-def test_steps_share_in_all_steps_and_in_all_of_their_time():
+def test_steps_of_one_kind_are_summed_over_rounds():
     quick, slow = (
         kinds("same_requests", "FULL", "served", 30, 0.06, 0.03),
         kinds("prompt", "NONE", "prompt", 5, 0.1, 0.08),
@@ -83,29 +79,6 @@ def test_steps_share_in_all_steps_and_in_all_of_their_time():
         kinds("prompt", "NONE", "prompt", 10, 0.2, 0.16),
         alike,
     ]
-    *_, steps, paths = rows_of(entry)
-    assert steps == [
-        [
-            *("60% / 30%, 2.00 (1.00)", "30% / 20%, 2.67 (1.00)", "", "10% / 50%, 20.00 (16.00)"),
-            *("90% / 50%", "", "10% / 50%"),
-        ]
-    ]
-    assert paths == [["a drafting", "90% / 50%", "prompt 10% / 50%"]]
-
-
-def test_a_load_is_held_to_its_baseline_and_says_how_long_its_shortest_round_took():
-    entry = load_entry([round_of([request()], seconds, gpu_busy=[0.5, 0.75]) for seconds in (2.0, 4.0)])
-    baseline = load_entry([round_of([request()], seconds) for seconds in (4.0, 8.0)])
-    (figures,), (conditions,), *_ = rows_of(entry, baseline)
-    assert (figures[:3], figures[-1], conditions[:5]) == (
-        ["1", "0", "2.00×"],
-        "62%",
-        ["2 (0)", "2.0", "25%", "50%", "125"],
-    )
-    (figures,), (conditions,), *_ = rows_of(baseline)
-    assert (figures[2], figures[-1], conditions[1]) == ("-", "-", "4.0")
-    # The best of more rounds is better by chance alone.
-    assert rows_of(entry, load_entry([round_of([request()], 4.0)]))[0][0][2] == "-"
 
 
 def test_what_passes_outside_the_engine_is_of_those_that_were_answered():
@@ -133,8 +106,6 @@ def test_the_tail_of_the_first_tokens_is_of_the_burst_or_of_later():
     assert tail["p95_ms"] == pytest.approx(120.0)
     assert tail["steady"]["ttft_ms"] == pytest.approx({"mean": 113.9, "p50": 100, "p90": 100, "p99": 425}, abs=0.1)
     assert load_entry([round_of([silent], 1.0)])["ttft_tail"] is None
-    (row,) = rows_of(load_entry([round_of(late, 10.0), round_of(burst, 10.0)]))[2]
-    assert row == ["1 of 4", "1 of 36", "100", "100", "425"]
 
 
 @pytest.mark.parametrize(

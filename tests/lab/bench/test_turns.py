@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import signal
 import time
 from datetime import datetime, timezone
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.cpu_seconds import patience
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin_lab.bench import Job, TimeLimit, Workload, _launch, measure_in_turn, of_workloads
 from vllm_hwplugin_lab.bench.results import processes_entry
@@ -128,14 +126,6 @@ def test_a_round_is_as_large_as_the_quickest_sides_trial_says(engines):
         ]
 
 
-def test_side_by_side_all_start_before_one_is_ready(engines):
-    # Each is ready only when all have begun.
-    jobs, done = engines("a", "b", "c", together=3)
-    outcomes = measure_in_turn(jobs, of_workloads(jobs), rounds=1, at_once=True, timeout=patience(30))
-    assert [one.error for one in outcomes.values()] == [None] * 3
-    assert sorted(done()[:3]) == ["a starts", "b starts", "c starts"]
-
-
 def test_a_side_that_hangs_is_ended_before_another_is_measured(engines, monkeypatch):
     jobs, done = engines("a", "b", hangs_at="round")
     pids, alive, passed = {}, [], [0.0]
@@ -203,24 +193,6 @@ def test_when_the_time_is_up_what_both_sides_have_measured_is_there_and_what_the
         assert processes_entry(outcomes[side].records)["decisions"] == decisions
     assert len([event for event in said if event["event"] == "measured"]) == 5
     assert alive(said) == []
-
-
-def test_a_start_beyond_the_limit_measures_nothing_is_no_failure_and_says_how_far_it_had_come(engines):
-    jobs, _ = engines("a", "b", start=30)
-    # However long a busy host takes until here.
-    jobs["a"].environment["START"] = "0"
-    limit = TimeLimit(LONG)
-
-    def on_event(event):
-        limit.__init__(1)
-
-    outcomes = measure_in_turn(
-        jobs, of_workloads(jobs), rounds=1, at_once=False, timeout=LONG, limit=limit, on_event=on_event
-    )
-    assert [one.of("measured") for one in outcomes.values()] == [[], []]
-    for one in outcomes.values():
-        assert one.error is None
-        assert re.fullmatch(r"the time limit of 1 s, \d+ s into the start of the engines \(b not ready\)", one.stopped)
 
 
 @pytest.mark.usefixtures("interruptible")

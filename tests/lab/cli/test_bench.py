@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 
 import pytest
 
@@ -190,23 +189,6 @@ def test_a_run_that_is_stopped_leaves_what_it_has_and_begins_no_other_case(run):
     assert case["stopped"] == "the time limit of 60 s"
     assert case["sides"]["patched"]["batches"]["8"]["rounds"] == 1
     assert "Not everything was measured: the time limit of 60 s." in result.output
-
-
-def test_a_file_that_cannot_be_written_costs_no_figure(run, tmp_path):
-    folder = tmp_path / "results"
-    folder.mkdir()
-
-    def outcome(job, rounds):
-        # After the option was looked at, and before the first figure.
-        shutil.rmtree(folder, ignore_errors=True)
-        return answer(job, rounds)
-
-    arguments = ["--shape", "0.6b", "--shape", "8b", "--batch", "1", "--json", str(folder / "r.json")]
-    result, _, asked = run(arguments, outcome)
-    assert len(asked) == 2
-    assert "1.50" in result.output
-    assert result.exit_code == 2
-    assert result.output.strip().endswith("r.json: cannot be written (No such file or directory); name another file")
 
 
 @pytest.mark.parametrize(

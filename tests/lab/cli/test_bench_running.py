@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 
 import pytest
 
-from tests.lab.page import Page
 from tests.lab.vllm_server import Stand, serving
 from tests.program import program
 from vllm_hwplugin_lab.bench import Outcome, _server, running
@@ -111,10 +109,9 @@ def test_results_hold_what_was_sent_and_what_the_server_says(run, tmp_path, stan
     assert found["client"].keys() >= {"vllm", "vllm-hwplugin"}
     load = entry["loads"]["4 at once, temperature 0"]
     assert (load["requests"], load["drafts"], load["gpu_busy"]) == (24, 24 if said["drafted"] else 0, 0.5)
-    shown = Page(page.read_text())
-    assert not re.search("torch|None", shown.text)
-    assert ["on, served 75%" in text for text in (result.output, shown.text)] == [said["plugin"] is not None] * 2
-    assert "No verdict" in shown.title
+    shown = page.read_text()
+    assert ["on, served 75%" in text for text in (result.output, shown)] == [said["plugin"] is not None] * 2
+    assert "<title>No verdict" in shown
 
 
 @pytest.mark.parametrize(
@@ -134,25 +131,19 @@ def test_two_runs_of_one_load_are_compared(run, tmp_path, before, after, outcome
     assert result.exit_code == status, result.output
     # Options that are left out are those of the run before, and so is the size of a round.
     assert sizes == [("1 at once, temperature 0", 12), ("4 at once, temperature 0", 15)] * 2
-    shown = Page(page.read_text())
-    assert [outcome in text for text in (shown.title, result.output)] == [True, True]
-    columns, *rows = shown.tables[0]
-    assert [row[:2] for row in rows] == [[n, side] for n in ("1", "4") for side in ("before", "after")]
-    assert rows[1][columns.index("speedup")] == f"{before / after:.2f}×"
-    assert rows[1][columns.index("GPU busy")] == "50%"
-    assert re.search("no counters.*served 90%", shown.text, re.DOTALL)
+    shown = page.read_text()
+    for words in (outcome, f"{before / after:.2f}×", "served 90%"):
+        assert [words in text for text in (shown, result.output)] == [True, True], words
     # The file is one of a run, so that the next one can be compared with it; and two files do without a server.
     again = program("bench", "serve", "--against", str(files[0]), "--against", str(files[1]))
     assert (again.exit_code, outcome in again.output) == (status, True)
 
 
 def test_a_server_that_answers_nothing_is_compared_with_nothing(run, tmp_path):
-    files, page = [tmp_path / name for name in ("before.json", "after.json")], tmp_path / "both.html"
+    files = [tmp_path / name for name in ("before.json", "after.json")]
     run(Stand(seconds=0.01), *LOAD, "--json", str(files[0]))
-    result, _ = run(Stand(answers=False), "--against", str(files[0]), "--json", str(files[1]), "--html", str(page))
+    result, _ = run(Stand(answers=False), "--against", str(files[0]), "--json", str(files[1]))
     assert (result.exit_code, "No verdict" in result.output) == (2, True), result.output
-    columns, *rows = Page(page.read_text()).tables[0]
-    assert [row[columns.index("TTFT P99, ms")] for row in rows] == ["10.0", "-"] * 2
     again = program("bench", "serve", "--against", str(files[1]), "--against", str(files[0]))
     assert (again.exit_code, "No verdict" in again.output) == (2, True)
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from itertools import pairwise
 
 import pytest
 
-from tests.lab.page import Page
 from tests.program import program
-from vllm_hwplugin_lab.bench import Host, Outcome, find_checkpoints
+from vllm_hwplugin_lab.bench import Host, Outcome
 from vllm_hwplugin_lab.cli import _bench_serve, _sides
 
 pytest.importorskip("numpy")
 
 GPU = Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
 ALL = ["stock", "patched", "mrv2", "mrv2-patched"]
-SIDES = ["unpatched", "patched", "V2 unpatched", "V2 patched"]
 CASE = ["--target", "T", "--draft", "D", "--method", "eagle3"]
 
 
@@ -150,33 +147,6 @@ def test_a_file_of_prompts_comes_by_the_clock_and_ends_where_the_model_ends_it(r
     assert {"max_model_len", "max_num_seqs"} & set(jobs["stock"].options) == set()
 
 
-def test_the_page_has_the_verdicts_the_figures_and_what_was_measured(run, tmp_path):
-    file = tmp_path / "report.html"
-    loads = ["--concurrency", "1", "--concurrency", "16", "--vllm-arg", "kv_cache_dtype=fp8"]
-    result, *_ = run([*CASE, *loads, "--html", str(file)])
-    assert result.exit_code == 0, result.output
-    page = Page(file.read_text())
-    verdicts = [line.removeprefix("Verdict: ") for line in result.output.splitlines() if line.startswith("Verdict: ")]
-    assert len(verdicts) == 2
-    told = page.title.split("; ")
-    assert all(line.startswith(f"{one}.") for line, one in zip(verdicts, told, strict=True))
-    assert page.heads == page.title
-    # The figures of each load and side first, with P50 and P99 by name, then conditions, the tail of TTFT, kinds of
-    # steps, and paths.
-    columns, *rows = page.tables[0]
-    assert [row[:2] for row in rows] == [[n, side] for n in ("1", "16") for side in SIDES]
-    assert [one for one in columns if one.startswith("TPOT")] == ["TPOT P50, ms", "TPOT P99, ms"]
-    assert rows[1][columns.index("TPOT P99, ms")] == "20.0"
-    assert len(page.tables) == 5
-    assert any("67%" in cell for row in page.tables[3] for cell in row)
-    # Drawings say in words what they show, and the page needs nothing else.
-    assert (page.drawings, page.captions) == (2, 2)
-    assert page.links == []
-    # Neither a terminal's table nor Python's values.
-    assert not re.search(r"[\u2500-\u257f]|None|\['|\{'", page.text)
-    assert "kv_cache_dtype=fp8" in page.text
-
-
 @pytest.mark.parametrize(("memory", "fits"), [(80, False), (141, True)])
 def test_engines_start_alone_where_their_caches_do_not_fit_together(run, memory, fits):
     """An H100 holds no two caches of 256 requests, an H200 does."""
@@ -188,23 +158,6 @@ def test_engines_start_alone_where_their_caches_do_not_fit_together(run, memory,
     assert ("kv_cache_memory_bytes" in jobs["mrv2"].options) == fits
 
 
-def test_the_tiny_shapes_checkpoints_may_lie_where_the_error_says_that_they_can_be_named(run, tmp_path):
-    """As of an installed package, which has none of its own."""
-    folder, arguments = tmp_path / "small", ["--shape", "tiny", "--method", "eagle3", "--num-prompts", "2"]
-    result, _, asked = run([*arguments, "--model", str(folder)])
-    assert (result.exit_code, asked) == (2, [])
-    assert f"no checkpoints in {folder}" in result.output
-    assert "add --model FOLDER" in result.output
-    folder.symlink_to(find_checkpoints(None).root)
-    _, _, ((jobs, (one,), *_),) = run([*arguments, "--model", str(folder)])
-    assert {len(prompt) for prompt in one.round["load"]["prompts"]} == {96}
-    options = jobs["stock"].options
-    assert [options["model"], options["speculative_config"]["model"]] == [
-        str(folder / "target"),
-        str(folder / "eagle3"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -212,21 +165,12 @@ def test_the_tiny_shapes_checkpoints_may_lie_where_the_error_says_that_they_can_
         ([*CASE, "--model", "M"], "only for --shape tiny"),
         ([*CASE, "--acceptance-length", "2"], "trained weights decide it"),
         (["--target", "T", "--method", "eagle3"], "eagle3 needs a drafter"),
-        (["--method", "eagle3"], "name a target, or --shape"),
-        (["--shape", "8b", "--method", "mtp"], "--shape 8b has no drafter for mtp"),
-        ([], "name a method"),
         (["--target", "T", "--method", "none", "--k", "3"], "--method none drafts no tokens"),
-        ([*CASE[:-1], "none"], "--method none drafts no tokens"),
         (["--url", "http://127.0.0.1:9", *CASE], "running server decides it"),
-        (["--url", "http://127.0.0.1:9", "--side", "stock"], "running server decides it"),
-        ([*CASE[:-1], "ngram"], "choose from eagle, eagle3, p-eagle"),
         ([*CASE, "--no-http", "--api-server-count", "2"], "--no-http starts no API server"),
-        (["--url", "http://127.0.0.1:9", "--no-http"], "running server decides it"),
-        ([*CASE, "--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),
         ([*CASE[:-1], "p-eagle", "--side", "mrv2"], "Model Runner V2 runs p-eagle in no supported vLLM"),
         ([*CASE, "--prompts", "/nowhere.jsonl"], "does not exist"),
         (["--target", "/nowhere", "--method", "mtp"], "/nowhere: no such folder"),
-        ([*CASE, "--draft", "./nowhere"], "./nowhere: no such folder"),
     ],
 )
 def test_bad_options_start_nothing(run, arguments, message):

@@ -78,11 +78,6 @@ def run(monkeypatch, tmp_path):
     return call
 
 
-def cells(result, name):
-    line = next(line for line in result.output.splitlines() if line.startswith(f"│ {name}"))
-    return [cell.strip() for cell in line.strip("│").split("│")]
-
-
 @pytest.mark.parametrize(
     ("failed", "code"),
     [({"DFlash patched"}, 1), ({"DFlash unpatched"}, 2), ({"DFlash unpatched", "DFlash patched"}, 2)],
@@ -93,21 +88,6 @@ def test_only_what_the_plugin_does_is_a_finding(run, failed, code):
 
     result, found, _ = run(launch)
     assert (result.exit_code, found["ok"]) == (code, False)
-
-
-def test_a_verdict_says_what_changed_and_what_was_used(run):
-    def launch(job):
-        found = answer(job)
-        if job.label == "DFlash patched":
-            for event in found.events[1:]:
-                event["accepted_per_position"] = [4, 2]
-        return found
-
-    verdicts = {host: command.verdict(run(launch, host)[1]) for host in (CPU, GPU)}
-    for said in verdicts.values():
-        assert "DFlash patched yields 2.00 → 2.50 tokens per step, with one." in said
-        assert "Eagle3 patched yields" not in said
-    assert ["speedup" in said for said in verdicts.values()] == [False, True]
 
 
 @pytest.mark.parametrize(("host", "code"), [(CPU, 1), (GPU, 0)])

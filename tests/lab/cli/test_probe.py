@@ -75,27 +75,6 @@ def test_status_1_and_the_shape_where_something_differs(replaced, tmp_path, monk
     assert datetime.fromisoformat(written["date"]).tzinfo is not None
 
 
-def test_a_process_that_dies_at_once_is_status_2_with_its_log(replaced):
-    result, _ = replaced([], error="exit code 1")
-    assert result.exit_code == 2
-    assert "exit code 1; it needs vLLM and torch" in result.output
-    assert result.output.endswith("\nthe end of the log\n")
-
-
-def test_nothing_to_try_is_no_answer(replaced):
-    result, _ = replaced([], left_out="X declares no plain decoder attention")
-    assert result.exit_code == 2
-    assert "left out: X declares no plain decoder attention" in result.output
-    assert "no backend of this host could be tried" in result.output
-
-
-def test_an_unknown_capability_lists_the_known_ones(replaced):
-    result, jobs = replaced(["--capability", "sinkz"])
-    assert result.exit_code == 2
-    assert "'sinkz'" in result.output
-    assert not jobs
-
-
 @pytest.fixture
 def real(monkeypatch, tmp_path):
     """``real(arguments)``: the command as it is; gives its result and {(backend, capability, value): result}."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 
@@ -101,16 +100,6 @@ def test_all_sides_that_the_host_can_run_soak_at_the_same_time(run):
     assert "60 phases, 59 of them in graphs; graphs replayed: target 58, draft 57" in result.output
 
 
-def test_a_memory_checker_and_a_time_limit(run):
-    before = time.time()
-    options = ["--under", "env --error-exitcode 99", "--method", "eagle3", "--time-limit", "200"]
-    _, found, ((jobs, _, load, _, under),) = run("--side", "patched", "--side", "mrv2-patched", *options)
-    assert under == ("env", "--error-exitcode", "99")
-    assert found["settings"]["under"] == ["env", "--error-exitcode", "99"]
-    assert jobs["patched"].options["speculative_config"]["num_speculative_tokens"] == 3
-    assert before + 200 <= load["until"] <= time.time() + 200
-
-
 def test_a_crash_is_a_failure_with_its_log_and_the_other_sides_are_judged(run):
     def child(job):
         return ended(READY, error="exit code 99") if job.label == "mrv2-patched" else answer(job)
@@ -132,19 +121,3 @@ def test_each_runner_is_held_to_its_own_stock(run):
     assert found["failures"] == [
         "mrv2-patched: acceptance at position 1: unpatched 0.4000, patched 0.3750; expected at most 0.01 less"
     ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--method", "ngram"], "choose from eagle3, dflash"),
-        (["--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),
-        (["--patched-env", "A"], "is not KEY=VAL"),
-        (["--under", "no-such-checker --leak"], "'no-such-checker' is not on PATH"),
-    ],
-)
-def test_bad_options_start_nothing(run, arguments, message):
-    result, found, jobs = run(*arguments)
-    assert result.exit_code == 2
-    assert message in result.output
-    assert (found, jobs) == (None, [])

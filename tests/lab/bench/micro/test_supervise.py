@@ -58,12 +58,6 @@ def test_a_device_that_is_not_usable_ends_the_process_in_the_cell():
         told(["bad:1", "good:1"], check_device=check)
 
 
-def test_cells_after_the_time_are_left():
-    ticks = iter([1.0, 11.0, 12.0])
-    said, _ = told(["good:1", "good:2", "good:3"], end=10, clock=lambda: next(ticks))
-    assert [one for one, _ in said] == ["begin", "cell"]
-
-
 class Children:
     """Each measures all its cells but dies of those of `deadly`, and forgets `forgotten`."""
 
