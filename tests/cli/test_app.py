@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -76,30 +75,6 @@ def test_a_full_disk_is_one_line_and_status_2(arguments: list[str]) -> None:
     assert done.returncode == 2
     assert "No space left on device" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_reader_who_leaves_is_not_a_finding() -> None:
-    """As in `vllm-hwplugin gates | head -1` with pipefail."""
-    read, write = os.pipe()
-    os.close(read)
-    command = [sys.executable, "-m", "vllm_hwplugin", "gates"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
-    os.close(write)
-    assert (done.returncode, done.stderr) == (2, "")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "closed", "status"),
-    [("gates", ">&-", 0), ("drift no-such", ">&- 2>&-", 2), ("patches import - --into FOLDER --vllm none", "<&-", 2)],
-)
-def test_a_stream_that_is_closed_changes_no_exit_status(
-    arguments: str, closed: str, status: int, tmp_path: Path
-) -> None:
-    arguments = arguments.replace("FOLDER", str(tmp_path / "new"))
-    command = f'exec "{sys.executable}" -m vllm_hwplugin {arguments} {closed}'
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
-    assert done.returncode == status
-    assert "unexpected" not in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["gates", "--chekc"], ["gates", "x"], ["patches", "show"], ["bench", "--no"]])

@@ -171,10 +171,6 @@ def test_a_missing_torchvision_stops_an_engine_from_0_24_on(doctor: Doctor, tmp_
     assert line.startswith("torchvision is not installed, and vLLM 0.24.0 imports it during warm-up")
 
 
-def test_a_missing_torchvision_stops_none_before(doctor: Doctor) -> None:
-    assert doctor(torchvision=None, vllm="0.23.0")["problems"] == []
-
-
 def test_a_missing_torchvision_is_a_warning_where_no_musa_class_is_offered(doctor: Doctor) -> None:
     found = doctor(torchvision=None, platform="off")
     assert found["problems"] == []

@@ -51,11 +51,3 @@ def test_no_value_floods_or_drives_the_terminal(command: str, name: str, monkeyp
     assert len(result.output) < 50_000
     assert "\x1b" not in result.output
     assert not [line for line in result.output.splitlines() if line.startswith("x")]
-
-
-def test_a_variable_that_nothing_reads_is_told_beside_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASH_ATTN")
-    result = program("gates")
-    assert result.exit_code == 0
-    assert "VLLM_ATTENTION_BACKEND" not in result.stdout
-    assert "--attention-backend" in result.stderr

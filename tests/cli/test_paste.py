@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.program import program
-from vllm_hwplugin.cli._paste import as_issue, redacted
+from vllm_hwplugin.cli._paste import redacted
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,3 @@ def test_a_report_for_an_issue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for section in ("host", "environment variables", "the engine's processes"):
         assert f"== {section}\n" in report
     assert program("doctor", "--paste", "--json").exit_code == 2
-
-
-def test_a_fence_in_a_reason_does_not_end_the_report() -> None:
-    assert as_issue("a\n```\nb", "OK").count("```") == 2

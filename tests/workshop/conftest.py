@@ -60,18 +60,14 @@ class PackageServer:
     """A package index over HTTP.
 
     `ranges` is what it does with a range request: serves it, serves all but ranges counted from the end, or sends the
-    whole file. `status` answers every request with that status, `cut` closes the connection after that many bytes.
-    Where it is `silent`, the project page never comes. `hiccups` has what becomes of single answers, by their number
-    from 0: sent in half, stated shorter than it is, of zeros, with the byte changed that is `damage_at` bytes from its
-    end, or none at all.
+    whole file. `status` answers every request with that status. `hiccups` has what becomes of single answers, by their
+    number from 0: sent in half, stated shorter than it is, of zeros, with the byte changed that is `damage_at` bytes
+    from its end, or none at all.
     """
 
     def __init__(self) -> None:
         self.ranges: Literal["all", "from-start", "none"] = "all"
-        self.silent = False
         self.status: int | None = None
-        self.retry_after: str | None = None
-        self.cut: int | None = None
         self.hiccups: dict[int, Hiccup] = {}
         self.damage_at = 1
         self.page: bytes | None = None
@@ -79,7 +75,6 @@ class PackageServer:
         self.wheels: dict[str, bytes] = {}
         self.requests: list[tuple[str, str, str | None]] = []
         self.bytes_sent = 0
-        self._closing = threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -108,7 +103,6 @@ class PackageServer:
         self.wheels[wheel.name] = wheel.read_bytes()
 
     def close(self) -> None:
-        self._closing.set()
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
@@ -122,8 +116,6 @@ class PackageServer:
             self._send(handler, self.status, b"")
         elif handler.path.startswith("/files/") and (name := handler.path.rpartition("/")[2]) in self.wheels:
             self._send_file(handler, self.wheels[name])
-        elif self.silent:
-            self._closing.wait()
         elif (listing := self._listing(handler.path)) is not None:
             self._send(handler, 200, self.page if self.page is not None else listing, self.page_type)
         else:
@@ -172,14 +164,11 @@ class PackageServer:
         handler.send_response(status)
         handler.send_header("Content-Type", kind)
         handler.send_header("Content-Length", str(len(body)))
-        if self.retry_after is not None:
-            handler.send_header("Retry-After", self.retry_after)
         if extra is not None:
             handler.send_header("Content-Range", extra)
         handler.end_headers()
         if handler.command == "GET":
-            sent = body if self.cut is None else body[: self.cut]
-            sent = sent[: len(body) // 2] if hiccup == "cut" else sent
+            sent = body[: len(body) // 2] if hiccup == "cut" else body
             handler.wfile.write(sent)
             self.bytes_sent += len(sent)
 

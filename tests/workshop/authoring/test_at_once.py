@@ -16,7 +16,6 @@ from vllm_hwplugin.patching.texts import CatalogueError, Source
 from vllm_hwplugin_workshop.authoring import (
     About,
     Carried,
-    ChangeError,
     carry,
     create,
     extend,
@@ -69,13 +68,6 @@ def test_writers_of_one_feature_wait_for_one_another(feature: Path) -> None:
     assert [writer.exitcode for writer in writers] == [0] * 3
     assert all(read_feature(feature).versions.covers(version) for version in versions)
     assert sorted(os.listdir(feature.parent)) == ["catalogue.toml", "it"]
-
-
-def test_of_two_makers_of_one_feature_the_second_is_refused(feature: Path) -> None:
-    before = read_feature(feature)
-    with pytest.raises(ChangeError, match="exists already"):
-        create(feature, ABOUT, written([carried("0.33.0")]))
-    assert read_feature(feature) == before
 
 
 def _die_at_the_rename(folder: Path, number: int) -> None:

@@ -75,25 +75,6 @@ def test_of_two_places_the_base_says_which(changed: str) -> None:
     assert [item.verdict.status for item in unnamed.rejected] == ["ambiguous"]
 
 
-def test_lines_that_are_gone_are_known_by_gits_name() -> None:
-    """Of lines that a change takes away, its result shows nothing, least where the rest is there twice."""
-    part = "".join(f"a = {number}\n" for number in range(20))
-    change = read_change(git_diff(f"{part}b = 1\n{part}{part}", part * 3), "it")
-    assert carry(change, Memory("0.30.0", {PATH: part * 3})).outcome is Outcome.UPSTREAM
-
-
-def test_versions_that_differ_in_the_context_get_hunks_of_their_own() -> None:
-    old = "".join(f"a = {n}\n" for n in range(20))
-    wide = old.replace("a = 7\n", "a = 7  # other\n")
-    sources = versions(v0_29_0=old, v0_30_0=old + "end = 1\n", v0_31_0=wide, v0_32_0="gone = True\n")
-    after = old.replace("a = 10\n", "a = 100\n").replace("a = 18\n", "a = 180\n")
-    # One line of context fits all three, which the hunks that are made, of three lines, do not.
-    carried = carry_all(read_change(git_diff(old, after, context=1), "it"), sources)
-    assert outcomes(carried) == {"0.29.0": "applies", "0.30.0": "applies", "0.31.0": "applies", "0.32.0": "conflict"}
-    assert ranges(carried) == (">=0.29,<0.32", {"v1-alpha.diff": ["<0.31", ">=0.31", None]})
-    assert as_processes_do(carried, sources) == results(carried)
-
-
 def test_only_what_each_file_needs_is_made_twice() -> None:
     """And a version in the midst that the change does not fit is in no range."""
     old = "".join(f"a = {n}\n" for n in range(20))

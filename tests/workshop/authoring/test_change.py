@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.cpu_seconds import slowness
 from vllm_hwplugin_workshop.authoring import Change, ChangeError, Outcome, carry, read_change, read_series
 
 from .made import PATH, Memory, Repository, git_diff
@@ -95,31 +93,6 @@ def test_several_commits_are_a_series_of_mails_or_one_diff(repository: Repositor
         read_change(mails, "it.patch")
     number = repository.git("rev-parse", "HEAD").decode()[:12]
     assert read_change(repository.git("show"), "it.patch").origin == f"commit {number}"
-
-
-@pytest.mark.parametrize(
-    ("subject", "title"),
-    [(b"=?iso-8859-1?q?M=E9nd?=", "Ménd"), ("Ménd ü".encode(), "Ménd ü"), (b"=?nosuch?q?Mend?=", "Mend")],
-)
-def test_a_subject_is_decoded_as_far_as_it_can_be(subject: bytes, title: str) -> None:
-    mail = b"From: a@b\nSubject: [PATCH] %s\n\nIt.\n---\n%s" % (subject, git_diff("a\n", "b\n"))
-    assert read_change(mail, "it.patch").title == title
-
-
-@pytest.mark.parametrize(
-    "subject",
-    ["Mend" + " " * 200_000 + "x", "[x] " * 50_000 + "Mend", "Mend " + "(#1" * 60_000, "=?utf-8?q?=4D=20?= " * 20_000],
-    ids=["blanks", "tags", "numbers", "encoded"],
-)
-def test_a_subject_without_an_end_takes_no_time(subject: str) -> None:
-    """Of a mail, and as `git show` writes it, which keeps blanks."""
-    diff = git_diff("a\n", "b\n")
-    mail = f"From: a@b\nSubject: {subject}\n\nIt.\n---\n".encode() + diff
-    shown = f"commit {'1' * 40}\nAuthor: a <a@b>\n\n    {subject}\n\n".encode() + diff
-    start = time.process_time()
-    for data in (mail, shown):
-        assert len(read_change(data, "it.patch").title) <= 1000
-    assert time.process_time() - start < max(1, slowness())
 
 
 @needs_git

@@ -109,14 +109,6 @@ def test_an_input_is_never_a_part_of_the_scripts() -> None:
         assert "inputs." not in step.get("run", "")
 
 
-def test_the_hook_checks_the_versions_of_the_catalogue(repository: Path, server: PackageServer) -> None:
-    command = f"{HOOK['entry']} --catalogue 'our patches'"
-    assert run(command, repository, server).returncode == 0
-    diff = repository / "our patches" / "total" / "total.diff"
-    diff.write_text(diff.read_text().replace("-    total = 0", "-    total = 2"))
-    assert run(command, repository, server).returncode == 1
-
-
 def test_the_hook_installs_what_the_extra_names() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert HOOK["additional_dependencies"] == extras["workshop"]

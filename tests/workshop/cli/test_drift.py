@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import vllm_hwplugin
 from tests.program import program
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin_workshop.cli import drift
@@ -112,25 +110,6 @@ def test_conflict(catalogue: Path, small_tree: Callable[..., Path], add_feature:
     assert ("rival" in found["graphs"]["reason"], "graphs" in found["rival"]["reason"]) == (True, True)
 
 
-def test_the_hunks_that_fit_best_have_the_smallest_share_of_trouble(
-    small_tree: Callable[..., Path], catalogue: Path
-) -> None:
-    """One hunk of one that does not fit is further off than two of three."""
-    tree = small_tree()
-    folder = catalogue / "graphs"
-    old = (folder / "graphs.diff").read_text()
-    (folder / "graphs.diff").write_text(re.sub("^(@@.*@@)$", r"\1 <0.33", old, flags=re.MULTILINE))
-    (folder / "new.diff").write_text(
-        "--- a/vllm/v1/norm.py\n+++ b/vllm/v1/norm.py\n@@ -1,2 +1,2 @@ >=0.33\n def norm(weight):\n"
-        "-    return weight[0]\n+    return weight[1]\n"
-        "--- a/vllm/gone.py\n+++ b/vllm/gone.py\n@@ -1,2 +1,2 @@ >=0.33\n a\n-b\n+c\n"
-        "@@ -9,2 +9,2 @@ >=0.33\n d\n-e\n+f\n"
-    )
-    (tree / ADD).write_text((tree / ADD).read_text().replace(*DRIFT))
-    _, found = judged(f"{tree}@0.35.0")
-    assert {item["diff"] for item in found["graphs"]["hunks"]} == {"graphs/new.diff"}
-
-
 @pytest.mark.usefixtures("catalogue")
 @pytest.mark.parametrize(
     ("target", "message"),
@@ -156,55 +135,6 @@ def test_could_not_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert result.stdout == ""
-
-
-@pytest.mark.usefixtures("catalogue")
-@pytest.mark.parametrize("option", ["--json", "--markdown"])
-def test_report_that_cannot_be_written(option: str, small_tree: Callable[..., Path], tmp_path: Path) -> None:
-    """Said before anything is read, so that no long check is lost; and of a disk that fills up, in the end."""
-    for file in (tmp_path / "absent" / "report", tmp_path):
-        result = run(f"{small_tree()}@0.33.0", option, str(file))
-        assert (result.exit_code, result.stdout) == (2, "")
-        assert option in result.stderr
-    result = run(f"{small_tree()}@0.33.0", option, "/dev/full")
-    assert result.exit_code == 2
-    assert result.stderr == "error: /dev/full: cannot be written (No space left on device); name another file\n"
-
-
-@pytest.mark.usefixtures("catalogue")
-def test_standard_output_can_be_the_report_alone(
-    small_tree: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    tree = small_tree()
-    result = run("absent.whl", f"{tree}@0.34.0", "--json", "-")
-    assert result.exit_code == 1
-    assert [target["version"] for target in json.loads(result.stdout)["targets"]] == ["0.34.0", None]
-    assert result.stderr.startswith("error: absent.whl: ")
-    assert [file.name for file in tmp_path.iterdir() if file.is_file()] == []
-
-
-@pytest.mark.usefixtures("catalogue")
-def test_json(small_tree: Callable[..., Path], tmp_path: Path) -> None:
-    tree = small_tree()
-    (tree / ADD).write_text((tree / ADD).read_text().replace("    total = 0\n", "    total = 0.0\n"))
-    run(f"{tree}@0.33.0", "absent.whl", "--json", str(tmp_path / "report.json"))
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert (report["format"], report["exit_status"]) == (1, 1)
-    assert report["plugin_version"] == vllm_hwplugin.__version__
-    good, bad = report["targets"]
-    assert (good["version"], good["error"]) == ("0.33.0", None)
-    assert (bad["version"], bad["features"]) == (None, [])
-    assert bad["error"].startswith("absent.whl: ")
-    context, graphs = good["features"]
-    assert (context["status"], context["expected"], context["exact"]) == ("applies", True, True)
-    assert (graphs["status"], graphs["expected"]) == ("drifted", False)
-    (hunk,) = graphs["hunks"]
-    assert (hunk["path"], hunk["diff"], hunk["hunk"], hunk["status"]) == (ADD, "graphs/graphs.diff", 1, "drifted")
-    assert "    total = 0" in hunk["expected"]
-    assert hunk["nearest"]["line"] == 5
-    assert 0.5 < hunk["nearest"]["similarity"] < 1
-    assert "+    total = 0.0" in hunk["nearest"]["diff"]
 
 
 @pytest.mark.usefixtures("catalogue")

@@ -178,41 +178,6 @@ def test_all_are_the_releases_that_patches_are_for(acme: Path, publish: Callable
     assert "no release of acme-lib that a patch is for; they are for >2.6,<3" in result.output
 
 
-def test_patches_of_all_catalogues(acme: Path, publish: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_HWPLUGIN_PATCHES", str(acme))
-    result = run("patches")
-    assert result.exit_code == 0
-    assert lines(result)[3:] == [
-        "acme/answer\tACME_ANSWER\tacme-lib\t>=2,<3\tChange answer",
-        "acme/total\tACME_TOTAL\tvLLM\t>=0.32,<0.34\tChange total",
-    ]
-    assert (
-        "on acme-lib >=2,<3:\n  acme_lib/core.py: 1 hunk (acme/answer/answer.diff)"
-        in run("patches", "show", "acme/answer").output
-    )
-    publish("2.4", library=LIBRARY)
-    for target in ("2.4", "acme-lib==2.4"):
-        result = run("patches", "diff", "acme/answer", "--target", target)
-        assert [line for line in lines(result)[2:] if line[0] in "+-"] == ["-    return VALUE", "+    return VALUE + 1"]
-    (acme / "total" / "total.diff").write_text("")
-    result = run("patches")
-    assert (result.exit_code, len(lines(result))) == (2, 3)
-    assert str(acme) in result.stderr
-    result = run("patches", "show", "acme/answer")
-    assert result.exit_code == 2
-    assert f"{acme}" in result.stderr
-    assert "unknown feature acme/answer" in result.stderr
-
-
-def test_gates_of_catalogues_are_listed(acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_HWPLUGIN_PATCHES", str(acme))
-    monkeypatch.setenv("ACME_TOTAL", "off")
-    rows = {line.split("\t")[0]: line.split("\t")[1:3] for line in lines(run("gates"))}
-    assert rows["ACME_TOTAL"] == ["off", "environment"]
-    assert rows["ACME_ANSWER"] == ["auto", "default"]
-    assert rows["VLLM_HWPLUGIN_PATCHES"] == [str(acme), "environment"]
-
-
 def test_a_catalogue_that_is_left_out_is_a_problem_where_it_stops_a_process(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
 

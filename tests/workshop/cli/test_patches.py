@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,31 +25,6 @@ def catalogue(small_catalogue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     for module in (patches, catalogues):
         monkeypatch.setattr(module, "load_catalogue", lambda: load_catalogue(small_catalogue))
     return small_catalogue
-
-
-@pytest.mark.parametrize("arguments", [(), ("list",)])
-def test_list(arguments: tuple[str, ...]) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 0
-    assert result.output.splitlines() == [
-        "feature\tswitch\tpackage\tversions\twhat it does",
-        "context\tVLLM_HWPLUGIN_DFLASH_CONTEXT_NORM\tvLLM\t>=0.26.0,<0.34.0\tChange context",
-        "graphs\tVLLM_HWPLUGIN_DRAFT_FULL_GRAPH\tvLLM\t>=0.20.0,<0.34.0\tChange graphs",
-    ]
-    rows = json.loads(run(*arguments, "--json").stdout)["features"]
-    assert [(row["id"], row["versions"]) for row in rows] == [
-        ("context", ">=0.26.0,<0.34.0"),
-        ("graphs", ">=0.20.0,<0.34.0"),
-    ]
-
-
-def test_show() -> None:
-    result = run("show", "context")
-    assert result.exit_code == 0
-    assert result.output.startswith("context: Change context\n\nWhy context changes.\n\n")
-    assert "switch:   VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM\n" in result.output
-    assert "not needed on vLLM <0.26.0: the fault came with 0.26.0\n" in result.output
-    assert "  vllm/v1/norm.py: 1 hunk (context/context.diff)\n" in result.output
 
 
 def test_diff(small_tree: Callable[..., Path]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -290,20 +289,11 @@ def test_an_import_that_ends_half_way_leaves_the_catalogue_as_it_was(
 
 
 def test_a_feature_is_replaced_as_a_whole(trees: list[str], change: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that is full before the new one is written, or has its name, leaves the one that was there."""
-    change.write_bytes(change.read_bytes().replace(b"They were not.", b"why " * 1000))
+    """A disk that is full before the new one has its name leaves the one that was there."""
     run("import", str(change), "--into", "mine", *trees[:2])
     before = held()
     run("edit", "mine/add-whole-numbers", "--vllm", tree("0.30.0"), "--into", "work")
     Path("work", PATH).write_text(NEW + "# more\n")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
-    try:
-        result = run("save", "work")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (result.exit_code, held()) == (2, before)
-
     rename = Path.rename
 
     def full(file: Path, target: Path) -> Path:
@@ -342,35 +332,6 @@ def test_check_finds_what_a_process_would_meet(trees: list[str], change: Path, h
     assert [run("check", name).exit_code for name in ("empty", "nowhere")] == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("--id", "Bad Name"), "--id bad-name"),
-        (("--vllm", "./0.30.0@0.30.0", "--gate", "VLLM_PORT"), "VLLM_PORT"),
-        (("--versions", ">=1"), "'>=1'"),
-        (("--versions", "some"), "'some'"),
-        (("--vllm", "./0.30.0@0.30.0", "--vllm", "./0.31.0@0.30.0"), "0.30.0"),
-        (("--vllm", "./absent"), "./absent"),
-        (("--into", "taken"), "--id"),
-    ],
-)
-@pytest.mark.usefixtures("trees")
-def test_bad_arguments(change: Path, arguments: tuple[str, ...], named: str) -> None:
-    """The line names what is to be set otherwise."""
-    run("import", str(change), "--into", "taken", "--vllm", tree("0.30.0"))
-    result = run("import", str(change), "--into", "mine", *arguments)
-    assert (result.exit_code, named in " ".join(result.stderr.replace("│", " ").split())) == (2, True)
-    assert not list(Path("mine").glob("*/*"))
-
-
-def test_only_vllms_versions_are_read(trees: list[str], change: Path) -> None:
-    """Of a catalogue for another package a diff of vLLM would be no part."""
-    Path("mine").mkdir()
-    Path("mine/catalogue.toml").write_text('name = "mine"\ndistribution = "transformers"\n')
-    assert run("import", str(change), "--into", "mine", *trees[:2]).exit_code == 2
-    assert [file.name for file in Path("mine").iterdir()] == ["catalogue.toml"]
-
-
 def mail(subject: str, diff: bytes, commit: str = "1" * 40) -> bytes:
     head = f"From {commit} Mon Sep 17 00:00:00 2001\nFrom: J <j@example.org>\n"
     head += f"Subject: [PATCH] {subject}\n\nBecause.\n---\n"
@@ -399,9 +360,7 @@ def test_a_diff_that_was_made_elsewhere_than_above_the_package(
 def test_a_path_that_is_not_in_the_package_either(trees: list[str]) -> None:
     Path("it.diff").write_bytes(git_diff(OLD, NEW, "tests/add.py"))
     result = run("import", "it.diff", *trees[:4])
-    assert result.exit_code == 2
-    assert "nothing to carry in tests/add.py (outside vllm/" in result.stderr
-    assert "--prefix" in result.stderr
+    assert (result.exit_code, "nothing to carry in tests/add.py (outside vllm/" in result.stderr) == (2, True)
 
 
 def test_a_hunk_that_fits_with_less_context_is_reported_and_taken_on_request(trees: list[str]) -> None:
@@ -422,36 +381,6 @@ def test_a_hunk_that_fits_with_less_context_is_reported_and_taken_on_request(tre
     # So it is one hunk for both.
     (feature,) = outside.load_outside(Path("mine")).features
     assert [hunk.versions for file in feature.files for hunk in file.hunks] == [None]
-
-
-def test_less_context_never_chooses_between_two_places(trees: list[str]) -> None:
-    twice = OLD.replace("def add", "def sub") + OLD.replace("def add", "def mul")
-    Path("0.30.0", PATH).write_text(twice)
-    Path("it.diff").write_bytes(git_diff(OLD, NEW, PATH))
-    result = run("import", "it.diff", "--id", "add", "--context", "1", "--vllm", tree("0.30.0"))
-    assert result.exit_code == 1
-    assert "context" not in re.findall(r"^vllm 0.30.0: (.*)$", result.stdout, re.MULTILINE)[0]
-
-
-def test_two_diffs_with_prose_of_which_one_adds_a_file_without_saying_so(trees: list[str]) -> None:
-    new = git_diff("", "a = 1\n", "vllm/v1/new.py", named=False)
-    prose = b"Second:\n\n  - indented\n\n"
-    Path("it.diff").write_bytes(b"Why it is.\n\n" + git_diff(OLD, NEW, PATH, named=False) + prose + new)
-    result = run("import", "it.diff", "--one", "--id", "add", "--into", "mine", *trees[:4])
-    assert "left out: vllm/v1/new.py: a new file; " in result.stdout
-    assert "vllm 0.30.0: exact" in result.stdout
-    assert result.exit_code == 1
-    (feature,) = outside.load_outside(Path("mine")).features
-    assert feature.what.startswith("Why it is.")
-
-
-def test_a_file_that_has_moved_is_named(trees: list[str]) -> None:
-    moved = Path("0.31.0/vllm/third_party/add.py")
-    moved.parent.mkdir(parents=True)
-    Path("0.31.0", PATH).rename(moved)
-    Path("it.diff").write_bytes(git_diff(OLD, NEW, PATH))
-    result = run("import", "it.diff", *trees[:4])
-    assert "vllm 0.31.0: does not fit: vLLM has no vllm/v1/add.py (it fits vllm/third_party/add.py: " in result.stdout
 
 
 SECOND = NEW.replace("import os\n", "import os\nimport sys\n")
@@ -486,16 +415,3 @@ def test_a_series_over_the_same_lines_is_one_feature(trees: list[str]) -> None:
     (feature,) = outside.load_outside(Path("mine")).features
     assert "Round them" in feature.what
     assert plan("0.31.0").files[PATH].text == "# newer\n" + OVER
-
-
-def test_a_work_tree_begins_with_a_diff_from_inside_the_package_but_with_no_series(trees: list[str]) -> None:
-    Path("it.diff").write_bytes(git_diff(OLD, NEW, "v1/add.py"))
-    arguments = ("edit", "mine/add", "--vllm", tree("0.30.0"), "--into", "work", "--change")
-    result = run(*arguments, "it.diff")
-    assert result.exit_code == 0, result.output
-    assert (Path("work") / PATH).read_text() == NEW
-    series = mail("Add whole numbers", git_diff(OLD, NEW, PATH)) + mail("Round them", git_diff(NEW, OVER, PATH))
-    Path("series.mbox").write_bytes(series)
-    result = run(*arguments, "series.mbox")
-    assert result.exit_code == 2
-    assert "several changes; import them with `patches import`" in result.stderr
