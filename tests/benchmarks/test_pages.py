@@ -7,16 +7,12 @@ import re
 
 import pytest
 
-from benchmarks.pages import ROOT, ResultsError, outdated, pages
+from benchmarks.pages import ResultsError, outdated, pages
 from vllm_hwplugin_lab.bench import read_results
-from vllm_hwplugin_lab.bench.micro import attention_cases, op_cases
 from vllm_hwplugin_lab.bench.table import rows
 
 ENGINES = "benchmarks/results/engines-h200-vllm-0.26.0-eagle3-0.6b.json"
 SERVED = "benchmarks/results/serve-h200-vllm-0.33.0-eagle3-0.6b-256.json"
-DFLASH = "benchmarks/results/engines-h200-vllm-0.26.0-dflash-0.6b.json"
-ATTENTION = "benchmarks/results/kernels-attention-h200-vllm-0.26.0.json"
-OPS = "benchmarks/results/kernels-ops-h200-vllm-0.20.2.json"
 
 
 def change(path, by):
@@ -41,15 +37,6 @@ def table_of(page):
 
 def test_the_pages_in_the_tree_are_made_of_its_results_files():
     assert outdated() == [], "'make docs' writes them again"
-
-
-@pytest.mark.parametrize(("file", "plan"), [(ATTENTION, attention_cases.plan()), (OPS, op_cases.plan())])
-def test_what_was_measured_of_kernels_is_measured_again_in_that_order(file, plan):
-    """Kernels of a case stand side by side, and the plugin's own before what a run loses whose time is over."""
-    cells = read_results((ROOT / file).read_text())["cells"]
-    measured = [(cell["kernel"], cell["case"]) for cell in cells if cell["status"] == "measured"]
-    assert len(plan) == len(set(plan))
-    assert [cell for cell in plan if cell in measured] == measured
 
 
 def readme_rows(tree):
@@ -118,24 +105,6 @@ def test_the_newest_file_counts_and_one_that_failed_does_not(tree):
         change(again, twice)
         change(again, lambda results, date=date: results.update(date=f"{date}-01-01T00:00:00+00:00"))
         assert table_of(pages(tree)["docs/benchmarks.md"])[key] == said
-
-
-def test_a_side_that_failed_half_way_is_said_and_is_no_gain(tree):
-    key = ("0.26.0", "V1", "Qwen3-0.6B", "DFlash k=7")
-    assert key in table_of(pages(tree)["docs/benchmarks.md"])
-
-    def fails(results):
-        side = results["cases"][0]["sides"]["stock"]
-        side["error"] = "exit code 1"
-        for batch in side["batches"].values():
-            batch["rounds"] = 1
-
-    change(tree / DFLASH, fails)
-    made = pages(tree)
-    assert "engines-h200-vllm-0.26.0-dflash-0.6b.json: 0.6b dflash k=7, unpatched" in made["docs/benchmarks.md"]
-    assert key not in table_of(made["docs/benchmarks.md"])
-    # The other runner's sides have all their rounds.
-    assert ("0.26.0", "V2", *key[2:]) in table_of(made["docs/benchmarks.md"])
 
 
 @pytest.mark.parametrize(
