@@ -6,11 +6,10 @@ import random
 
 import pytest
 
-from vllm_hwplugin.patching._apply import Edit, Text, edits_of, first_clash, locate, split_lines
-from vllm_hwplugin.patching._diff import parse_diff
+from vllm_hwplugin.patching._apply import Text, locate, split_lines
 from vllm_hwplugin_workshop.nearest import nearest
 
-from .texts import ALPHA, PATH, apply, file_diff, statuses
+from .texts import ALPHA, apply, file_diff, statuses
 
 MIDDLE = file_diff(ALPHA, ALPHA.replace("line 10\n", "line ten\n"))
 TWICE = file_diff(ALPHA, ALPHA.replace("line 3\n", "line three\n").replace("line 15\n", "line fifteen\n"))
@@ -89,11 +88,6 @@ def test_removed_at_the_edge_of_the_file(new: str, edited: str) -> None:
     assert statuses(diff, edited) == ["drifted"]
 
 
-def test_present_twice_is_not_upstream() -> None:
-    new = ALPHA.replace("line 10\n", "line ten\n")
-    assert statuses(MIDDLE, new + new) == ["drifted"]
-
-
 def test_present_here_and_missing_there_is_ambiguous() -> None:
     """One of two places has the added line: which one the diff means, nobody can say."""
     diff = file_diff(ALPHA, "top\n" + ALPHA)
@@ -113,46 +107,6 @@ def test_a_place_whose_twin_has_the_change_is_not_the_one(line: str) -> None:
     for text, found_at in ((changed, (2, 7 + bool(line))), ("x\n" + changed, (3, 8 + bool(line)))):
         ((verdict, place),) = locate(diff, Text(text))
         assert (verdict.status, verdict.found_at, place) == ("ambiguous", found_at, None)
-
-
-def test_edits_hold_changed_lines_only() -> None:
-    """Neither context, nor what a clumsy diff takes away and puts back above and below the change."""
-    (diff,) = parse_diff(
-        f"--- a/{PATH}\n+++ b/{PATH}\n@@ -1,6 +1,7 @@\n line 1\n-line 2\n-line 3\n-line 4\n-line 5\n"
-        "+line 2\n+line three\n+and more\n+line 4\n+line 5\n line 6\n",
-        "d.diff",
-    )
-    assert edits_of(diff.hunks[0], 0, "x") == [Edit(2, 3, ("line three\n", "and more\n"), "x")]
-    assert apply(diff, ALPHA) == ALPHA.replace("line 3\n", "line three\nand more\n")
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "touch"),
-    [
-        ((3, 5), (5, 7), False),
-        ((3, 5), (4, 7), True),
-        ((3, 7), (4, 5), True),
-        ((3, 5), (3, 5), True),
-        ((4, 4), (4, 4), True),
-        ((4, 4), (5, 5), False),
-        ((3, 6), (4, 4), True),
-        ((3, 5), (5, 5), True),
-        ((3, 5), (3, 3), True),
-        ((3, 5), (6, 6), False),
-    ],
-)
-def test_touching_edits(one: tuple[int, int], other: tuple[int, int], touch: bool) -> None:
-    """A changed line in common, or an insertion whose neighbour the other replaces: which comes first is open."""
-    first, second = Edit(*one, ("x\n",), "a"), Edit(*other, ("y\n",), "b")
-    assert first.touches(second) == second.touches(first) == touch
-    far = Edit(90, 91, ("z\n",), "c")
-    assert (first_clash([far, second, first]) is not None) == touch
-
-
-def test_split_lines_loses_nothing() -> None:
-    for text in ("", "\n", "a", "a\n", "a\n\nb", "\r\n\r", "a\x0b\x0c\x85\u2029b\n"):
-        assert "".join(split_lines(text)) == text
-    assert split_lines("a\x0cb\nc") == ["a\x0cb\n", "c"]
 
 
 def _random_text(rng: random.Random, size: int) -> list[str]:

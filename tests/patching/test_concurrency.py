@@ -142,24 +142,3 @@ def test_worker_processes_are_patched_and_have_records(patched: Project, method:
 def read(path: Path) -> dict[str, object]:
     entry: dict[str, object] = json.loads(path.read_text())
     return entry
-
-
-def test_a_fork_while_another_thread_installs_does_not_hang(patched: Project) -> None:
-    code = """
-        import os, threading
-        inside, leave = threading.Event(), threading.Event()
-        make_plan = _runtime.make_plan
-        def slow(*args, **kwargs):
-            inside.set(); leave.wait()
-            return make_plan(*args, **kwargs)
-        _runtime.make_plan = slow
-        thread = threading.Thread(target=install)
-        thread.start(); inside.wait()
-        child = os.fork()
-        if not child:
-            _runtime.make_plan = make_plan
-            os._exit(0 if install().live else 1)
-        leave.set(); thread.join()
-        raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        """
-    patched.run(code)

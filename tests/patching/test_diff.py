@@ -13,23 +13,6 @@ HEAD = "--- a/vllm/v1/alpha.py\n+++ b/vllm/v1/alpha.py\n"
 HUNK = "@@ -2,3 +2,4 @@ class A:\n one\n-two\n+2\n+and a half\n three\n"
 
 
-def test_fields() -> None:
-    (diff,) = parse_diff(HEAD + HUNK + "@@ -20 +21 @@\n-x\n+y\n", "d.diff")
-    assert (diff.path, diff.module, diff.origin) == ("vllm/v1/alpha.py", "vllm.v1.alpha", "d.diff")
-    first, second = diff.hunks
-    assert (first.number, first.source_start, first.source_length, first.target_start, first.target_length) == (
-        1,
-        2,
-        3,
-        2,
-        4,
-    )
-    assert first.lines == ((" ", "one\n"), ("-", "two\n"), ("+", "2\n"), ("+", "and a half\n"), (" ", "three\n"))
-    assert first.before == ("one\n", "two\n", "three\n")
-    assert first.after == ("one\n", "2\n", "and a half\n", "three\n")
-    assert (second.number, second.source_length, second.target_length) == (2, 1, 1)
-
-
 def test_versions_behind_a_header() -> None:
     """And nowhere else: git writes the line of the function there."""
     parts = [HUNK.replace(" class A:", text) for text in (" class A:", " >=0.24,<0.26", "<0.24 || >=0.26")]
@@ -48,10 +31,6 @@ def test_several_files_and_git_headers() -> None:
     assert [diff.module for diff in diffs] == ["vllm.v1.alpha", "vllm.v1.pack"]
 
 
-def test_prose_above_the_diff_is_allowed() -> None:
-    assert len(parse_diff("Subject: why\n\nBecause.\n" + HEAD + HUNK, "d.diff")) == 1
-
-
 def test_missing_final_newlines() -> None:
     marker = "\\ No newline at end of file\n"
     (diff,) = parse_diff(f"{HEAD}@@ -1,2 +1,2 @@\n a\n-b\n{marker}+c\n{marker}", "d.diff")
@@ -65,20 +44,12 @@ def test_other_line_ends_are_kept() -> None:
     assert diff.hunks[0].before == ("a\x0cb\u2028c\r\n", "x\r\n")
 
 
-def test_blank_context_without_its_space() -> None:
-    """Editors strip the space of a blank context line; it can only mean a blank line."""
-    (diff,) = parse_diff(f"{HEAD}@@ -1,3 +1,3 @@\n a\n\n-b\n+c\n", "d.diff")
-    assert diff.hunks[0].before == ("a\n", "\n", "b\n")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "no '--- a/... +++ b/...' header found"),
-        ("nothing of the kind\n", "no '--- a/... +++ b/...' header found"),
         (HEAD, "no hunks for vllm/v1/alpha.py"),
         (HEAD + HUNK.replace("-2,3", "-2,4"), "Hunk is shorter than expected"),
-        (HEAD + HUNK.replace("-2,3 +2,4", "-2,2 +2,3"), "line 8 (' three') belongs to no hunk"),
         (HEAD + HUNK.replace("+2,4", "+2,3"), "d.diff: not a unified diff (Hunk is longer than expected)"),
         (HEAD + HUNK + "\n", "counts 3 and 4 lines, the hunk has 4 and 5"),
         (HEAD + HUNK + "@@ -9 +9 @\n-x\n+y\n", "line 10 ('-x') belongs to no hunk: the '@@' header above"),
@@ -88,9 +59,7 @@ def test_blank_context_without_its_space() -> None:
         (HEAD + HUNK.replace("class A:", "0.24"), "hunk 1 of a/vllm/v1/alpha.py: '0.24' behind its '@@' is no range"),
         (HEAD + "@@ -5,0 +6 @@\n+x\n", "no context to match"),
         (HEAD + "@@ -1 +1 @@\n x\n", "changes nothing"),
-        (HEAD + "@@ -1 +1 @@\n-x\n+x\n", "changes nothing"),
         (HEAD + "@@ -1,2 +1,2 @@\n-x\n\\ No newline at end of file\n a\n+x\n", "a line before its last has no newline"),
-        (HEAD + "@@ -1,2 +1,2 @@\n-x\n+y\n\\ No newline at end of file\n a\n", "a line before its last has no newline"),
         (HEAD + "@@ -1 +1 @@\n\\ No newline at end of file\n-x\n+y\n", "starts with '\\ No newline"),
         (HEAD.replace("/vllm/", "/vllm/../torch/") + HUNK, "expected the same 'vllm/....py' on both sides"),
         (HEAD.replace("b/vllm/v1/alpha", "b/vllm/v1/beta") + HUNK, "'b/vllm/v1/beta.py'; expected the same"),

@@ -33,15 +33,6 @@ def test_half_a_change_that_is_there_already_does_not_apply() -> None:
     assert fit(ONE, Texts(half)).edits == {}
 
 
-def test_own_hunks_in_conflict() -> None:
-    """Two diffs of one feature that change one line."""
-    twice = feature(
-        file_diff(ALPHA, ALPHA.replace("line 3\n", "x\n")), file_diff(ALPHA, ALPHA.replace("line 3\n", "y\n"))
-    )
-    verdict = evaluate(twice, Memory())
-    assert (verdict.status, PATH in verdict.reason) == (Status.CONFLICT, True)
-
-
 @pytest.mark.parametrize(
     "version", ["0.19.1", "0.34.0", "0.33.0rc1", "0.33.1", "0.33.0.post1", "0.32.1.dev3+gabc", "x"]
 )
@@ -76,12 +67,6 @@ def test_a_version_gets_its_hunks_and_those_without_a_range(version: str, line: 
         PATH: [(line,)],
         OTHER: [("end\n",)],
     }
-
-
-def test_a_version_for_which_there_is_no_hunk_is_unlisted() -> None:
-    half = feature(of(file_diff(ALPHA, ALPHA.replace("line 3\n", "x\n")), "<0.24"))
-    verdict = evaluate(half, Memory())
-    assert verdict.status is Status.UNLISTED
 
 
 @pytest.mark.parametrize(

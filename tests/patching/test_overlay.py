@@ -70,13 +70,6 @@ def test_a_copy_lies_in_a_private_folder_that_its_content_names(overlay: Overlay
     assert overlay.place(patched_file("vllm/v1/alpha.py", "vllm.v1.beta", TEXT)).path != copy.path
 
 
-def test_a_right_copy_is_not_written_again(overlay: Overlay, copy: Copy) -> None:
-    load(copy)
-    before = [(path, path.stat().st_ino, path.stat().st_mtime_ns) for path in (copy.path, pyc(copy))]
-    load(overlay.place(patched_file("vllm/v1/alpha.py", copy.module, TEXT)))
-    assert before == [(path, path.stat().st_ino, path.stat().st_mtime_ns) for path in (copy.path, pyc(copy))]
-
-
 def test_a_first_start_does_not_wait_for_the_disk(overlay: Overlay, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are compared before each import, so what a power cut leaves of one is mended then."""
     monkeypatch.setattr(os, "fsync", None)
@@ -149,14 +142,6 @@ def test_a_folder_that_is_not_private_is_refused(overlay: Overlay, copy: Copy, w
     else:
         with pytest.raises(ImportError, match="chmod 700"):
             load(copy)
-
-
-def test_a_linked_folder_is_refused(copy: Copy, tmp_path: Path) -> None:
-    folder = copy.path.parent
-    folder.rename(tmp_path / "moved")
-    folder.symlink_to(tmp_path / "moved")
-    with pytest.raises(ImportError, match="symbolic link"):
-        load(copy)
 
 
 def test_an_unwritable_host_gets_one_folder_a_user_elsewhere(cache: Path, tmp_path: Path) -> None:
@@ -234,8 +219,6 @@ BYTECODE_HARMS: dict[str, Callable[[Copy], bytes]] = {
     "another Python's": another_pythons,
     "one changed constant": lambda copy: pyc(copy).read_bytes().replace(marshal.dumps(42)[1:], marshal.dumps(43)[1:]),
     "torn": lambda copy: pyc(copy).read_bytes()[:60],
-    "torn behind the header": lambda copy: pyc(copy).read_bytes()[:16] + bytes(80),
-    "empty": lambda copy: b"",
 }
 
 
@@ -249,15 +232,6 @@ def test_altered_byte_code_is_never_run(copy: Copy, harm: str) -> None:
     assert pyc(copy).read_bytes()[:-40][16:] != bad[:-40][16:]
 
 
-def test_byte_code_that_python_wrote_by_itself_is_replaced(copy: Copy) -> None:
-    # What an ordinary import without the engine leaves: valid for as long as time and size agree.
-    pyc(copy).parent.mkdir(mode=0o700)
-    stamp = int(copy.path.stat().st_mtime).to_bytes(4, "little") + len(TEXT).to_bytes(4, "little")
-    body = marshal.dumps(compile(TEXT.replace("42", "43"), str(copy.path), "exec"))
-    pyc(copy).write_bytes(importlib.util.MAGIC_NUMBER + bytes(4) + stamp + body)
-    assert load(copy) == 42
-
-
 def test_byte_code_that_moved_with_its_folder_does_not_name_the_old_place(
     copy: Copy, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,14 +243,6 @@ def test_byte_code_that_moved_with_its_folder_does_not_name_the_old_place(
     assert moved.code().co_filename == str(moved.path) != str(copy.path)
 
 
-def folder_in_the_way(target: Path) -> None:
-    (target / "full").mkdir(parents=True)
-
-
-def folder_that_is_a_file(target: Path) -> None:
-    target.parent.write_text("in the way")
-
-
 def folder_that_is_a_link(target: Path) -> None:
     target.parent.symlink_to(target.parents[3])
 
@@ -286,9 +252,7 @@ def folder_of_others(target: Path) -> None:
     target.parent.chmod(0o777)
 
 
-@pytest.mark.parametrize(
-    "harm", [folder_in_the_way, folder_that_is_a_file, folder_that_is_a_link, folder_of_others, "full disk", "prefix"]
-)
+@pytest.mark.parametrize("harm", [folder_that_is_a_link, folder_of_others, "full disk", "prefix"])
 def test_byte_code_that_cannot_be_kept_stops_nothing(
     copy: Copy, harm: Callable[[Path], None] | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -193,16 +192,6 @@ def test_a_class_that_was_imported_too_early_costs_only_the_override(project: Pr
     states, _, reason = project.run(code).partition("] ")
     assert states == "['live', 'refused'"
     assert reason.startswith("5 vllm.v1.alpha was imported")
-
-
-def test_a_catalogue_from_outside_may_override(project: Project, tmp_path: Path) -> None:
-    folder = project.catalogue("acme")
-    edit = {"vllm/v1/alpha.py": [("class Runner", "class Runner(object)")]}
-    for name, method in (("fits", "step"), ("not", "untouched")):
-        more = MORE.replace("step =", f"{method} =").replace('"untouched"', "")
-        project.feature(name, edit, gate=None, catalogue=folder, versions=">=0.32,<0.33", more=more)
-    code = "print({name: item['state'] for name, item in install().features.items()})"
-    assert project.run(code, VLLM_HWPLUGIN_PATCHES=str(folder)) == "{'acme/fits': 'live', 'acme/not': 'refused'}\n"
 
 
 RUNNER = "vllm/v1/worker/gpu/model_runner.py"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vllm_hwplugin.base.versions import Versions
-from vllm_hwplugin.patching import Catalogue, Feature, PatchingError, find_unneeded, make_plan
+from vllm_hwplugin.patching import Catalogue, Feature, find_unneeded, make_plan
 from vllm_hwplugin.patching.texts import NotNeeded, Plan, Source, UnreadableFile
-from vllm_hwplugin_workshop.verdicts import render_diff
 
 from .texts import ALPHA, GATE, GATE_2, OTHER, PATH, Memory, feature, file_diff
 
@@ -121,16 +120,6 @@ def test_unlisted_version_gets_nothing(version: str) -> None:
     assert "VLLM_HWPLUGIN_TRY_UNLISTED=1" in plan.features["two"].reason
 
 
-def test_try_unlisted() -> None:
-    """Each feature by itself: live where every hunk fits one place, refused where one does not."""
-    source = Memory({PATH: "new\n" + ALPHA, OTHER: BETA.replace("row 9\n", "9\n")}, version="0.40.0")
-    plan = plan_of(ONE, TWO, source=source, try_unlisted=True)
-    assert states(plan) == {"one": "refused", "two": "live"}
-    # The gate is set already.
-    assert "TRY_UNLISTED" not in plan.features["one"].reason
-    assert f"hunk 1 of {OTHER} (test.diff) not found" in plan.features["one"].reason
-
-
 def test_fingerprint_names_what_is_in_force() -> None:
     both, one, two = plan_of(ONE, TWO), plan_of(ONE), plan_of(TWO)
     assert len({both.fingerprint, one.fingerprint, two.fingerprint, "none"}) == 4
@@ -139,17 +128,6 @@ def test_fingerprint_names_what_is_in_force() -> None:
     assert plan_of(ONE, TWO, **{GATE_2: "off"}).fingerprint == one.fingerprint
     moved = Memory({PATH: ALPHA + "end\n", OTHER: BETA})
     assert plan_of(ONE, TWO, source=moved).fingerprint != both.fingerprint
-
-
-def test_render_diff_of_a_missing_final_newline() -> None:
-    two = feature(file_diff("a\nb", "a\nc"))
-    rendered = render_diff(two, Memory({PATH: "a\nb"}))
-    assert rendered.endswith("-b\n\\ No newline at end of file\n+c\n\\ No newline at end of file\n")
-
-
-def test_render_diff_of_what_does_not_apply() -> None:
-    with pytest.raises(PatchingError, match="target-missing"):
-        render_diff(ONE, Memory({PATH: ALPHA}))
 
 
 def test_an_own_feature_for_other_hosts_is_not_needed_also_where_it_is_demanded() -> None:

@@ -30,10 +30,6 @@ def tree(folder: Path) -> dict[str, tuple[str, int]]:
     }
 
 
-def test_a_live_feature_runs(patched: Project) -> None:
-    assert patched.run("record = install(); print(record.live)", CHECK).splitlines() == ["('made-up',)", PATCHED]
-
-
 def test_installing_imports_no_vllm(patched: Project) -> None:
     assert (
         patched.run("install(); print([n for n in sys.modules if n.partition('.')[0] in ('vllm', 'torch')])") == "[]\n"
@@ -65,14 +61,6 @@ def test_the_installed_package_is_not_touched(patched: Project, flag: tuple[str,
         assert patched.run("install()", CHECK, flags=flag).strip() == PATCHED
     assert tree(patched.site) == before
     assert list(patched.cache.rglob("alpha*.pyc"))
-
-
-def test_a_fresh_install_gets_no_byte_code_of_patched_text(patched: Project) -> None:
-    assert patched.run("install()", CHECK).strip() == PATCHED
-    written = {path.name for path in patched.site.rglob("*.pyc")}
-    assert not {name for name in written if name.startswith("alpha.")}
-    # What a run without the plugin executes afterwards is the installed text.
-    assert patched.run(CHECK).strip() == STOCK
 
 
 def test_installing_twice_and_from_many_threads_is_one_install(patched: Project) -> None:
@@ -171,19 +159,6 @@ def test_what_another_finder_served_is_found_and_patched_in_place(patched: Proje
         "['re-applied', 'pending'] 6 re-applied",
         "['re-applied', 'served'] patched pack",
     ]
-
-
-def test_a_module_that_is_not_imported_yet_gets_the_text_without_the_lost_feature(project: Project) -> None:
-    """It has two features; the other one goes on."""
-    project.feature("lost", STATE | {"vllm/v1/beta.py": [("return double", "return 1 * double")]})
-    project.feature("other", {"vllm/v1/beta.py": [("import double", "import double as double")]}, gate=GATES[1])
-    code = """
-        _runtime.force()
-        import vllm.v1.beta as beta
-        print(state("lost"), state("other"), "1 *" in Path(beta.__file__).read_text(), record.modules)
-        assert record.fingerprint == _runtime.current_plan().fingerprint
-        """
-    assert project.run(PAST, code) == ("refused live False {'vllm.v1.alpha': 'stock', 'vllm.v1.beta': 'served'}\n")
 
 
 def test_what_was_refused_at_the_start_stays_refused_at_the_second_look(project: Project) -> None:

@@ -14,14 +14,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
 
 import pytest
 
 from vllm_hwplugin.patching._errors import ReapplyRefused
 from vllm_hwplugin.patching._overlay import Copy, Overlay
 from vllm_hwplugin.patching._plan import patched_file
-from vllm_hwplugin.patching._swap import importers_of, patch_in_place
+from vllm_hwplugin.patching._swap import patch_in_place
 
 NAME = "reapplied_module"
 
@@ -162,30 +161,6 @@ def test_documentation_follows_and_what_was_made_with_the_function_stays(live: L
     assert plain.__annotations__ == {"return": int}
 
 
-def test_a_function_of_another_module_is_not_taken_for_its_own(live: Live) -> None:
-    # Of the same name and at the same line.
-    line = live.module.plain.__code__.co_firstlineno
-    elsewhere: dict[str, Any] = {}
-    exec("\n" * (line - 1) + "def plain(value):\n    return 'elsewhere'", elsewhere)
-    live.module.functools = elsewhere["plain"]  # type: ignore[attr-defined]
-    live.apply(("    return value", "    return value + 100"))
-    assert (live.module.plain(1), elsewhere["plain"](1)) == (101, "elsewhere")
-
-
-def test_what_others_hold_runs_the_new_body(live: Live) -> None:
-    class Derived(live.module.Runner):  # type: ignore[name-defined,misc]
-        def plainly(self) -> str:
-            return "derived " + super().plainly()
-
-    runner, derived, table = live.module.Runner(), Derived(), {"plain": live.module.plain}
-    bound, partial = runner.plainly, functools.partial(live.module.plain, 1)
-    live.apply(
-        ('def plainly(self):\n        return "stock"', 'def plainly(self):\n        return "patched"'),
-        ("    return value", "    return value + 100"),
-    )
-    assert (bound(), derived.plainly(), table["plain"](1), partial()) == ("patched", "derived patched", 101, 101)
-
-
 @pytest.fixture
 def collections_that_parse() -> Iterator[None]:
     def parse(*_: object) -> None:
@@ -263,21 +238,14 @@ FAIL = 'def fail():\n    raise ValueError("stock")\n'
 # Each of these ran once, while the module was imported.
 REFUSED = {
     "state": ("REGISTRY = []", "REGISTRY = [1]"),
-    "more state": ("REGISTRY = []", "REGISTRY = []\nMORE = 1"),
-    "less state": ("REGISTRY = []\n", ""),
     "a signature": ("def plain(value, extra", "def plain(value, more=1, extra"),
-    "a default": ('key="k"', 'key="l"'),
-    "an annotation": ("-> int", "-> str"),
     "a coroutine": ("def fail():", "async def fail():"),
     "a decorator more": ("def fail():", "@functools.cache\ndef fail():"),
-    "a decorator less": ("@contextmanager\n", ""),
     "a function more": ("def fail():", "def more(): ...\n\n\ndef fail():"),
-    "a function less": (FAIL, ""),
     "a class of that name": (FAIL, "class fail: ...\n"),
     "a method more": ("    @staticmethod", "    def more(self): ...\n\n    @staticmethod"),
     "an attribute of a class": ('    """Runs."""', '    """Runs."""\n    limit = 1'),
     "other bases": ("class Runner(Parent):", "class Runner(Parent, dict):"),
-    "a metaclass": ("class Runner(Parent):", "class Runner(Parent, metaclass=type):"),
     "a decorated class": ("class Runner(Parent):", "@functools.total_ordering\nclass Runner(Parent):"),
     "a future": ("import functools\n", "from __future__ import annotations\nimport functools\n"),
     "a variable more is closed over": (
@@ -285,17 +253,9 @@ REFUSED = {
         "def plainly(self):\n        return super().greet()",
     ),
     "a property": ("        return 1", "        return 100"),
-    "a context manager": ('yield "stock"', 'yield "patched"'),
     "a private method": ("mangled stock", "mangled patched"),
     "an import that fails": ("import functools", "import functools\nimport there_is_no_such_module"),
 }
-
-
-def test_an_object_that_is_made_during_the_new_imports_is_seen(live: Live) -> None:
-    """The imports take time, in which another thread may make objects by the old text."""
-    (live.path.parent / "slow_import.py").write_text(f"import {NAME}\nMADE = {NAME}.Runner()\n")
-    live.refused(("import functools\n", "import functools, slow_import\n"), ("self.state = 1", "self.state = 2"))
-    assert sys.modules.pop("slow_import").MADE.state == 1
 
 
 def test_a_check_changes_nothing(live: Live) -> None:
@@ -368,18 +328,6 @@ def test_a_module_that_is_not_what_its_text_says_is_refused(live: Live, obstacle
     live.refused(edit)
 
 
-def test_a_refusal_names_the_importers(live: Live) -> None:
-    holder = ModuleType("a_holder")
-    holder.plain = live.module.plain  # type: ignore[attr-defined]
-    sys.modules["a_holder"] = holder
-    try:
-        assert importers_of(live.module) == ("a_holder",)
-        with pytest.raises(ReapplyRefused, match="a_holder"):
-            live.apply(("REGISTRY = []", "REGISTRY = [1]"))
-    finally:
-        del sys.modules["a_holder"]
-
-
 def test_a_living_closure_is_refused(live: Live) -> None:
     inner = live.module.make()
     live.refused(('return "stock"\n    return inner', 'return "patched"\n    return inner'))
@@ -400,6 +348,13 @@ def test_an_object_that_the_old_text_set_up_is_refused(live: Live) -> None:
     assert Derived().more == 1
 
 
+def test_an_object_that_is_made_during_the_new_imports_is_seen(live: Live) -> None:
+    """The imports take time, in which another thread may make objects by the old text."""
+    (live.path.parent / "slow_import.py").write_text(f"import {NAME}\nMADE = {NAME}.Runner()\n")
+    live.refused(("import functools\n", "import functools, slow_import\n"), ("self.state = 1", "self.state = 2"))
+    assert sys.modules.pop("slow_import").MADE.state == 1
+
+
 def test_what_goes_on_keeps_its_body_until_it_ends(live: Live) -> None:
     text = TEXT.replace("    return value", "    return value(), 'stock'")
     live.says(text)
@@ -418,18 +373,3 @@ def test_what_goes_on_keeps_its_body_until_it_ends(live: Live) -> None:
     assert live.module.plain(int) == (0, "patched")
     assert (list(running), list(live.module.count())) == ([2], [1, 3])
     assert (asyncio.run(waiting), asyncio.run(live.module.later())) == ("stock", "new")
-
-
-def test_asking_who_imported_it_runs_no_code_of_others(live: Live) -> None:
-    class Lazy:
-        @property
-        def __class__(self) -> type:
-            raise AssertionError("asked")
-
-    holder = ModuleType("a_holder")
-    holder.lazy = Lazy()  # type: ignore[attr-defined]
-    sys.modules["a_holder"] = holder
-    try:
-        assert importers_of(live.module) == ()
-    finally:
-        del sys.modules["a_holder"]
