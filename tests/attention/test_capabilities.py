@@ -14,14 +14,12 @@ from vllm_hwplugin.attention.capabilities import (
     CAPABILITIES,
     DECLARATIONS,
     FLASH_ATTN,
-    FLASH_ATTN_MUSA,
     Declaration,
     Multiples,
     Vllm,
     allows,
     asked_in,
     declared,
-    reserves,
 )
 from vllm_hwplugin.base.versions import SUPPORTED
 
@@ -40,22 +38,6 @@ def test_all_that_a_version_asks_is_declared_once(backend: str, version: str) ->
     for item in mine:
         # The later of two would win without a word.
         assert item is declarations[item.capability], f"{item.capability} is declared twice for {version}"
-
-
-def test_nothing_is_declared_without_a_reason_and_how_it_is_known() -> None:
-    assert [item for item in DECLARATIONS if not (item.reason and item.verified)] == []
-    # Only what holds can hold in part.
-    assert [item for item in DECLARATIONS if item.limit and item.value is not True] == []
-
-
-def test_the_one_claim_that_goes_too_far_says_how_far_it_holds() -> None:
-    (item,) = (item for item in DECLARATIONS if item.limit)
-    assert (item.backend, item.capability, item.limit) == (FLASH_ATTN_MUSA, "mm_prefix", "text only")
-    declarations = declared(FLASH_ATTN_MUSA, "0.26.0")
-    (told,) = reserves(declarations, {"use_mm_prefix": True, "use_non_causal": True})
-    assert "mm_prefix for text only" in told
-    assert reserves(declarations, {"use_mm_prefix": False, "use_non_causal": True}) == []
-    assert reserves(declared(FLASH_ATTN, "0.26.0"), {"use_mm_prefix": True}) == []
 
 
 @pytest.mark.parametrize("version", ["0.19.1", "0.34.0", "dev"])

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +17,7 @@ from vllm_hwplugin.attention.capabilities import (
     CAPABILITIES,
     FLASH_ATTN,
     FLASH_ATTN_MUSA,
-    Declaration,
     declared,
-    reserves,
 )
 from vllm_hwplugin.base.versions import SUPPORTED
 
@@ -172,41 +168,6 @@ def test_musa_takes_what_it_declares_and_explains_what_it_refuses(version: str, 
         ]
 
 
-CONVERTOR = "vllm/transformers_utils/model_arch_config_convertor.py"
-
-
-@every_version
-def test_on_musa_images_are_served_where_vllm_gives_them_a_causal_mask(version: str, vllm_tree: Tree) -> None:
-    """By vLLM's own word on a model: those of Qwen2.5-VL see what is before them, those of gemma-3 each other."""
-    (cls,) = (
-        node
-        for node in ast.parse(vllm_tree(version).read(CONVERTOR)).body
-        if getattr(node, "name", "") == "ModelArchConfigConvertorBase"
-    )
-    (method,) = (node for node in cls.body if getattr(node, "name", "") == "is_mm_prefix_lm")
-    scope: dict[str, Any] = {}
-    exec(compile(ast.Module([method], []), CONVERTOR, "exec"), scope)
-    judged = {}
-    with released(version, vllm_tree(version), mate=mate()) as load:
-        made = load("vllm_hwplugin.musa.attention").MusaFlashAttentionBackend
-        for model in ("qwen2_5_vl", "gemma3"):
-            prefix = scope["is_mm_prefix_lm"](SimpleNamespace(hf_config=SimpleNamespace(model_type=model)))
-            asked = arguments(made, head_size=128, use_mm_prefix=prefix)
-            assert made.validate_configuration(**asked) == []
-            judged[model] = reserves(made.declarations, asked)
-    assert judged["qwen2_5_vl"] == []
-    assert len(judged["gemma3"]) == 1
-
-
-@pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])
-def test_arguments_by_position_are_judged_as_well(version: str, vllm_tree: Tree) -> None:
-    with released(version, vllm_tree(version), mate=mate()) as load:
-        made = load("vllm_hwplugin.musa.attention").MusaFlashAttentionBackend
-        told = made.validate_configuration(576, *list(PLAIN.values())[1:])
-        assert told[0] == "head_size not supported"
-        assert told[1].startswith("FLASH_ATTN@musa: head_size is 576")
-
-
 def test_a_version_with_a_question_that_is_not_declared_gives_no_class(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=r"FLASH_ATTN@musa has no declaration of alibi_sqrt, .* for vLLM 0\.34\.0"):
         classes.declares(FLASH_ATTN_MUSA, "0.34.0")
@@ -234,12 +195,3 @@ def test_above_a_head_size_the_second_table_judges_alone(version: str, vllm_tree
         assert (asked[0]["head_size"], asked[0]["has_sink"]) == (264, True)
         (reason,) = made.validate_configuration(**arguments(made, head_size=264, dtype=torch.float32))
         assert "dtype is float32" in reason
-
-
-def test_the_second_table_has_to_be_whole_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(item: Declaration) -> bool:
-        return (item.backend, item.capability) != (FLASH_ATTN_LARGE, "sink")
-
-    monkeypatch.setattr(capabilities, "DECLARATIONS", tuple(filter(without, capabilities.DECLARATIONS)))
-    with pytest.raises(ImportError, match=r"FLASH_ATTN>256 has no declaration of sink for vLLM 0\.26\.0"):
-        classes.declares(FLASH_ATTN, "0.26.0", above=(256, FLASH_ATTN_LARGE))

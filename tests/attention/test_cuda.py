@@ -6,7 +6,6 @@ The kernel itself is tested in tests/attention/paged and, on a GPU, in tests/gpu
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from vllm_hwplugin.base.versions import SUPPORTED
 torch = pytest.importorskip("torch")
 
 from ..conftest import versions  # noqa: E402
-from .layer import BATCH, HEADS, KV_HEADS, Layer, config  # noqa: E402
+from .layer import HEADS, KV_HEADS, Layer, config  # noqa: E402
 from .paged_standin import paged  # noqa: E402
 from .released import released  # noqa: E402
 from .test_classes import arguments  # noqa: E402
@@ -90,19 +89,6 @@ def test_a_large_head_asks_nothing_of_flash_attention(version: str, vllm_tree: T
 
 
 @every_version
-def test_a_usual_head_keeps_vllms_schedule_and_cascade(version: str, vllm_tree: Tree) -> None:
-    with released(version, vllm_tree(version), paged=paged(), flash=(3,)) as load:
-        flash = load(FLASH)
-        builder = layer_of(load, 64).builder()
-        assert builder.aot_schedule is True
-        flash.use_cascade_attention = MagicMock(return_value=True)
-        if hasattr(flash.FlashAttentionMetadataBuilder, "use_cascade_attention") and SUPPORTED.index(
-            version
-        ) < SUPPORTED.index("0.29.0"):
-            assert builder.use_cascade_attention(common_prefix_len=4096) is True
-
-
-@every_version
 def test_graphs_of_large_heads_hold_any_batch(version: str, vllm_tree: Tree) -> None:
     with released(version, vllm_tree(version), paged=paged(), flash=(2,)) as load:
         support = load("vllm.v1.attention.backend").AttentionCGSupport
@@ -162,25 +148,6 @@ def test_flash_attention_4_is_not_compiled_ahead_for_large_heads(version: str, v
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-
-@ends
-def test_all_layers_share_one_scratch_that_goes_with_them(version: str, vllm_tree: Tree) -> None:
-    calls: list[dict[str, Any]] = []
-    with released(version, vllm_tree(version), paged=paged(calls), flash=(3,)) as load:
-        layers = [layer_of(load), layer_of(load, 320)]
-        for layer in layers:
-            layer.write(slice(None))
-            layer.run(layer.metadata(True))
-        first, second = (call["scratch"] for call in calls)
-        assert first is second
-        assert first.device == torch.device("cpu")
-        taken = load("vllm_hwplugin.attention.cuda")._taken
-        assert len(taken) == 1
-        calls.clear()
-        del first, second, layers, layer
-        gc.collect()
-        assert len(taken) == 0
 
 
 @ends
@@ -259,14 +226,6 @@ def test_what_is_declared_is_accepted(version: str, vllm_tree: Tree) -> None:
 
 
 @ends
-def test_the_kernels_own_refusal_counts(version: str, vllm_tree: Tree) -> None:
-    with released(version, vllm_tree(version), paged=paged(refuses="no such page"), flash=(3,)) as load:
-        made = load(OWN).CudaFlashAttentionBackend
-        assert made.validate_configuration(**arguments(made, head_size=512)) == ["no such page"]
-        assert made.validate_configuration(**arguments(made, head_size=256)) == []
-
-
-@ends
 def test_more_query_heads_of_a_kv_head_than_the_kernel_takes_are_refused(version: str, vllm_tree: Tree) -> None:
     with released(version, vllm_tree(version), paged=paged(), flash=(3,)) as load:
         make = load(OWN).CudaFlashAttentionBackend.get_impl_cls()
@@ -288,13 +247,3 @@ def test_context_parallelism_is_refused(version: str, vllm_tree: Tree) -> None:
         load("vllm.distributed.parallel_state").get_pcp_group = lambda: SimpleNamespace(world_size=2, rank_in_group=0)
         with pytest.raises(ValueError, match="context parallelism; use tensor parallelism"):
             layer_of(load)
-
-
-@ends
-def test_a_step_with_reference_windows_is_refused(version: str, vllm_tree: Tree) -> None:
-    with released(version, vllm_tree(version), paged=paged(), flash=(3,)) as load:
-        layer = layer_of(load)
-        metadata = layer.metadata(True)
-        metadata.rswa_prefix_lens = torch.ones(len(BATCH))
-        with pytest.raises(NotImplementedError, match="no mask for reference sliding windows"):
-            layer.run(metadata)

@@ -197,13 +197,3 @@ def test_without_prefix_caching_the_device_has_the_counts(version: str, released
 
     assert (counts(**OFF)["B"] == 1) == (SUPPORTED.index(version) >= FIXED_WITHOUT_ALIGN)
     assert counts() == dict.fromkeys("BCD", 1)
-
-
-@pytest.mark.parametrize("version", versions(*FILES, each_text=False))
-def test_without_asynchronous_scheduling_nothing_changes(version: str, released: Callable[..., Modules]) -> None:
-    for mode in ("align", "none"):
-        for choices in (OFF, {}):
-            runner = Runner(released(version, **choices), mode, early=True, asynchronous=False)
-            runner.sample({"A": 1, "B": 2, "C": 3})
-            _moves(runner)
-            assert runner.prepare() == {"B": 2, "C": 3, "D": 1}

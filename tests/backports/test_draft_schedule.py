@@ -42,12 +42,3 @@ def test_a_step_of_short_sequences_is_scheduled_as_its_graph_was(version: str, v
     assert patched.metadata(MAX_MODEL_LEN, capture=True).scheduler_metadata is None
     assert patched.metadata(WINDOW // 2).scheduler_metadata is None
     assert patched.asked == []
-
-
-@pytest.mark.parametrize("version", versions("vllm/v1/attention/", among=WINDOWED))
-def test_other_drafts_are_scheduled_as_before(version: str, vllm_tree: Callable[[str], Any]) -> None:
-    for choices in (OFF, {}):
-        assert Engine(vllm_tree(version), window=None, **choices).metadata(100).scheduler_metadata is not None
-        # Two windows, for which vLLM makes no schedule by itself.
-        both = Engine(vllm_tree(version), window=WINDOW, target_flash=True, **choices)
-        assert both.metadata(100).scheduler_metadata is None

@@ -149,16 +149,6 @@ def test_the_grammar_is_fed_what_follows_the_marker(
 
 
 @pytest.mark.parametrize("version", versions(*FILES, among=AFFECTED))
-def test_a_marker_at_the_end_of_a_step(version: str, modules: Callable[..., Any]) -> None:
-    one = modules(version)
-    scheduler, request, grammar = constrained(one, JSON)
-    step(one, scheduler, [THOUGHT, END])
-    assert (grammar.state, request.is_finished()) == (0, False)
-    step(one, scheduler, [OPEN, VALUE])
-    assert (grammar.state, request.is_finished()) == (2, False)
-
-
-@pytest.mark.parametrize("version", versions(*FILES, among=AFFECTED))
 def test_drafts_after_the_marker_are_constrained(version: str, modules: Callable[..., Any]) -> None:
     def rows(drafts: list[int], **choices: str) -> list[list[int]]:
         """The tokens that each position of a step may have."""

@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget
-from triton.runtime import JITFunction, driver
 
 from vllm_hwplugin.base.versions import SUPPORTED
 
@@ -45,44 +44,6 @@ class Hopper:
 
     def get_current_stream(self, device: int) -> int:
         return 0
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The names of the kernels that were compiled for a GPU where they would have been launched."""
-    names: set[str] = set()
-    launch = JITFunction.run
-
-    def run(self: Any, *args: Any, **options: Any) -> Any:
-        kernel = launch(self, *args, **{**options, "warmup": True})
-        assert kernel.asm["cubin"]
-        names.add(self.__name__)
-        return kernel
-
-    monkeypatch.setattr(JITFunction, "run", run)
-    # Its own way back asks for a GPU's driver.
-    monkeypatch.setattr(driver, "_active", Hopper())
-    return names
-
-
-def test_the_samplers_compile_for_a_gpu(vllm_tree: Callable[[str], Any], compiled: set[str]) -> None:
-    """As `tests/gpu/test_sampled_tokens.py` runs them; the interpreter takes names and types that no compiler does."""
-    from . import samplers_child
-
-    seen = []
-    for version in BEFORE_28:
-        texts = texts_of(vllm_tree(version))["patched"]
-        if texts in seen:
-            continue
-        seen.append(texts)
-        modules = samplers_child.modules_of(texts)
-        compiled.clear()
-        samplers_child.recovered(modules, [float("nan")] * 5)
-        assert compiled == {"sample_recovered_tokens_kernel"}, version
-        for sampler in (name for name in texts if name.endswith("rejection_sampler_utils")):
-            compiled.clear()
-            samplers_child.in_vocabulary(modules, sampler, [0, 1], float("nan"))
-            assert len(compiled) == 4, version
 
 
 @pytest.mark.parametrize("version", BEFORE_24)

@@ -6,9 +6,7 @@ from __future__ import annotations
 import ast
 import itertools
 import logging
-import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 from vllm_hwplugin.base import run_records  # noqa: E402
 from vllm_hwplugin.ops import definitions  # noqa: E402
-from vllm_hwplugin.ops.operations import DEFINED, OPS, Operation  # noqa: E402
+from vllm_hwplugin.ops.operations import DEFINED, Operation  # noqa: E402
 
 from ..conftest import versions  # noqa: E402
 from .vllm_child import printed_beside_vllm  # noqa: E402
@@ -131,19 +129,6 @@ def test_an_operation_with_other_arguments_is_left_alone_with_a_word(
     del library
 
 
-def test_a_definition_is_in_the_processs_record_and_in_the_log(
-    one: Callable[..., Operation], caplog: pytest.LogCaptureFixture
-) -> None:
-    item = one()
-    entry = run_records.new("0")
-    run_records.begin(entry, None)
-    with caplog.at_level(logging.INFO, "vllm.hwplugin"):
-        definitions.define_missing("CPU")
-        definitions.define_missing("CPU")
-    assert entry.decisions[f"operation {item.name}"].startswith("the plugin's definition in torch: ")
-    assert [item.qualname in line for line in caplog.messages] == [True]
-
-
 @pytest.mark.parametrize(
     "version",
     versions("vllm/_custom_ops.py", "vllm/utils/torch_utils.py", "vllm/v1/attention/", "vllm/model_executor/layers/"),
@@ -170,34 +155,6 @@ def test_vllm_passes_what_the_schema_of_its_version_takes(version: str, vllm_tre
             # What the caller names as the schema does is at its place.
             for place, given in ((place, ast.unparse(one)) for call in calls for place, one in enumerate(call.args)):
                 assert given not in names or names[place] == given, f"{target} is called with {given} at {place}"
-
-
-def test_the_page_has_each_operation() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
-    names = re.compile(r"`(?:_C|_C_cache_ops|_moe_C)::(\w+)`")
-    head, _, rest = page.partition("### Operations on MUSA")
-    of_kernels, of_definitions = (
-        [line for line in text.splitlines() if names.match(line.removeprefix("| "))] for text in (head, rest)
-    )
-    assert {name for line in of_kernels for name in names.findall(line)} == set(OPS)
-    assert {name for line in of_definitions for name in names.findall(line)} == set(DEFINED)
-    assert {name for line in of_definitions if line.endswith("| yes |") for name in names.findall(line)} == set(OPS)
-
-
-@pytest.mark.parametrize("slots", [[-1, -1, -1], [0, -1, 7], [-1, 0, -1], [5, 6, 7]])
-@pytest.mark.parametrize("heads_first", [False, True])
-def test_what_has_no_slot_is_written_nowhere(slots: list[int], heads_first: bool) -> None:
-    caches = torch.randn(2, 2, 4, 3, 8)
-    if heads_first:
-        caches = caches.transpose(2, 3).contiguous().transpose(2, 3)
-    expected = caches.clone()
-    new = torch.randn(2, 3, 3, 8)
-    for token, slot in enumerate(slots):
-        if slot >= 0:
-            expected[:, slot // 4, slot % 4] = new[:, token]
-    one = torch.ones(())
-    definitions.reshape_and_cache_flash(*new, *caches, torch.tensor(slots), "auto", one, one)
-    assert torch.equal(caches, expected)
 
 
 def test_a_quantized_cache_is_an_error() -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,24 +86,6 @@ def test_the_plugins_kernel_serves_under_vllms_name_and_is_loaded_once_at_the_fi
     assert torch._C._dispatch_dump(toy.op.qualname) == before
 
 
-def test_a_thread_that_waits_for_the_first_call_does_not_load_it_again(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load, second = overrides.load_kernel, threading.Thread(target=toy, args=(None,))
-
-    def meanwhile(op: Operation) -> bool:
-        if threading.current_thread() is not second:
-            second.start()
-            second.join(0.2)
-        return load(op)
-
-    monkeypatch.setattr(overrides, "load_kernel", meanwhile)
-    toy.in_front()
-    toy(None)
-    second.join()
-    assert toy.calls.count("load") == 1
-
-
 def test_a_call_that_the_kernel_refuses_goes_to_vllms_kernel(toy: Toy) -> None:
     toy.in_front()
     assert [toy(None), toy(None, dtype=torch.float64)] == [2, 1]
@@ -125,12 +106,6 @@ def test_an_argument_without_default_that_the_kernel_does_not_have_has_to_be_non
     toy.in_front()
     assert [toy(None, None), toy(None, torch.ones(2, 2))] == [2, 9]
     assert toy.calls == ["load", "plugin", "stock"]
-
-
-def test_an_operation_of_the_plugin_may_have_more_arguments_with_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    toy = make_toy(monkeypatch, "(Tensor! out) -> ()", "(Tensor(a!) out, Tensor? bias=None) -> ()")
-    toy.in_front()
-    assert toy() == 2
 
 
 @pytest.mark.parametrize(
@@ -299,12 +274,3 @@ def test_a_wrong_name_in_the_skip_list_is_said(cuda: Toy, caplog: pytest.LogCapt
     for demand in (ON, {"VLLM_HWPLUGIN_STRICT": "1"}):
         with pytest.raises(overrides.OverrideError, match="rope"):
             overrides.install(gates.Settings({**demand, **skip}))
-
-
-@pytest.mark.parametrize("variables", [{"VLLM_HWPLUGIN_OPS": "perhaps"}, {"VLLM_HWPLUGIN_SLP": "perhaps"}])
-def test_a_bad_value_is_left_to_the_engine(musa: tuple[Toy, Toy], variables: dict[str, str]) -> None:
-    overrides.install(gates.Settings(variables))
-    assert overrides.states() == {}
-    # What was demanded cannot be had then.
-    with pytest.raises(gates.GateError, match="VLLM_HWPLUGIN_SLP"):
-        overrides.install(gates.Settings({**ON, "VLLM_HWPLUGIN_SLP": "perhaps"}))

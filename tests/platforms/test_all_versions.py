@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -26,7 +25,6 @@ from .realvllm import REAL, Load, entry_points, own, point
 
 FILES = (*REAL.values(), "vllm/v1/worker/", "vllm/engine/", "vllm/distributed/")
 every_version = pytest.mark.parametrize("version", versions(*FILES))
-ends = pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])
 INTERFACE = "vllm/platforms/interface.py"
 
 
@@ -51,35 +49,6 @@ def test_the_cuda_class_is_cuda_and_overrides_three_methods(
     assert platform.is_cuda_alike()
     assert not platform.is_out_of_tree()
     assert (platform.device_type, platform.dispatch_key, platform.dist_backend) == ("cuda", "CUDA", "nccl")
-
-
-@ends
-def test_the_cuda_class_asks_vllm_first_and_dflash_then(
-    version: str, real_vllm: Load, dflash: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real_vllm(version)
-    stock = importlib.import_module("vllm.platforms.cuda")
-    platform = own("vllm_hwplugin.platforms.cuda").CudaPlatform()
-
-    def note(name: str) -> Any:
-        def method(cls: type, vllm_config: Any) -> None:
-            assert issubclass(cls, stock.CudaPlatformBase)
-            dflash.append(f"vLLM's {name}")
-
-        return classmethod(method)
-
-    for name in ("apply_config_platform_defaults", "check_and_update_config"):
-        monkeypatch.setattr(stock.CudaPlatformBase, name, note(name), raising=False)
-    platform.apply_config_platform_defaults(object())
-    platform.check_and_update_config(vllm_config=MagicMock())
-    assert dflash == [
-        "vLLM's apply_config_platform_defaults",
-        "note_user_sizes",
-        "vLLM's check_and_update_config",
-        "check_and_update_config",
-        "set sizes",
-        "end a compile range",
-    ]
 
 
 @every_version

@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import MagicMock
 
 import pytest
 
-from vllm_hwplugin.base import run_records
-from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.platforms import _cuda_attention as attention
 from vllm_hwplugin.platforms._cuda_attention import Asked, Baseline, decide
 
@@ -176,16 +172,6 @@ def host(real_vllm: Load, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Host
 Hosts = Callable[..., Host]
 
 
-@every_version
-def test_a_usual_head_is_vllms(version: str, host: Hosts) -> None:
-    gpu = host(version)
-    assert gpu.ask(head_size=256) == FLASH
-    assert gpu.ask("TRITON_ATTN", head_size=256) == gpu.known["TRITON_ATTN"].get_path()
-    gpu.refuse("FLASH_ATTN")
-    with pytest.raises(ValueError, match=r"FLASH_ATTN.*refused"):
-        gpu.ask("FLASH_ATTN", head_size=256)
-
-
 @pytest.mark.parametrize("kind", ["use_mla", "use_sparse"])
 def test_layers_with_backends_of_their_own_are_vllms(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_HWPLUGIN_ATTENTION", "on")
@@ -300,38 +286,3 @@ def test_images_that_cannot_come_need_no_mask(version: str, host: Hosts, monkeyp
         gpu.ask("FLASH_ATTN", head_size=256, **images)
     gpu.model.model_arch_config.per_layer_overrides = [{}, {"head_size": 512}]
     assert gpu.ask("FLASH_ATTN", head_size=256, **images) == FLASH
-
-
-@pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])
-def test_the_choice_is_told_once_and_noted(
-    version: str, host: Hosts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    gpu = host(version)
-    noted: dict[str, str] = {}
-    monkeypatch.setattr(run_records, "note", noted.__setitem__)
-    caplog.set_level(logging.INFO, "vllm.hwplugin")
-    monkeypatch.setattr(attention.logger, "propagate", True)
-    gpu.refuse("FLASH_ATTN", "FLASHINFER", when=lambda asked: asked["head_size"] > 256)
-    for _ in range(3):
-        gpu.ask()
-    gpu.ask(use_non_causal=True)
-    gpu.ask(head_size=256)
-    told = [item.getMessage() for item in caplog.records if item.name == "vllm.hwplugin"]
-    assert len(told) == 2
-    assert told[0].startswith("attention with heads of 512: the plugin's FLASH_ATTN (faster than vLLM's TRITON_ATTN on")
-    assert list(noted) == ["attention, heads of 512", "attention, heads of 512, non-causal"]
-    assert noted["attention, heads of 512"].startswith("the plugin's FLASH_ATTN: faster than")
-
-
-def test_what_flash_attention_4_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    find = MagicMock(side_effect=lambda name: None if name == "cutlass" else object())
-    monkeypatch.setattr(importlib.util, "find_spec", find)
-    attention.missing_for_fa4.cache_clear()
-    try:
-        assert attention.missing_for_fa4().startswith("FlashAttention 4 needs cutlass (")
-        find.side_effect = lambda name: object()
-        attention.missing_for_fa4.cache_clear()
-        assert attention.missing_for_fa4() == ""
-    finally:
-        attention.missing_for_fa4.cache_clear()

@@ -67,14 +67,6 @@ def test_a_class_that_was_asked_for_and_does_not_fit_is_an_error(
     assert f"VLLM_HWPLUGIN_PLATFORM={choice}" in found.reason
 
 
-def test_moore_threads_is_looked_for_only_where_it_matters() -> None:
-    def fail() -> Musa:
-        raise AssertionError("probed")
-
-    for choice, builtins in (("auto", ("cuda",)), ("auto", ("cpu",)), ("cuda", ()), ("off", ())):
-        decide(choice, builtins, fail)
-
-
 def test_vllms_own_probes_decide_and_one_that_fails_is_not_there() -> None:
     def fails() -> str:
         raise RuntimeError

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -123,14 +122,6 @@ def test_where_it_can_run_or_the_plugin_has_nothing_for_the_model_it_stays(
 # -- with vLLM's own text ----------------------------------------------------------------------------------------------
 
 
-def part(text: str, name: str, **names: Any) -> Any:
-    """A class or function of a module's text, executed without the rest of the module."""
-    (node,) = [node for node in ast.parse(text).body if getattr(node, "name", None) == name]
-    code = "from __future__ import annotations\n" + ast.unparse(node)
-    exec(compile(code, name, "exec", dont_inherit=True), names)
-    return names[name]
-
-
 @every_version
 def test_the_platform_class_does_it_after_vllm(
     version: str, real_vllm: Load, dflash: list[str], monkeypatch: pytest.MonkeyPatch
@@ -145,10 +136,14 @@ def test_the_platform_class_does_it_after_vllm(
         vllm_config.attention_config.flash_attn_version = 4
 
     monkeypatch.setattr(stock.CudaPlatformBase, "check_and_update_config", classmethod(sets))
+    defaults = classmethod(lambda cls, vllm_config: dflash.append("vLLM's defaults"))
+    monkeypatch.setattr(stock.CudaPlatformBase, "apply_config_platform_defaults", defaults, raising=False)
     made = config(None)
+    cls().apply_config_platform_defaults(made)
     cls().check_and_update_config(made)
     assert made.attention_config.flash_attn_version is None
-    assert dflash == ["check_and_update_config", "set sizes", "end a compile range"]
+    assert dflash[:2] == ["vLLM's defaults", "note_user_sizes"]
+    assert dflash[2:] == ["check_and_update_config", "set sizes", "end a compile range"]
 
 
 @every_version
@@ -164,29 +159,3 @@ def test_vllm_sets_the_version_before_the_platforms_turn(version: str, vllm_tree
     assert "try_verify_and_update_config" not in made[turn:]
     assert "flash_attn_version" not in made
     assert ("flash_attn_version = 4" in tree.read(MODELS)) == (SUPPORTED.index(version) >= SUPPORTED.index("0.24.0"))
-
-
-@every_version
-@pytest.mark.parametrize("built", [(2, 3, 4), (2, 4), (2,)])
-def test_vllms_default_is_the_one_that_its_wheel_has_for_hopper(
-    version: str, built: tuple[int, ...], real_vllm: Load, vllm_tree: Tree
-) -> None:
-    real_vllm(version)
-    made = config()
-    importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface").is_fa_version_supported = built.__contains__
-    importlib.import_module("vllm.config").get_current_vllm_config_or_none = lambda: made
-    platform = MagicMock(
-        is_xpu=lambda: False, is_rocm=lambda: False, get_device_capability=lambda: SimpleNamespace(major=9, minor=0)
-    )
-    find = part(
-        vllm_tree(version).read("vllm/v1/attention/backends/fa_utils.py"),
-        "get_flash_attn_version",
-        current_platform=platform,
-        envs=SimpleNamespace(VLLM_BATCH_INVARIANT=False),
-        logger=MagicMock(),
-        uses_fa4_hd256_kernel=lambda *_: False,
-    )
-    if 4 in built:
-        assert find(head_size=256) == 4
-    assert update(made) is None
-    assert find(head_size=256) == (3 if 3 in built else 2)

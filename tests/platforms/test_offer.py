@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import multiprocessing
 import sys
 from types import ModuleType
 from typing import Any
@@ -36,16 +35,6 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
         return platforms
 
     return set_up
-
-
-def test_a_child_does_not_repeat_it(
-    host: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host("cuda")
-    monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore")
-    caplog.set_level(logging.INFO, "vllm.hwplugin")
-    assert plugin.platform() == CLASSES["cuda"]
-    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(("name", "value"), [("VLLM_HWPLUGIN", "0"), ("VLLM_HWPLUGIN_PLATFORM", "off")])
@@ -116,15 +105,6 @@ def test_a_named_class_is_offered_beside_a_rival_with_an_error(
     assert entry.levelno == logging.ERROR
     for words in ("chooses CUDA", "Only one platform plugin can be activated", "VLLM_PLUGINS=hwplugin"):
         assert words in entry.getMessage()
-
-
-def test_two_plugins_that_ask_each_other_come_to_an_end(host: Any) -> None:
-    """The one that was asked first steps aside; asked by it, this plugin does not answer, so the other offers."""
-    rival = point("polite", None)
-    rival.load = lambda: lambda: "polite.Platform" if plugin.platform() is None else None
-    host("cuda", rivals=[rival])
-    assert plugin.platform() is None
-    assert "polite" in str(_offer.decision())
 
 
 def test_the_record_says_what_was_offered_and_what_vllm_runs_on(host: Any) -> None:

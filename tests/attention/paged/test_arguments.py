@@ -12,11 +12,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from vllm_hwplugin.attention.paged import (  # noqa: E402
-    MAX_HEAD_SIZE,
     HopperKernel,
     Kernel,
     Scratch,
-    TritonKernel,
     _hopper,
     paged_attention,
     refuse,
@@ -103,12 +101,6 @@ def call(given: Arguments, kernel: Kernel, scratch: Scratch) -> None:
     paged_attention(given, max_query_len=2, kernel=kernel, scratch=scratch)
 
 
-def test_the_scratch_of_another_device_is_refused() -> None:
-    elsewhere = Scratch(torch.empty(0, device="meta"), torch.empty(0, device="meta"))
-    with pytest.raises(ValueError, match="the scratch is on meta, query on cpu"):
-        call(arguments(), TritonKernel(132), elsewhere)
-
-
 def test_the_cuda_kernel_is_left_to_check_what_a_plan_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
     monkeypatch.setattr(HopperKernel, "launch", lambda self, given, plan, scratch: launched.append((given, plan)))
@@ -163,8 +155,3 @@ def test_a_layer_that_cannot_be_run_is_refused(layer: tuple[Any, ...], words: st
 def test_query_heads_that_cannot_share_are_refused(heads: tuple[int, int], words: str) -> None:
     assert words in str(refuse_heads(*heads))
     assert refuse_heads(128, 2) is None
-
-
-def test_every_multiple_of_eight_up_to_the_greatest_is_taken() -> None:
-    assert MAX_HEAD_SIZE == 512
-    assert all(refuse(size, HALF, HALF, 16) is None for size in range(8, 513, 8))

@@ -53,10 +53,6 @@ def test_the_device_runs_one_program_on_each_multiprocessor() -> None:
     assert [planned(requests, 1, 1)[1].programs // 132 for requests in (2, 43, 44, 88, 132, 264)] == [1, 1, 2, 3, 3, 3]
 
 
-def test_short_queries_leave_room_for_more_splits() -> None:
-    assert [planned(64, query, 1)[1].splits for query in (1, 4, 8)] == [64, 16, 8]
-
-
 @pytest.mark.parametrize(
     ("requests", "query", "invariant"),
     [

@@ -73,11 +73,6 @@ def test_small_batches_are_split_until_the_device_is_full(requests: int, kv_head
     assert plan(num_requests=requests, num_tokens=requests, num_kv_heads=kv_heads).splits == splits
 
 
-def test_programs_that_share_a_multiprocessor_are_counted() -> None:
-    assert plan(TRITON, num_requests=8, num_tokens=8).splits == 4 * 132 // 8
-    assert plan(TRITON, num_requests=8, num_tokens=32, max_query_len=4).splits == 2 * 132 // 8
-
-
 def test_splits_fill_whole_rounds() -> None:
     for programs in range(1, 400):
         splits = _plan._splits(programs, 64, 132)
@@ -92,11 +87,3 @@ def test_no_split_and_one_tile_where_rows_must_not_depend_on_the_batch() -> None
     for requests in (1, 3, 64):
         found = plan(TRITON, num_requests=requests, num_tokens=requests, batch_invariant=True)
         assert (found.rows, found.splits) == (64, 1)
-
-
-def test_the_lowest_tile_that_holds_a_request_is_used() -> None:
-    assert [plan(TRITON, num_tokens=n, max_query_len=n).rows for n in (1, 2, 3, 4, 5, 32)] == [16, 16, 32, 32, 64, 64]
-
-
-def test_an_empty_batch_has_no_blocks() -> None:
-    assert plan(num_requests=4, num_tokens=0, max_query_len=0).blocks == 0
