@@ -82,13 +82,6 @@ def test_larger_graphs_of_batches_with_prompts_go_first(layers: int, largest: in
         assert max(capture_sizes.piecewise_sizes(compilation)) == 512
 
 
-def test_an_ngram_drafter_has_no_layers() -> None:
-    made = config(30)
-    made.speculative_config = SimpleNamespace(draft_model_config=made.model_config)
-    graph_budget.fit(made, named=False)
-    assert len(made.compilation_config.cudagraph_capture_sizes) == 1800 // (31 + 10)
-
-
 def test_sizes_that_the_user_named_stay(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "vllm.hwplugin")
     made = config(64)
@@ -97,10 +90,3 @@ def test_sizes_that_the_user_named_stay(caplog: pytest.LogCaptureFixture) -> Non
     (line,) = caplog.messages
     assert line.startswith("51 capture sizes would have some 3366 graphs, expected 1800 at most on MUSA")
     assert line.endswith("choose at most 27 sizes")
-
-
-def test_nothing_is_captured() -> None:
-    made = config(64)
-    made.compilation_config.cudagraph_capture_sizes = None
-    graph_budget.fit(made, named=False)
-    assert made.compilation_config.cudagraph_capture_sizes is None

@@ -41,15 +41,3 @@ def test_threads_share_one_library(mtml: ModuleType, monkeypatch: pytest.MonkeyP
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(ask, [0, 1, 2, 0])) == ["uuid-0", "uuid-1", "uuid-2", "uuid-0"]
-
-
-def test_a_library_that_does_not_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = standins.pymtml()
-    monkeypatch.setitem(sys.modules, "pymtml", library)
-    mtml = own("vllm_hwplugin.musa._mtml")
-    start = library.mtmlLibraryInit
-    monkeypatch.setattr(library, "mtmlLibraryInit", standins.pymtml(broken=OSError("no driver")).mtmlLibraryInit)
-    with pytest.raises(OSError, match="no driver"):
-        mtml.count()
-    monkeypatch.setattr(library, "mtmlLibraryInit", start)
-    assert mtml.count() == 3

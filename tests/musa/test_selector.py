@@ -122,13 +122,6 @@ def test_flex_is_taken_where_triton_is_not_fit(triton: Any) -> None:
     assert attention.choose(None, Config(), None, members(triton, FLASH, FLEX)) == "vllm.made.up.FLEX_ATTENTIONBackend"
 
 
-def test_the_named_backend_is_taken_or_its_reason_told() -> None:
-    known = members(TRITON, FLEX)
-    assert attention.choose(FLEX, Config(), None, known) == "vllm.made.up.FLEX_ATTENTIONBackend"
-    with pytest.raises(ValueError, match="FLEX_ATTENTION: head_size not supported"):
-        attention.choose(backend("FLEX_ATTENTION", "head_size not supported"), Config(), None, known)
-
-
 @pytest.mark.parametrize(("name", "mla"), [("FLASHINFER", False), ("TRITON_MLA", False), ("TRITON_ATTN", True)])
 def test_a_backend_for_other_devices_is_refused_with_those_that_work(name: str, mla: bool) -> None:
     with pytest.raises(
@@ -136,11 +129,6 @@ def test_a_backend_for_other_devices_is_refused_with_those_that_work(name: str, 
         match=f"{name} is not supported on MUSA: expected {'FLASHMLA or TRITON_MLA' if mla else 'FLASH_ATTN'}",
     ):
         attention.choose(backend(name), Config(use_mla=mla), None, members(TRITON, FLEX, MLA))
-
-
-def test_a_backend_that_a_plugin_registered_is_taken_under_any_name() -> None:
-    other = backend("FLASH_ATTN", overridden=True)
-    assert attention.choose(other, Config(), None, {}) == "vllm.made.up.FLASH_ATTNBackend"
 
 
 def test_sparse_attention_is_refused_first() -> None:

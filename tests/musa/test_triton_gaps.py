@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import itertools
 import sys
@@ -15,10 +14,7 @@ import pytest
 
 from vllm_hwplugin.musa import triton_gaps
 
-from ..conftest import versions
-
 jit: Any = pytest.importorskip("triton.runtime.jit")
-FILE = "vllm/model_executor/layers/mamba/ops/causal_conv1d.py"
 X, W, STATE = (SimpleNamespace(dtype="fp16", data_ptr=lambda at=at: at) for at in (64, 128, 192))
 
 
@@ -69,30 +65,6 @@ def sample(a, b, c, count: tl.int64, SIZE: tl.constexpr, plain=0) -> None:  # ty
 )
 def test_arguments_count_as_triton_numbers_them(values: tuple[Any, ...], pairs: str, named: Callable[..., str]) -> None:
     assert named(sample, *values) == pairs
-
-
-@pytest.mark.parametrize("version", versions(FILE))
-@pytest.mark.parametrize("drafts", [False, True])
-def test_the_convolution_of_a_hybrid_in_place(
-    version: str, drafts: bool, vllm_tree: Callable[[str], Any], named: Callable[..., str]
-) -> None:
-    """Each decode launches it without a bias; its result overwrites its input."""
-    tree = ast.parse(vllm_tree(version).read(FILE))
-    (function,) = [
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "_causal_conv1d_update_kernel"
-    ]
-    function.body, function.decorator_list = [], []
-    names: dict[str, Any] = {"tl": SimpleNamespace(constexpr="constexpr", int64="int64")}
-    exec(f"{ast.unparse(function)}\n    ...", names)
-    kernel = names[function.name]
-    given = {"x_ptr": X, "w_ptr": W, "conv_state_ptr": STATE, "o_ptr": X}
-    if drafts:
-        given |= {"num_accepted_tokens_ptr": SimpleNamespace(dtype="i32", data_ptr=lambda: 256)}
-    parameters = inspect.signature(kernel).parameters
-    values = {name: given.get(name, None if name.endswith("_ptr") else 7) for name in parameters}
-    numbered = [name for name, value in values.items() if value is not None]
-    first, second = named(kernel, *values.values()).split(":")
-    assert (numbered[int(first)], numbered[int(second)]) == ("x_ptr", "o_ptr")
 
 
 def test_inductor_finds_a_benchmark_where_torch_musa_looks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,11 +52,6 @@ def test_what_is_against_it(changed: dict[str, Any], vllm: Version, words: str |
     assert reason is None if words is None else words in (reason or "")
 
 
-def test_attention_that_shuffles_blocks_under_the_name_of_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "hip", "6.4.1")
-    assert "ROCm" in (obstacles.of_config(config(), NEWEST) or "")
-
-
 def test_a_model_that_is_compiled_whole_runs_no_hook() -> None:
     class Whole(torch.nn.Linear):
         def __call__(self, *args: Any) -> Any:
