@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 import re
 import shlex
 import shutil
@@ -148,31 +147,3 @@ def test_vllms_server_takes_the_arguments() -> None:
     command = [sys.executable, "-c", program, json.dumps([*served, *modules])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "some"),
-    [
-        (("dri",), {"drift"}),
-        (("doctor", "--"), {"--for", "--json", "--paste", "--verbose"}),
-        (("patches", "im"), {"import"}),
-        # The last word is completed as an option, whatever came before it.
-        (("patches", "import", "--one", "--con"), {"--context"}),
-        (("bench", "ser"), {"serve"}),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_the_shell_completes(words: Sequence[str], some: set[str], tmp_path: Path) -> None:
-    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
-    (function,) = re.findall(r"^```bash\n(_vllm_hwplugin.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "vllm-hwplugin").write_text(f'#!/bin/sh\nexec {sys.executable} -m vllm_hwplugin "$@"\n')
-    (tmp_path / "vllm-hwplugin").chmod(0o755)
-    line = shlex.join(["vllm-hwplugin", *words])
-    script = (
-        f"{function}\nCOMP_WORDS=({line}) COMP_CWORD={len(words)}\n_vllm_hwplugin\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""
-    )
-    environ = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, check=True)
-    found = set(done.stdout.split())
-    assert some <= found
-    assert all(name.startswith(words[-1]) for name in found)

@@ -15,7 +15,6 @@ import yaml
 
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.patching.texts import Source
-from vllm_hwplugin.spec_decode.step_counts import SERVED
 from vllm_hwplugin.spec_decode.step_metrics import StepCounters
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -82,47 +81,6 @@ def test_prometheus_reads_each_expression(tmp_path: Path) -> None:
     texts = [re.sub(r"\$\w+", lambda name: "5m" if "interval" in name[0] else ".*", text) for text in expressions()]
     rules = [{"record": f"vllm:number_{number}", "expr": text} for number, text in enumerate(texts)]
     promtool("check", tmp_path / "rules.yaml", {"groups": [{"name": "all", "rules": rules}]})
-
-
-@pytest.mark.parametrize(
-    ("served", "drafts", "alerts"),
-    [(60, 60, []), (10, 60, ["VllmHwpluginServesFewSteps"]), (None, 60, ["VllmHwpluginCountersAbsent"]), (None, 0, [])],
-    ids=["most steps are served", "few are", "counters are absent", "no drafts"],
-)
-def test_an_alert_comes_when_it_should(tmp_path: Path, served: int | None, drafts: int, alerts: list[str]) -> None:
-    """By Prometheus itself, for a server with 60 decode steps a minute, and as many prompt steps."""
-    outcomes = {} if served is None else {SERVED: served, "drafts": 60 - served, "prompt": 60}
-    server = {"job": "vllm", "instance": "a:8000"}
-    path = {"model_name": "m", "engine": "0", "feature": "v2-tail-graph", "part": "drafting"}
-
-    def series(name: str, labels: dict[str, str], rate: int) -> dict[str, str]:
-        text = ",".join(f'{key}="{value}"' for key, value in labels.items())
-        return {"series": f"{name}{{{text}}}", "values": f"0+{rate}x40"}
-
-    inputs = [series("vllm:hwplugin_steps_total", server | path | {"outcome": key}, n) for key, n in outcomes.items()]
-    inputs.append(series("vllm:spec_decode_num_drafts_total", server | {"model_name": "m", "engine": "0"}, drafts))
-    known = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
-    expected = [
-        {
-            "eval_time": time,
-            "alertname": rule["alert"],
-            "exp_alerts": [
-                {
-                    "exp_labels": server | rule["labels"] | (path if "Few" in rule["alert"] else {}),
-                    "exp_annotations": {
-                        name: re.sub(r"{{ \$labels\.(\w+) }}", lambda label: (server | path)[label[1]], text)
-                        for name, text in rule["annotations"].items()
-                    },
-                }
-            ]
-            if rule["alert"] in alerts and time != "5m"
-            else [],
-        }
-        for rule in known
-        for time in ("5m", "30m")
-    ]
-    test = {"interval": "1m", "input_series": inputs, "alert_rule_test": expected}
-    promtool("test", tmp_path / "test.yaml", {"rule_files": [str(RULES)], "tests": [test]})
 
 
 def test_the_snippets_of_the_page_are_yaml() -> None:

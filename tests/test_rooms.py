@@ -152,36 +152,6 @@ def test_a_feature_is_looked_for_under_its_name() -> None:
     assert nameless == []
 
 
-#: What Model Runner V1 has in one way and V2 in another.
-TWINS = ("StepInputs",)
-
-
-def test_a_public_name_means_one_thing() -> None:
-    """A class is defined once in the plugin, and any other name once among the public modules of a package."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for module, file in MODULES.items():
-        package, _, last = module.rpartition(".")
-        if module.split(".")[0] != NAME:
-            continue
-        for node in ast.parse(file.read_bytes()).body:
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(("", node.name), []).append(module)
-                continue
-            names = []
-            if isinstance(node, ast.FunctionDef):
-                names = [node.name]
-            elif isinstance(node, ast.Assign):
-                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                names = [node.target.id]
-            for name in names:
-                if not last.startswith("_") and name != "logger":
-                    found.setdefault((package, name), []).append(module)
-    twice = {name: where for (_, name), where in found.items() if len(where) > 1 and not name.startswith("_")}
-    assert twice.keys() >= {*TWINS}, "the test looks in the wrong place"
-    assert {name: where for name, where in twice.items() if name not in TWINS} == {}
-
-
 def test_no_file_is_too_long_to_be_read_at_a_sitting() -> None:
     files = [
         file

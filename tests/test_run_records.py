@@ -52,13 +52,6 @@ def test_saying_the_same_again_writes_nothing(tmp_path: Path) -> None:
     assert path.stat().st_ino != before
 
 
-def test_an_unwritable_folder_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "records").write_text("in the way")
-    run_records.begin(run_records.new("1"), tmp_path)
-    run_records.note("key", "text")
-    assert run_records.read_all(tmp_path) == []
-
-
 def test_a_forked_child_gets_a_run_record_of_its_own(tmp_path: Path) -> None:
     run_records.begin(run_records.new("1"), tmp_path)
     run_records.note("key", "from the parent")
@@ -79,18 +72,6 @@ def test_a_forked_child_gets_a_run_record_of_its_own(tmp_path: Path) -> None:
         (0, {"feature part": {"served": 1}}),
         (None, {}),
     ]
-
-
-def test_the_first_word_of_a_plain_fork_leaves_its_parents_run_record_alone(tmp_path: Path) -> None:
-    run_records.begin(run_records.new("1"), tmp_path)
-    child = os.fork()
-    if not child:
-        run_records.note("key", "from the child")
-        os._exit(0)
-    os.waitpid(child, 0)
-    run_records.note("other", "from the parent")
-    entries = {entry.pid: entry.decisions for entry in run_records.read_all(tmp_path)}
-    assert entries == {os.getpid(): {"other": "from the parent"}, child: {"key": "from the child"}}
 
 
 def test_a_run_record_keeps_names_of_the_command_line_and_no_values(
@@ -147,15 +128,6 @@ def test_a_damaged_or_foreign_run_record_is_left_out(tmp_path: Path, text: str) 
     run_records.begin(run_records.new("1"), tmp_path)
     (tmp_path / "records" / "0-1.json").write_text(text)
     assert len(run_records.read_all(tmp_path)) == 1
-
-
-def test_so_is_one_without_the_time_of_its_start(tmp_path: Path) -> None:
-    run_records.begin(run_records.new("1"), tmp_path)
-    (path,) = (tmp_path / "records").glob("*.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"started": "yesterday"}))
-    left_out: list[str] = []
-    assert run_records.read_all(tmp_path, left_out) == []
-    assert str(path) in left_out[0]
 
 
 @pytest.mark.parametrize(
@@ -232,13 +204,6 @@ def test_a_process_is_found_with_its_ancestors_children() -> None:
     others = [dataclasses.replace(one, pids="elsewhere") for one in newer]
     assert family([*newer, *others], 21) == newer
     assert not any(map(run_records.is_running, others))
-
-
-def test_a_process_id_that_was_used_before_is_no_ancestor() -> None:
-    # The newest process has the id of its own parent's earlier child.
-    assert [item.pid for item in family([process(10, 7), process(7, 1), process(8, 7)], 8)] == [7, 8]
-    # The one that started the engine has gone, and a child of the engine has its id.
-    assert [item.pid for item in family([process(20, 7), process(7, 20)], 7)] == [20, 7]
 
 
 def test_a_process_runs_that_has_not_ended_nor_left_its_id_to_a_later_one() -> None:
