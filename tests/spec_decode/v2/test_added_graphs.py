@@ -18,7 +18,7 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.features import V2_DRAFT_HEAD
 from vllm_hwplugin.base.versions import SUPPORTED
-from vllm_hwplugin.spec_decode import capture_sizes, graph_recording, obstacles
+from vllm_hwplugin.spec_decode import capture_sizes, graph_recording, obstacles, ranks
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs, step_inputs, tail_capture
 from vllm_hwplugin.spec_decode.v2.mixed_sizes import LEFT_OUT
 
@@ -178,3 +178,27 @@ def test_a_rank_goes_on_without_graphs_that_failed_on_another(
         assert not graphs_of(sides.both[1])["target"]
         assert all(asked)
         live_load(sides)
+
+
+def test_nor_where_they_failed_on_a_rank_of_data_parallelism(
+    vllm_tree: Any, used: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It pads its batches to other graphs then, and all ranks must pad alike."""
+    asked = 0
+
+    def over(group: Any, value: int, op: Any) -> int:
+        nonlocal asked
+        asked += group == "data"
+        return value and asked != 4
+
+    monkeypatch.setattr(ranks, "_over", over)
+    monkeypatch.setattr(ranks, "get_dp_group", lambda: "data")
+    monkeypatch.setattr(ranks, "model_parallel_is_initialized", lambda: True)
+    for module in (ranks, graph_recording):
+        monkeypatch.setattr(module, "tensor_parallel", lambda: False)
+    with with_them(vllm_tree(VERSION), MODE, gate="auto") as sides:
+        # Nothing of sampling, drafting and inputs is agreed.
+        assert asked == 4
+        assert not used["v2-mixed-graphs"]
+        assert not graphs_of(sides.both[1])["target"]
+        assert sides.both[1].runner.tail_graphs.captured
