@@ -52,10 +52,13 @@ def runs(
 ) -> dict[str, tuple[list[list[int]], list[list[int]]]]:
     """By kind, the texts on MUSA and those on the CPU."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    models, asked = _models(folder / "models"), requests(tokens=8, prompts=2)
-    eager = Engine(None).on_cpu()
-    there = {kind: Load({**ENGINES[kind].on_musa(), "model": str(model)}, asked) for kind, (model, _) in models.items()}
-    here = {kind: Load({**eager, "model": str(twin)}, asked) for kind, (_, twin) in models.items()}
+    models, asked, eager = _models(folder / "models"), requests(tokens=8, prompts=2), Engine(None).on_cpu()
+    # The interpreter takes seconds for each step of a quantized model.
+    few = dict.fromkeys(models, requests(tokens=6, prompts=1)) | {"experts": asked}
+    there = {
+        kind: Load({**ENGINES[kind].on_musa(), "model": str(model)}, few[kind]) for kind, (model, _) in models.items()
+    }
+    here = {kind: Load({**eager, "model": str(twin)}, few[kind]) for kind, (_, twin) in models.items()}
     cached = {"FP8 cache": Load({**_EAGLE3.on_musa(), "kv_cache_dtype": "fp8"}, asked)}
     processes = {
         "musa": Process(there, loads.musa(folder / "host", newest, **V1)),
