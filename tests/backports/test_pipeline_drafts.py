@@ -64,3 +64,7 @@ def test_such_an_engine_is_refused_before_its_drafter_is_made(
     assert start_of(patched, 2, None) == []
     with pytest.raises(ValueError, match=r"pipeline_parallel_size=2.*'unknown'.*BACKPORT_PIPELINE_DRAFTS=off"):
         start_of(patched, 2, "unknown")
+
+
+def test_vllm_0_30_drafts_in_a_pipeline(vllm_tree: Callable[[str], Any]) -> None:
+    assert start_of(text_of(vllm_tree("0.30.0"), V2), 2, "unknown") == ["speculator"]
