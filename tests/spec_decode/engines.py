@@ -184,7 +184,8 @@ class Model(torch.nn.Module):
     def forward(
         self, input_ids: Any, positions: Any, hidden_states: Any = None, inputs_embeds: Any = None, **_: Any
     ) -> Any:
-        key = self.embed[input_ids] + torch.sin(positions[:, None] * (1 + torch.arange(HIDDEN)))
+        embedded = self.embed[input_ids] if inputs_embeds is None else inputs_embeds
+        key = embedded + torch.sin(positions[:, None] * (1 + torch.arange(HIDDEN)))
         hidden = key.clone()
         if self._draft:
             hidden = hidden + 0.1 * hidden_states @ self.mix
@@ -623,7 +624,8 @@ class Engine:
                 deferred = scheduled
             else:
                 self._under_way.append((scheduled, self._sample(scheduled) if runs else output))
-                if len(self._under_way) < 1 + self._asynchronous and (runs or self.scheduler.has_requests()):
+                waits = len(self._under_way) < self.config.max_concurrent_batches
+                if waits and (runs or self.scheduler.has_requests()):
                     return
         if self._under_way:
             self._update(*self._under_way.popleft())

@@ -41,6 +41,11 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         event.synchronize()
 
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
 
 class Event:
     """`torch.cuda.Event`."""

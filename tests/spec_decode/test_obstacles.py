@@ -279,7 +279,7 @@ CASES: Final = [
     (runner_v2, "adaptive_verification", object(), "verified changes", TAIL | MIXED),
     (runner_v2, "vllm_config.parallel_config.data_parallel_size", 2, "draft's experts", Part.V2_DRAFTING),
     (runner_v2, "vllm_config.parallel_config.data_parallel_size", 2, "draft for all requests", MIXED),
-    (runner_v2, "vllm_config.parallel_config.pipeline_parallel_size", 2, "pipeline", TAIL | MIXED),
+    (runner_v2, "vllm_config.parallel_config.pipeline_parallel_size", 2, "pipeline", TAIL),
     (runner_v2, "vllm_config.parallel_config.decode_context_parallel_size", 2, "split among", TAIL | MIXED),
     (runner_v2, "vllm_config.parallel_config.prefill_context_parallel_size", 2, "split among", TAIL | MIXED),
     (runner_v2, "vllm_config.parallel_config.enable_eplb", True, "experts", TAIL),
@@ -394,6 +394,18 @@ def test_ranks_of_data_parallelism_have_graphs_of_what_they_agree_on_beforehand(
     # It has no model.
     made.speculative_config.method = "ngram"
     assert not refused(made, runner_v2, "agree on each draft pass")
+
+
+def test_each_stage_of_a_pipeline_has_graphs_of_mixed_batches_and_knows_of_no_image() -> None:
+    for last in (True, False):
+        made = change(runner_v2(), "vllm_config.parallel_config.pipeline_parallel_size", 2)
+        made.is_last_pp_rank = last
+        made.speculator = made.speculator if last else None
+        assert why_not(made, MIXED) is None
+        assert why_not(made, TAIL) == (
+            "stages of a pipeline exchange tokens in the host's order" if last else "this worker does not draft"
+        )
+        assert refused(change(made, "supports_mm_inputs", True), runner_v2, "each other's images") == MIXED
 
 
 def test_beside_a_drafter_no_request_brings_the_tokens_that_are_to_be_sampled() -> None:
@@ -578,7 +590,7 @@ OTHERS: Final = {
     "block tables of the draft layers are made again in each step",
     "metadata must be built in each step ({})",
     "ranks of data parallelism agree on each draft pass on the host",
-    "ranks of data parallelism do not know of each other's images",
+    "ranks of data parallelism, and stages of a pipeline, do not know of each other's images",
     "ranks of data parallelism do not know of each other's longest requests",
     "a schedule for windows depends on the longest sequence",
 }

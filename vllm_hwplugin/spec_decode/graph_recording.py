@@ -25,7 +25,7 @@ from vllm.v1.sample.ops import topk_topp_triton
 
 from vllm_hwplugin.base.errors import HwpluginError
 from vllm_hwplugin.base.fallback import FeatureRequired, gives_up, in_a_line, report_unused
-from vllm_hwplugin.spec_decode.ranks import all_ranks, over_ranks, tensor_parallel
+from vllm_hwplugin.spec_decode.ranks import Beyond, all_ranks, over_ranks, tensor_parallel
 
 try:
     from vllm.compilation.cudagraph_pool import capture_pool
@@ -89,7 +89,7 @@ def attempt(
     pool: Any = None,
     *,
     kernels: Callable[[], AbstractContextManager[None]] | None = None,
-    data_parallel: bool = False,
+    beyond: Beyond = Beyond.NONE,
 ) -> bool:
     """Capture a feature's graphs, or forget them; return whether all were captured.
 
@@ -100,7 +100,7 @@ def attempt(
         effect: what happens without the graphs, as for `report_unused`.
         pool: the pool of graphs that vLLM's wrapper captures; None if `record_graph` captures.
         kernels: a context for `record`; by default `kept_kernels`.
-        data_parallel: as for `all_ranks`.
+        beyond: as for `all_ranks`.
 
     Raises:
         FeatureRequired: something failed, and the feature's switch is `on`.
@@ -108,7 +108,7 @@ def attempt(
     try:
         with (kernels or kept_kernels)():
             record()
-        if all_ranks(True, data_parallel):
+        if all_ranks(True, beyond):
             return True
         reason = "it failed on another rank"
     except FeatureRequired:
@@ -116,7 +116,7 @@ def attempt(
     except RecordingFailed as failure:
         reason = str(failure)
     except Exception as failure:
-        all_ranks(False, data_parallel)
+        all_ranks(False, beyond)
         reason = in_a_line(failure)
         logger.debug("%s: capture failed", feature, exc_info=True)
         if pool is not None:
@@ -387,10 +387,10 @@ def exchanged_later() -> Iterator[None]:
         vars(custom).update(before)
 
 
-def agreed(function: Callable[..., Any], data_parallel: bool) -> Callable[..., Any]:
+def agreed(function: Callable[..., Any], beyond: Beyond) -> Callable[..., Any]:
     """Wrap `function` to raise if a rank failed since the last call.
 
-    `data_parallel` is as for `all_ranks`.
+    `beyond` is as for `all_ranks`.
 
     Raises:
         RecordingFailed: it failed on another rank, as every rank knows.
@@ -398,7 +398,7 @@ def agreed(function: Callable[..., Any], data_parallel: bool) -> Callable[..., A
 
     @functools.wraps(function)
     def call(*arguments: Any, **settings: Any) -> Any:
-        if not all_ranks(True, data_parallel):
+        if not all_ranks(True, beyond):
             raise RecordingFailed("it failed on another rank")
         return function(*arguments, **settings)
 

@@ -45,7 +45,7 @@ from vllm_hwplugin.spec_decode.drafters import (
     STANDALONE_METHODS,
     TRIED_METHODS,
 )
-from vllm_hwplugin.spec_decode.ranks import all_ranks
+from vllm_hwplugin.spec_decode.ranks import Beyond, all_ranks
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -128,7 +128,7 @@ class Obstacle(NamedTuple):
     find: Callable[[Any], object]
 
 
-def why_not(owner: Any, parts: Part, *, together: bool = True, data_parallel: bool = False) -> str | None:
+def why_not(owner: Any, parts: Part, *, together: bool = True, beyond: Beyond = Beyond.NONE) -> str | None:
     """Return every reason not to capture one of `parts`, or None.
 
     The ranks of tensor parallelism capture the same graphs: a reason on one rank, such as an error in a row, is a
@@ -139,20 +139,23 @@ def why_not(owner: Any, parts: Part, *, together: bool = True, data_parallel: bo
             for `V2_MIXED`. For `V1_PASSES` and `V1_CHAIN` a V1 drafter, for `V2_STEPS` a speculator, each with its
             attention groups; `V1_PASSES` also works before they exist.
         together: all ranks make this call, and wait for each other; False: the reasons of this rank only.
-        data_parallel: as for `all_ranks`.
+        beyond: as for `all_ranks`.
     """
     reason = _reasons(owner, parts)
-    if not together or all_ranks(reason is None, data_parallel):
+    if not together or all_ranks(reason is None, beyond):
         return reason
     return reason or "it cannot be captured on another rank"
 
 
 def _reasons(owner: Any, parts: Part) -> str | None:
     drafter = getattr(owner, "drafter", getattr(owner, "speculator", owner))
-    if owner.speculative_config is None or drafter is None:
+    if owner.speculative_config is not None and not getattr(owner, "is_last_pp_rank", True):
+        # Another stage samples and drafts.
+        parts &= Part.V2_MIXED
+    elif owner.speculative_config is None or drafter is None:
         parts &= WITHOUT_DRAFTS if decodes_plainly(owner) else Part(0)
-        if not parts:
-            return "this worker does not draft"
+    if not parts:
+        return "this worker does not draft"
     reasons = (_reason(row, owner) for row in OBSTACLES if row.hinders & parts)
     return "; ".join(reason for reason in reasons if reason) or None
 
@@ -365,12 +368,14 @@ def _delta_rule_refused(runner: Any, prefill_backend: str) -> str:
     """Return why mixed graphs cannot hold a gated delta rule, or ""."""
     if not gates.is_on(gates.DELTA_RULE_GRAPHS):
         return f"{gates.DELTA_RULE_GRAPHS} is off"
-    if runner.speculator is None:
+    if runner.speculative_config is None:
         return "there is no drafter"
     if runner.max_num_reqs == 1:
         return "there is one request at a time"
     if _ranks("data")(runner):
         return "ranks of data parallelism do not know of each other's prompts"
+    if _ranks("pipeline")(runner):
+        return "some stages of a pipeline may have no such layer"
     if prefill_backend != "triton":
         # FlashInfer's kernels may read the lengths of prompts on the host.
         return (
@@ -559,18 +564,16 @@ OBSTACLES: Final = (
     Obstacle("ranks of data parallelism draft for all requests that a mixed batch's graph holds", _MIXED, _pads_drafts),
     Obstacle("ranks of data parallelism share the draft's experts", _DRAFTS, _shares_experts),
     Obstacle(
-        "ranks of data parallelism do not know of each other's images",
+        "ranks of data parallelism, and stages of a pipeline, do not know of each other's images",
         _MIXED,
-        lambda r: _ranks("data")(r) and r.supports_mm_inputs,
+        lambda r: _ranks("data", "pipeline")(r) and r.supports_mm_inputs,
     ),
     Obstacle(
         "ranks of data parallelism do not know of each other's longest requests",
         _MIXED,
         lambda r: _ranks("data")(r) and any(map(longest_as_decode, builders_of(r.attn_groups))),
     ),
-    Obstacle(
-        "stages of a pipeline exchange tokens in the host's order", _PHASE | _V1 | _TAIL | _MIXED, _ranks("pipeline")
-    ),
+    Obstacle("stages of a pipeline exchange tokens in the host's order", _PHASE | _V1 | _TAIL, _ranks("pipeline")),
     Obstacle("the context is split among ranks", _V1 | _TAIL | _MIXED, _ranks("decode_context", "prefill_context")),
     Obstacle(
         "experts are counted on the host in each step",

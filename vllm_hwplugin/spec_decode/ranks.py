@@ -3,21 +3,43 @@
 
 from __future__ import annotations
 
+from enum import Flag, auto
 from typing import Any
 
 import torch
-from vllm.distributed.parallel_state import get_dp_group, get_tp_group, model_parallel_is_initialized
+from vllm.distributed.parallel_state import get_dp_group, get_pp_group, get_tp_group, model_parallel_is_initialized
 
 
-def all_ranks(agreed: bool, data_parallel: bool = False) -> bool:
-    """Whether all ranks of tensor parallelism agree; they wait for each other.
+class Beyond(Flag):
+    """Groups of ranks that agree in addition to a tensor-parallel group."""
 
-    With `data_parallel` also all ranks of data parallelism, which must make the same calls.
+    NONE = 0
+    STAGES = auto()
+    DATA_PARALLEL = auto()
+
+
+def all_ranks(agreed: bool, beyond: Beyond = Beyond.NONE) -> bool:
+    """Whether all ranks of tensor parallelism, and the groups `beyond`, agree.
+
+    The ranks wait for each other, so all must make the same calls.
     """
     agreed = bool(over_ranks(agreed, torch.distributed.ReduceOp.MIN))
-    if data_parallel and model_parallel_is_initialized():
-        agreed = bool(_over(get_dp_group(), agreed, torch.distributed.ReduceOp.MIN))
+    if model_parallel_is_initialized():
+        for kind, group_of in ((Beyond.STAGES, get_pp_group), (Beyond.DATA_PARALLEL, get_dp_group)):
+            if kind in beyond:
+                agreed = bool(_over(group_of(), agreed, torch.distributed.ReduceOp.MIN))
     return agreed
+
+
+def same_on_stages(value: int) -> bool:
+    """Whether all stages of a pipeline have this value.
+
+    The stages wait for each other.
+    """
+    if not model_parallel_is_initialized():
+        return True
+    least, most = (_over(get_pp_group(), value, getattr(torch.distributed.ReduceOp, op)) for op in ("MIN", "MAX"))
+    return least == most
 
 
 def over_ranks(value: int, op: Any) -> int:

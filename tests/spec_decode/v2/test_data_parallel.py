@@ -46,11 +46,11 @@ class Exchange:
         """`torch.distributed.all_reduce`, which vLLM calls up to 0.32."""
         self._all_reduce(group, tensor)
 
-    def _all_reduce(self, rank: int, tensor: torch.Tensor) -> None:
+    def _all_reduce(self, rank: int, tensor: torch.Tensor, reduce: Callable[..., Any] = torch.sum) -> None:
         self.counts[rank] += 1
         self._parts[rank] = tensor.clone()
         self._wait()
-        tensor.copy_(torch.stack(list(self._parts.values())).sum(0))
+        tensor.copy_(reduce(torch.stack(list(self._parts.values())), 0))
         self._wait()
 
     def _wait(self) -> None:

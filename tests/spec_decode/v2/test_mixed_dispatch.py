@@ -234,7 +234,9 @@ def test_graphs_of_text_take_more_than_one_token_per_request_over_kernels_for_im
 ) -> None:
     module = types.ModuleType("composite")
     exec(compile(text_of(vllm_tree(version), COMPOSITE), COMPOSITE, "exec"), vars(module))
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}), use_v2_model_runner=True)
+    parallel = SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1)
+    compilation = SimpleNamespace(static_forward_context={})
+    config = SimpleNamespace(compilation_config=compilation, parallel_config=parallel, use_v2_model_runner=True)
 
     def support(causal: Any) -> str:
         backend = module.create_composite_attention_backend(
@@ -250,5 +252,9 @@ def test_graphs_of_text_take_more_than_one_token_per_request_over_kernels_for_im
     assert support(FlashAttentionBackend) == "UNIFORM_SINGLE_TOKEN_DECODE"
     monkeypatch.setenv(gates.IMAGE_SPAN_GRAPHS, "1")
     assert support(FlashAttentionBackend) == "UNIFORM_BATCH"
+    for size in ("data_parallel_size", "pipeline_parallel_size"):
+        setattr(parallel, size, 2)
+        assert support(FlashAttentionBackend) == "UNIFORM_SINGLE_TOKEN_DECODE"
+        setattr(parallel, size, 1)
     config.use_v2_model_runner = False
     assert support(FlashAttentionBackend) == "UNIFORM_SINGLE_TOKEN_DECODE"

@@ -20,6 +20,7 @@ from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.features import CAPTURE_SIZES, V2_MIXED_GRAPHS
 from vllm_hwplugin.spec_decode.capture_sizes import has_sizes, leave_to_vllm, vllms_sizes
 from vllm_hwplugin.spec_decode.graph_recording import agreed, attempt, exchanged_later
+from vllm_hwplugin.spec_decode.ranks import Beyond
 from vllm_hwplugin.spec_decode.v2.mixed_bounds import has_mixed_graphs, set_mixed_graphs
 from vllm_hwplugin.spec_decode.v2.mixed_sizes import LEFT_OUT
 
@@ -72,11 +73,13 @@ def captured(
     if not mixed and not has_sizes(compilation):
         return ()
     pieces = {id(wrapper): set(wrapper.concrete_cudagraph_entries) for wrapper in CUDAGraphWrapper._all_instances}
+    # Ranks of data parallelism pad a batch to the same graph, and so do stages of a pipeline.
+    beyond = (Beyond.DATA_PARALLEL if mixed else Beyond.NONE) | (Beyond.STAGES if target else Beyond.NONE)
     measured = {name: marks.get(name) for name in ("_max_full_descs_to_capture", "_capture_mem_samples")}
     done: list[Any] = []
 
     def record() -> None:
-        forward = agreed(create_forward_fn, data_parallel=mixed)
+        forward = agreed(create_forward_fn, beyond)
         if settle is not None:
             settle(manager, forward)
         with exchanged_later():
@@ -90,10 +93,12 @@ def captured(
         marks.update({name: value for name, value in measured.items() if name in marks})
         if measured["_capture_mem_samples"]:
             measured["_capture_mem_samples"].clear()
-        if target or vars(compilation)[_PROFILES]:
-            # A drafter's graph of a mixed batch reads what the target's graph writes.
+        vars(compilation).pop(LEFT_OUT, None)
+        one_stage = manager.vllm_config.parallel_config.pipeline_parallel_size == 1
+        if target or (vars(compilation)[_PROFILES] and one_stage):
+            # A drafter's graph of a mixed batch reads what the target's graph writes. The stages of a pipeline have the
+            # same graphs of the target, and only the last stage has a drafter.
             vars(compilation)[_FAILED] = True
-            vars(compilation).pop(LEFT_OUT, None)
             if has_sizes(compilation):
                 leave_to_vllm(compilation)
                 run_records.use(CAPTURE_SIZES, False, "capturing graphs of its sizes failed")
@@ -104,8 +109,7 @@ def captured(
 
     marks[_SETTLED] = True
     feature = V2_MIXED_GRAPHS if mixed else CAPTURE_SIZES
-    # Ranks of data parallelism pad a batch to the same graph.
-    if attempt(feature, _STOCK, record, forget, manager.pool, kernels=nullcontext, data_parallel=mixed):
+    if attempt(feature, _STOCK, record, forget, manager.pool, kernels=nullcontext, beyond=beyond):
         marks[_SETTLED] = False
         return tuple(done)
     if mixed and has_mixed_graphs(compilation):
@@ -122,7 +126,7 @@ def _begin_anew(manager: Any) -> None:
         manager._init_candidates()
     if type(manager).__name__ == _TARGET:
         # Allocated for the largest graph, which may be gone.
-        manager.hidden_states, manager.aux_hidden_states = None, []
+        manager.hidden_states, manager.aux_hidden_states, manager.intermediate_tensors = None, [], None
 
 
 def _leave_pool(manager: Any) -> None:

@@ -127,7 +127,10 @@ def text_support(causal_builder: type, vllm_config: Any, support: AttentionCGSup
         support: what vLLM declares.
     """
     single = support == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    serves = single and is_flash_attn(causal_builder) and vllm_config.use_v2_model_runner
+    # Another rank, or a later stage of a pipeline, does not know of an image.
+    parallel = vllm_config.parallel_config
+    knows = parallel.data_parallel_size == parallel.pipeline_parallel_size == 1
+    serves = single and knows and is_flash_attn(causal_builder) and vllm_config.use_v2_model_runner
     return AttentionCGSupport.UNIFORM_BATCH if serves and gates.is_on(gates.IMAGE_SPAN_GRAPHS) else support
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
+from zlib import crc32
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-from vllm_hwplugin.base import run_records
+from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.base.fallback import report_unused
 from vllm_hwplugin.base.features import BACKPORT_MIXED_GRAPHS, V2_MIXED_GRAPHS
 from vllm_hwplugin.spec_decode.builders import (
@@ -28,7 +29,8 @@ from vllm_hwplugin.spec_decode.builders import (
 )
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.drafters import SHARED_FIRST_PASS
-from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
+from vllm_hwplugin.spec_decode.obstacles import Part, why_not
+from vllm_hwplugin.spec_decode.ranks import Beyond, same_on_stages
 from vllm_hwplugin.spec_decode.v2.mixed_bounds import lost_mixed_graphs, set_mixed_graphs
 from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch
 from vllm_hwplugin.spec_decode.v2.mixed_sizes import KEEPS_PIECES
@@ -57,18 +59,18 @@ def add_mixed_graphs(runner: Any) -> None:
     Raises:
         FeatureRequired: an engine with a drafter cannot have these graphs, and the feature's switch is `on`.
     """
-    if computes_images_apart(runner.attn_groups):
+    if computes_images_apart(runner.attn_groups) and not runner.use_pp:
         # vLLM's own graphs of decode batches hold no image either.
         dispatch = MixedDispatch.of(runner) or MixedDispatch(runner)
         dispatch.attach(hasattr(runner.speculator, "prefill_cudagraph_manager"))
-    if runner.speculator is None and not decodes_plainly(runner):
+    if runner.speculative_config is None and not gates.is_on(gates.PLAIN_DECODE):
         return
     if lost_mixed_graphs(runner.compilation_config):
         # The capture for vLLM's memory estimate failed and gave the reason.
         return
     most_tokens = min(runner.max_num_tokens, runner.compilation_config.max_cudagraph_capture_size or 0)
     sizes = [*(size for size in SIZES if size < most_tokens), most_tokens]
-    reason = why_not(runner, Part.V2_MIXED, data_parallel=True)
+    reason = why_not(runner, Part.V2_MIXED, beyond=Beyond.STAGES | Beyond.DATA_PARALLEL)
     if reason is not None or most_tokens < SIZES[0]:
         report_unused(V2_MIXED_GRAPHS, _STOCK, reason or f"graphs have {most_tokens} tokens at most")
         return
@@ -107,6 +109,9 @@ def add_mixed_graphs(runner: Any) -> None:
         )
         for size, num_reqs in held.items()
     ]
+    if not same_on_stages(crc32(repr(graphs).encode())):
+        report_unused(V2_MIXED_GRAPHS, _STOCK, "layers of another stage of the pipeline need other graphs")
+        return
     # With LoRA a draft may share adapted layers with the target, and its graphs hold one number of adapters.
     shares_first_pass = type(runner.speculator).__name__ in SHARED_FIRST_PASS and runner.lora_config is None
     _offer(runner.cudagraph_manager, graphs, spare=1 if delta_rules else 0)
