@@ -129,7 +129,7 @@ def test_every_kernel_of_a_hybrid_and_of_mla_with_mtp_and_of_quantized_checkpoin
         ),
     }
     Process(asked, loads.musa(tmp_path / "host", vllm, **noted, **V1)).run(tmp_path / "run")
-    layers(["INT8 192 384", "W4A16 192 384", "AWQ 192 384"], tmp_path / "layers", vllm, **noted)
+    layers(["INT8 33 128", "W4A16 33 128", "AWQ 33 128"], tmp_path / "layers", vllm, **noted)
     found = said_of(launches, version, triton_3_2, tmp_path)
     # Of the newest `MusaPlatform` refuses hybrids with a prefix cache. Below 3.6 the worker samples by torch's sort.
     kernels = ("delta_rule", STATES, "merge_attn_states", "fused_moe_kernel")
