@@ -189,11 +189,44 @@ def test_a_configuration_file_has_the_lines(version: str, lines: Callable[..., L
         check(lines(version, OF_THE_FILE, VLLM_LOGGING_CONFIG_PATH=str(file)))
 
 
+# 0.31.0 has no such formatter.
+@pytest.mark.parametrize("version", SUPPORTED[-2:])
+def test_vllms_json_has_the_lines(version: str, lines: Callable[..., Lines]) -> None:
+    check(lines(version, None, {"formatter": "json"}))
+
+
 @pytest.mark.parametrize("version", [VERSIONS[0], VERSIONS[-1]])
 def test_where_vllm_configures_nothing_python_decides(version: str, lines: Callable[..., Lines]) -> None:
     off = {"VLLM_CONFIGURE_LOGGING": "0"}
     check(lines(version, BARE, **off), levels=False, patched_in=())
     check(lines(version, OF_THE_FILE, application=True, **off))
+
+
+def test_where_vllm_never_gets_to_it_nothing_is_swallowed(lines: Callable[..., Lines]) -> None:
+    check(lines(LATE[-1], BARE, configures=False), levels=False, patched_in=())
+
+
+FORKED = """
+import logging, os
+import vllm.logger
+from vllm_hwplugin import plugin
+plugin.platform()
+install()
+if os.fork() == 0:
+    logging.getLogger("vllm.hwplugin").warning("in the child")
+    sys.stdout.flush()
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_child_that_is_forked_before_the_logging_stands_loses_and_doubles_nothing(
+    project: Callable[[str], Project],
+) -> None:
+    done = project(LATE[-1]).start("import sys; sys.stderr = sys.stdout", FORKED, VLLM_HWPLUGIN_PLATFORM="off")
+    child, parent = done.stdout.splitlines()
+    assert child == "vllm-hwplugin: in the child", done.stdout
+    assert parent.startswith("vllm-hwplugin: made-up is not patched in")
 
 
 # As in a worker of Ray: with no logging of vLLM until the engine stands.

@@ -175,3 +175,32 @@ def test_each_key_is_read_once_and_the_merge_knows_by_how_many(share: Share) -> 
     batches = [drawn(dice) for _ in range(150)]
     for batch, found in zip(batches, share(batches), strict=True):
         check(batch, found)
+
+
+ONE, EIGHT = (1,), (8,)
+
+
+@pytest.mark.parametrize(
+    ("queries", "lengths", "splits"),
+    [
+        # A long request gets the programs that short ones do not need.
+        (ONE * 32, (40,) * 20 + (20_000,) + (40,) * 11, [1] * 20 + [79] + [1] * 11),
+        # Others are not cut for one that has no room for more.
+        (EIGHT * 64, (100_000,) + (1024,) * 63, [8] + [1] * 63),
+        # Requests of the same length have as many as fit.
+        *(
+            (ONE * rows, (8192,) * rows, [splits] * rows)
+            for rows, splits in ((8, 16), (20, 6), (24, 5), (32, 4), (64, 2), (100, 1), (128, 1))
+        ),
+        # Where results take long next to the keys there are fewer.
+        (EIGHT * 8, (2048,) * 8, [11] * 8),
+        (EIGHT * 8, (65536,) * 8, [16] * 8),
+        # Each request has 16 tiles: 16 splits would leave a result for each tile, and two rounds are no longer.
+        (EIGHT * 8, (1024,) * 8, [8] * 8),
+    ],
+)
+def test_how_many_splits_a_request_gets(
+    share: Share, queries: tuple[int, ...], lengths: tuple[int, ...], splits: list[int]
+) -> None:
+    (found,) = share([Batch(queries, lengths, longest_query=queries[0])])
+    assert [count for count, _, _ in found.merged] == splits
