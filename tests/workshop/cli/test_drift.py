@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,3 +153,22 @@ def test_markdown(small_tree: Callable[..., Path], tmp_path: Path) -> None:
     assert str(tmp_path) not in page
     run(f"{tree}@0.25.0", f"{tree}@0.33.0", "--markdown", str(tmp_path / "again.md"))
     assert (tmp_path / "again.md").read_text() == page
+
+
+def test_the_hunks_that_fit_best_have_the_smallest_share_of_trouble(
+    small_tree: Callable[..., Path], catalogue: Path
+) -> None:
+    """One hunk of one that does not fit is further off than two of three."""
+    tree = small_tree()
+    folder = catalogue / "graphs"
+    old = (folder / "graphs.diff").read_text()
+    (folder / "graphs.diff").write_text(re.sub("^(@@.*@@)$", r"\1 <0.33", old, flags=re.MULTILINE))
+    (folder / "new.diff").write_text(
+        "--- a/vllm/v1/norm.py\n+++ b/vllm/v1/norm.py\n@@ -1,2 +1,2 @@ >=0.33\n def norm(weight):\n"
+        "-    return weight[0]\n+    return weight[1]\n"
+        "--- a/vllm/gone.py\n+++ b/vllm/gone.py\n@@ -1,2 +1,2 @@ >=0.33\n a\n-b\n+c\n"
+        "@@ -9,2 +9,2 @@ >=0.33\n d\n-e\n+f\n"
+    )
+    (tree / ADD).write_text((tree / ADD).read_text().replace(*DRIFT))
+    _, found = judged(f"{tree}@0.35.0")
+    assert {item["diff"] for item in found["graphs"]["hunks"]} == {"graphs/new.diff"}
