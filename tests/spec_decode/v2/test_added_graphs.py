@@ -193,6 +193,7 @@ def test_nor_where_they_failed_on_a_rank_of_data_parallelism(
 
     monkeypatch.setattr(ranks, "_over", over)
     monkeypatch.setattr(ranks, "get_dp_group", lambda: "data")
+    monkeypatch.setattr(ranks, "get_pp_group", lambda: "stages")
     monkeypatch.setattr(ranks, "model_parallel_is_initialized", lambda: True)
     for module in (ranks, graph_recording):
         monkeypatch.setattr(module, "tensor_parallel", lambda: False)
