@@ -345,6 +345,11 @@ def test_without_a_drafter_there_are_some_only_where_they_are_asked_for(
     vllm_here, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PLAIN_DECODE, str(int(asked)))
+    monkeypatch.setenv("VLLM_HWPLUGIN_V2_MIXED_GRAPHS", "on")
     with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY, drafts=0) as sides:
-        graphs = sides.both[1].runner.cudagraph_manager.graphs
+        runner = sides.both[1].runner
+        graphs = dict(runner.cudagraph_manager.graphs)
+        # A model that only embeds starts, though the feature's switch is `on`.
+        runner.sampler = None
+        mixed_graphs.add_mixed_graphs(runner)
     assert {one.num_tokens for one in graphs if one.uniform_token_count is None} == ({*SIZES_HERE} if asked else set())

@@ -29,7 +29,7 @@ from vllm_hwplugin.spec_decode.builders import (
 )
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.drafters import SHARED_FIRST_PASS
-from vllm_hwplugin.spec_decode.obstacles import Part, why_not
+from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
 from vllm_hwplugin.spec_decode.ranks import Beyond, same_on_stages
 from vllm_hwplugin.spec_decode.v2.mixed_bounds import lost_mixed_graphs, set_mixed_graphs
 from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch
@@ -63,7 +63,9 @@ def add_mixed_graphs(runner: Any) -> None:
         # vLLM's own graphs of decode batches hold no image either.
         dispatch = MixedDispatch.of(runner) or MixedDispatch(runner)
         dispatch.attach(hasattr(runner.speculator, "prefill_cudagraph_manager"))
-    if runner.speculative_config is None and not gates.is_on(gates.PLAIN_DECODE):
+    # The stages of a pipeline must make the same calls, and only the last one has a sampler.
+    plain = gates.is_on(gates.PLAIN_DECODE) if runner.use_pp else decodes_plainly(runner)
+    if runner.speculative_config is None and not plain:
         return
     if lost_mixed_graphs(runner.compilation_config):
         # The capture for vLLM's memory estimate failed and gave the reason.
