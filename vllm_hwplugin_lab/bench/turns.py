@@ -9,11 +9,13 @@ size.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ._job import Event, Job, Outcome
@@ -24,6 +26,8 @@ SERVING = "vllm_hwplugin_lab.bench._serving"
 ENGINE = "vllm_hwplugin_lab.bench._engine"
 #: Seconds that a worker process spins for work.
 _SPIN = 1.0
+#: Seconds between two looks at a lock that another run holds.
+_POLL = 0.1
 #: ``stopped`` in the file of an unfinished run.
 _GOES_ON = "the run did not come to its end"
 
@@ -81,6 +85,29 @@ def of_workloads(jobs: Mapping[str, Job], answer: str = "measured") -> list[Meas
     ]
 
 
+@contextmanager
+def turn(file: Path | None, limit: TimeLimit, *, alone: bool) -> Iterator[None]:
+    """Hold the lock on ``file``: ``alone``, or together with others that start.
+
+    Raises:
+        TimeIsUp: The run has reached its time limit.
+    """
+    if file is None:
+        yield
+        return
+    with file.open("a") as opened:
+        while True:
+            try:
+                fcntl.flock(opened, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            except BlockingIOError as taken:
+                if not limit.left():
+                    raise TimeIsUp(f"the time limit of {limit.seconds:g} s") from taken
+                time.sleep(_POLL)
+            else:
+                break
+        yield
+
+
 def measure_in_turn(
     jobs: Mapping[str, Job],
     measurements: Sequence[Measurement],
@@ -90,6 +117,7 @@ def measure_in_turn(
     timeout: float,
     limit: TimeLimit | None = None,
     rest: float = 0.0,
+    lock: Path | None = None,
     module: str = SERVING,
     on_event: Callable[[Event], None] = lambda event: None,
     keep: Callable[[dict[str, Outcome]], None] = lambda outcomes: None,
@@ -105,39 +133,24 @@ def measure_in_turn(
         at_once: Start the engines at the same time; else one after the other, because they measure free memory.
         timeout: Seconds for a start, and for each answer.
         rest: Seconds between turns, see :func:`rest_between_turns`.
+        lock: A file that several runs on one machine name: they start together, and are measured one after the other.
         module: Module of the engines' processes.
     """
     limit = limit or TimeLimit()
     with ended_by_sigterm(), ExitStack() as stack:
         run = _Run(jobs, limit, timeout)
         try:
-            run.start(stack, module, on_event, at_once=at_once)
-            for measurement in measurements:
-                if measurement.warm_up is not None:
-                    # All at the same time, because nothing is measured yet: kernels are compiled here.
-                    run.tell(measurement.warm_up)
-                    run.wait_for("warm")
-            run.all_have_the_same()
-            sizes = {}
-            for measurement in measurements:
-                if measurement.trial is not None:
-                    run.in_turn(measurement.trial, "tried", rest)
-                    took = [run.sessions[side].events[-1]["seconds"] for side in run.alive()]
-                    sizes[measurement.name] = measurement.sized(min(took, default=math.inf))
-            for number in range(rounds):
+            with turn(lock, limit, alone=False):
+                run.start(stack, module, on_event, at_once=at_once)
                 for measurement in measurements:
-                    command = {**measurement.round, **sizes.get(measurement.name, {}), "round": number}
-                    run.in_turn(command, measurement.answer, rest)
-                    run.all_have_the_same()
-                keep(run.so_far(_GOES_ON))
-            # Last, because a profiled process launches more slowly for the rest of its life. One engine runs at a time,
-            # while the earlier engines read their profiles.
-            profiles = [measurement.profile for measurement in measurements if measurement.profile is not None]
-            for profile in profiles:
-                run.in_turn(profile, "collected")
-            if profiles:
-                run.wait_for("profiled")
-            return run.end()
+                    if measurement.warm_up is not None:
+                        # All at the same time, because nothing is measured yet: kernels are compiled here.
+                        run.tell(measurement.warm_up)
+                        run.wait_for("warm")
+                run.all_have_the_same()
+            with turn(lock, limit, alone=True):
+                run.measure(measurements, rounds, rest, keep)
+                return run.end()
         except KeyboardInterrupt:
             return run.so_far(run.stopped_by("an interrupt"))
         except TimeIsUp as reason:
@@ -166,6 +179,34 @@ class _Run:
             for session in self.sessions.values():
                 session.wait_for("ready", max(self._since + self._timeout - time.monotonic(), 0.0))
         self._start_seconds = time.monotonic() - self._since
+
+    def measure(
+        self,
+        measurements: Sequence[Measurement],
+        rounds: int,
+        rest: float,
+        keep: Callable[[dict[str, Outcome]], None],
+    ) -> None:
+        """Run the trials, the rounds, and the profiles."""
+        sizes = {}
+        for measurement in measurements:
+            if measurement.trial is not None:
+                self.in_turn(measurement.trial, "tried", rest)
+                took = [self.sessions[side].events[-1]["seconds"] for side in self.alive()]
+                sizes[measurement.name] = measurement.sized(min(took, default=math.inf))
+        for number in range(rounds):
+            for measurement in measurements:
+                command = {**measurement.round, **sizes.get(measurement.name, {}), "round": number}
+                self.in_turn(command, measurement.answer, rest)
+                self.all_have_the_same()
+            keep(self.so_far(_GOES_ON))
+        # Last, because a profiled process launches more slowly for the rest of its life. One engine runs at a time,
+        # while the earlier engines read their profiles.
+        profiles = [measurement.profile for measurement in measurements if measurement.profile is not None]
+        for profile in profiles:
+            self.in_turn(profile, "collected")
+        if profiles:
+            self.wait_for("profiled")
 
     def tell(self, command: Mapping[str, Any]) -> None:
         for session in self.sessions.values():

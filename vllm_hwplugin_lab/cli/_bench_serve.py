@@ -39,7 +39,7 @@ _RUNNING = ("url", "against")
 _SERVED = ("method", "target", "draft", "shape", "model", "acceptance_length", "k")
 _ENGINES = (
     *("side", "vllm_arg", "vllm_env", "patched_env", "cudagraph_mode", "max_model_len", "tensor_parallel_size"),
-    *("gpu_memory_utilization", "kv_cache_gib", "api_server_count", "http"),
+    *("gpu_memory_utilization", "kv_cache_gib", "api_server_count", "http", "lock"),
 )
 _LOAD = (
     *("concurrency", "request_rate", "temperature", "prompts", "chat", "input_len", "output_len", "range_ratio"),
@@ -144,6 +144,15 @@ def serve(
     ] = None,
     timeout: Annotated[float, typer.Option(help="Maximum seconds of a start and of each load.")] = 3600,
     time_limit: TimeLimitOption = None,
+    lock: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            metavar="FILE",
+            help="Runs that name the same FILE start together and send their loads one after the other: several "
+            "targets, each on its own GPUs of one machine.",
+        ),
+    ] = None,
 ) -> None:
     """Measure latencies, tokens/s and acceptance of your target and drafter.
 
@@ -214,13 +223,14 @@ def serve(
         patched_environment=pairs(patched_env or (), "--patched-env"),
         client=tuple(context.args),
         api_server_count=api_server_count if http else 0,
+        others_idle=lock is not None,
     )
     show_host(host, console)
     results = new_results(serving.FORMAT, host, settings)
     measurements = serving.serve_measurements(settings, asked or None)
     folder = shapes_folder()
     with progress(console) as bar:
-        turns = InTurn(bar, results, json_file, rounds, timeout, limit, serving.MODULE)
+        turns = InTurn(bar, results, json_file, rounds, timeout, limit, serving.MODULE, lock)
         for drafted in settings.k:
 
             def add(outcomes: Mapping[str, Outcome], drafted: int = drafted) -> None:

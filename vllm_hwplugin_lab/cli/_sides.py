@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -140,6 +141,7 @@ class InTurn:
         results: Written after each round, except to standard output.
         rounds: Rounds of each measurement and side.
         timeout: Seconds for a start, and for each measurement.
+        lock: See :func:`..bench.measure_in_turn`.
         module: Module of the engines' processes.
     """
 
@@ -150,6 +152,7 @@ class InTurn:
     timeout: float
     limit: TimeLimit
     module: str = SERVING
+    lock: Path | None = None
 
     def write(self) -> None:
         """Write the results, except to standard output; raises OutputError."""
@@ -205,6 +208,7 @@ class InTurn:
             timeout=self.timeout,
             limit=self.limit,
             rest=rest_between_turns(self.results.get("host", {}).get("device")),
+            lock=self.lock,
             module=self.module,
             on_event=advance(self.bar, task, label),
             keep=keep,

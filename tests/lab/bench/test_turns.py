@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import threading
 import time
 from datetime import datetime, timezone
 from types import SimpleNamespace
 
 import pytest
 
+from tests.cpu_seconds import wait_until
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin_lab.bench import Job, TimeLimit, Workload, _launch, measure_in_turn, of_workloads
 from vllm_hwplugin_lab.bench.results import processes_entry
+from vllm_hwplugin_lab.bench.turns import turn
 
 #: Seconds that no answer takes, on any host.
 LONG = 1200
@@ -211,3 +214,35 @@ def test_an_interrupt_leaves_what_both_sides_have_measured_and_the_failure_of_a_
         assert rounds_of(outcomes[side]) == [("batch 1", 0), ("batch 2", 0), ("batch 1", 1)]
         assert (outcomes[side].error, outcomes[side].stopped) == (None, "an interrupt")
     assert alive(said) == []
+
+
+def test_runs_with_one_lock_start_together_and_are_measured_one_after_the_other(engines, tmp_path):
+    lock = tmp_path / "lock"
+    jobs, done = engines("a", "b")
+
+    def run(side):
+        one = {side: jobs[side]}
+        measure_in_turn(one, of_workloads(one), rounds=2, at_once=True, timeout=LONG, lock=lock)
+
+    threads = [threading.Thread(target=run, args=(side,)) for side in "ab"]
+    # Neither is measured while a third still starts.
+    with turn(lock, TimeLimit(), alone=False):
+        for thread in threads:
+            thread.start()
+        assert wait_until(lambda: sum("warm-up" in line for line in done()) == 4, LONG)
+        assert not any("round" in line for line in done())
+    for thread in threads:
+        thread.join()
+    measured = [line[0] for line in done() if "warm-up" not in line and not line.endswith(("starts", "ready"))]
+    assert "".join(measured) in ("a" * 6 + "b" * 6, "b" * 6 + "a" * 6)
+
+
+def test_a_run_does_not_wait_for_a_turn_beyond_its_time(engines, tmp_path):
+    jobs, done = engines("a")
+    with turn(lock := tmp_path / "lock", TimeLimit(), alone=True):
+        limit = TimeLimit(0.3)
+        outcome = measure_in_turn(
+            jobs, of_workloads(jobs), rounds=1, at_once=True, timeout=LONG, limit=limit, lock=lock
+        )
+    assert outcome["a"].stopped.startswith("the time limit of 0.3 s")
+    assert not done()

@@ -47,7 +47,7 @@ def run(monkeypatch, tmp_path):
     def call(arguments, outcome=answer, host=GPU, instead=None):
         asked = []
 
-        def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, rest, module, on_event, keep):
+        def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, rest, lock, module, on_event, keep):
             asked.append((jobs, [one.name for one in measurements], rounds, at_once))
             # Worker processes, which look for work on the cores of the next engine, are a CPU's.
             assert (rest > 1) == (host is CPU)
@@ -144,7 +144,7 @@ def phases(job, us, number):
 def test_a_profile_looks_at_all_sides_in_turn_in_their_callers_processes(run, tmp_path):
     asked = []
 
-    def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, rest, module, on_event, keep):
+    def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, rest, lock, module, on_event, keep):
         asked.append((jobs, measurements, rounds, at_once, module, limit.seconds))
         found = {}
         for side, job in jobs.items():

@@ -61,7 +61,7 @@ def run(monkeypatch, tmp_path):
     def call(arguments, host=GPU, stopped=None, measured=True):
         asked = []
 
-        def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, rest, module, on_event, keep):
+        def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, rest, lock, module, on_event, keep):
             asked.append((jobs, measurements, rounds, at_once))
             names = [one.name for one in measurements if measured]
             found = {
