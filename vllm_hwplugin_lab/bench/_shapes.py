@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from packaging.version import Version
@@ -66,6 +67,21 @@ class Recurrent:
 
 
 @dataclass(frozen=True)
+class Images:
+    """The image encoder of a model, and the processors of its images.
+
+    Attributes:
+        config: The config's keys next to `text_config`.
+        processors: Name of a file -> its keys.
+        tokens: The tokenizer's tokens that stand for images -> their numbers.
+    """
+
+    config: Mapping[str, Any]
+    processors: Mapping[str, Mapping[str, Any]]
+    tokens: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Shape:
     """The sizes of a model from its published config.json; a name with `-4l` means only 4 of its layers.
 
@@ -81,6 +97,7 @@ class Shape:
         draft_heads: The drafter's heads, KV heads and head size; None: as the model's.
         kv_bytes: Bytes of a token in a layer with attention; None: keys and values of all KV heads.
         recurrent: The other layers of a hybrid.
+        images: None: the model only takes text.
         tensor_parallel_size: GPUs of an engine.
     """
 
@@ -101,6 +118,7 @@ class Shape:
     draft_heads: tuple[int, int, int] | None = None
     kv_bytes: int | None = None
     recurrent: Recurrent | None = None
+    images: Images | None = None
     tensor_parallel_size: int = 1
 
 
@@ -129,6 +147,16 @@ _GEMMA4_TEXT: Final = {
     "tie_word_embeddings": True,
     "use_bidirectional_attention": None,
     "use_double_wide_mlp": False,
+}
+
+#: Shared by the processors of Qwen3-VL's images and videos.
+_QWEN3_VL_PATCHES: Final = {
+    "processor_class": "Qwen3VLProcessor",
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
 }
 
 SHAPES: Final[Mapping[str, Shape]] = {
@@ -230,6 +258,63 @@ SHAPES: Final[Mapping[str, Shape]] = {
         more={**_FP8, "attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1},
         methods={"mtp": Version("0.28.0")},
         recurrent=Recurrent(value_heads=48, state_element=4),
+    ),
+    "qwen3-vl-4b": Shape(
+        "Qwen3-VL-4B",
+        layers=36,
+        hidden=2560,
+        heads=32,
+        kv_heads=8,
+        intermediate=9728,
+        tied=True,
+        model=("qwen3_vl", "Qwen3VLForConditionalGeneration"),
+        rope=_rope(5000000.0, mrope_interleaved=True, mrope_section=[24, 20, 20]),
+        more={"max_position_embeddings": 262144},
+        # Older ones were not tried.
+        methods={"eagle3": Version("0.26.0")},
+        images=Images(
+            config={
+                "image_token_id": 151655,
+                "video_token_id": 151656,
+                "vision_start_token_id": 151652,
+                "vision_end_token_id": 151653,
+                "vision_config": {
+                    "model_type": "qwen3_vl",
+                    "deepstack_visual_indexes": [5, 11, 17],
+                    "depth": 24,
+                    "hidden_act": "gelu_pytorch_tanh",
+                    "hidden_size": 1024,
+                    "in_channels": 3,
+                    "initializer_range": 0.02,
+                    "intermediate_size": 4096,
+                    "num_heads": 16,
+                    "num_position_embeddings": 2304,
+                    "out_hidden_size": 2560,
+                    "patch_size": 16,
+                    "spatial_merge_size": 2,
+                    "temporal_patch_size": 2,
+                },
+            },
+            processors={
+                "preprocessor_config.json": {
+                    **_QWEN3_VL_PATCHES,
+                    "image_processor_type": "Qwen2VLImageProcessorFast",
+                    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+                },
+                "video_preprocessor_config.json": {
+                    **_QWEN3_VL_PATCHES,
+                    "video_processor_type": "Qwen3VLVideoProcessor",
+                    "size": {"longest_edge": 25165824, "shortest_edge": 4096},
+                },
+            },
+            tokens={
+                "<|vision_start|>": 151652,
+                "<|vision_end|>": 151653,
+                "<|vision_pad|>": 151654,
+                "<|image_pad|>": 151655,
+                "<|video_pad|>": 151656,
+            },
+        ),
     ),
     # DeepSeek-V3: three dense layers, and one with experts.
     "deepseek-v3-4l": Shape(
@@ -406,7 +491,7 @@ def why_not(name: str, method: str, vllm: Version, *, on_v2: bool) -> str | None
 def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[Path, Path | None]:
     """Write the configurations of a target and its drafter; return their folders.
 
-    None: the drafter has no folder.
+    None: the drafter has no folder. A target that takes images gets its processors and its tokenizer too.
 
     Args:
         shape: The target. The drafter has its layer sizes, except with `draft_model`.
@@ -415,6 +500,10 @@ def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[
     """
     target = folder / "target"
     _write(target, _target(shape))
+    if shape.images is not None:
+        for name, keys in shape.images.processors.items():
+            _write(target, dict(keys), name)
+        write_tokenizer(target, shape.vocabulary, shape.images.tokens)
     drafter = folder / method
     if method == "mtp" and shape.assistant is not None:
         _write(drafter, dict(shape.assistant))
@@ -449,21 +538,30 @@ def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[
     return target, drafter
 
 
-def write_tokenizer(folder: Path, vocabulary: int) -> None:
+def write_tokenizer(folder: Path, vocabulary: int, special: Mapping[str, int] = MappingProxyType({})) -> None:
     """Give a shape's target a tokenizer with a word per token.
 
     A text then has its tokens again. An existing tokenizer stays.
+
+    Args:
+        special: Tokens that random prompts leave out -> their numbers.
     """
     if (folder / "tokenizer_config.json").exists():
         return
-    words = {f"t{number}": number for number in range(vocabulary)}
+    names = {number: token for token, number in special.items()}
+    words = {names.get(number, f"t{number}"): number for number in range(vocabulary)}
+    kind = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     whole = {
         "version": "1.0",
-        "added_tokens": [],
+        "added_tokens": [{"id": number, "content": token, **kind} for number, token in sorted(names.items())],
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "model": {"type": "WordLevel", "vocab": words, "unk_token": "t0"},
     }
-    kinds = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    kinds = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "additional_special_tokens": list(special),
+    }
     (folder / "tokenizer.json").write_text(json.dumps(whole), encoding="utf-8")
     # Written last: if it exists, the other file is complete.
     (folder / "tokenizer_config.json").write_text(json.dumps(kinds), encoding="utf-8")
@@ -502,7 +600,11 @@ def _target(shape: Shape) -> dict[str, Any]:
         sizes = {key: value for key, value in sizes.items() if "window" not in key}
     recurrent = {} if shape.recurrent is None else shape.recurrent.config()
     names = {"architectures": [architecture], "model_type": model_type}
-    return {**sizes, **recurrent, **shape.rope, **shape.more, **names}
+    text = {**sizes, **recurrent, **shape.rope, **shape.more}
+    if shape.images is None:
+        return {**text, **names}
+    text["model_type"] = f"{model_type}_text"
+    return {**shape.images.config, "text_config": text, "tie_word_embeddings": shape.tied, **names}
 
 
 def _drafter(shape: Shape, layers: int) -> dict[str, Any]:
@@ -537,6 +639,6 @@ def _common(shape: Shape, layers: int, heads: tuple[int, int, int]) -> dict[str,
     }
 
 
-def _write(folder: Path, config: dict[str, Any]) -> None:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+def _write(folder: Path, config: dict[str, Any], name: str = "config.json") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

@@ -194,7 +194,9 @@ def model_of(case: Case, length: float | None, checkpoints: Checkpoints | None, 
             target, drafter = write_configs(shape, made, case.method, case.k + 1)
             configs = _put(made, home)
         target, drafter = configs / target.name, None if drafter is None else configs / drafter.name
-        options |= {"load_format": "dummy", "skip_tokenizer_init": True, "worker_extension_cls": _DUMMY_EXTENSION}
+        options |= {"load_format": "dummy", "worker_extension_cls": _DUMMY_EXTENSION}
+        # vLLM asks a tokenizer for the tokens of images.
+        options["skip_tokenizer_init"] = shape.images is None
         if shape.tensor_parallel_size > 1:
             options["tensor_parallel_size"] = shape.tensor_parallel_size
         if shape.recurrent is not None:

@@ -50,7 +50,7 @@ def test_vllm_knows_the_model_and_its_drafter(name: str, method: str, tmp_path: 
     assert {config.architectures[0], of_draft.architectures[0]} <= set(known)
     if shape.assistant is None:
         same = "vocab_size" if method == "draft_model" else "hidden_size"
-        assert getattr(of_draft, same) == getattr(config, same)
+        assert getattr(of_draft, same) == getattr(config.get_text_config(), same)
     else:
         assert of_draft.backbone_hidden_size == config.hidden_size
     if method == "mtp":
@@ -69,7 +69,33 @@ def test_a_job_has_what_its_shape_needs(
     speculation = job.options["speculative_config"]
     assert ("model" in speculation) == (method != "mtp" or SHAPES[name].assistant is not None)
     target = json.loads((Path(job.options["model"]) / "config.json").read_text())
-    assert all(token < target["vocab_size"] for w in job.workloads for prompt in w.prompts for token in prompt)
+    vocabulary = target.get("text_config", target)["vocab_size"]
+    assert all(token < vocabulary for w in job.workloads for prompt in w.prompts for token in prompt)
+
+
+def test_a_model_with_images_has_what_reads_them(settings: Settings, gpu_host: Host, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    host, case = dataclasses.replace(gpu_host, vllm="0.33.0"), Case("qwen3-vl-4b", "eagle3", 3)
+    options = job_for(case, "patched", settings, host, None, tmp_path, own_process=True).options
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options["model"])
+    config = config_of(Path(options["model"]))
+    names = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    ids = [config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id]
+    assert not options["skip_tokenizer_init"]
+    assert tokenizer(" ".join(("t5", *names, "t151935"))).input_ids == [5, *ids, 151935]
+    # vLLM's client leaves these out of random prompts.
+    assert set(ids) <= set(tokenizer.all_special_ids)
+    assert tokenizer.vocab_size == config.get_text_config().vocab_size
+    # A feature of each of these layers is added in the text model.
+    vision = config.vision_config
+    assert max(vision.deepstack_visual_indexes) < vision.depth
+    assert vision.out_hidden_size == config.get_text_config().hidden_size
+    for kind in ("image", "video"):
+        file = "preprocessor_config.json" if kind == "image" else "video_preprocessor_config.json"
+        processor = json.loads((Path(options["model"]) / file).read_text())
+        assert processor["patch_size"] == vision.patch_size
+        assert processor["merge_size"] == vision.spatial_merge_size
+        assert hasattr(transformers, processor[f"{kind}_processor_type"])
 
 
 @pytest.mark.parametrize(
