@@ -48,8 +48,9 @@ Parts of a step that run in graphs with the plugin, on Model Runner V2: **S** sa
 - [(X) was measured](model-runner-v2.md#gated-delta-rule) with Qwen3.5-4B's shape, not with long prompts, which
   FlashInfer's kernels may compute faster.
 - With an fp8 KV cache on Ada, `--attention-backend TRITON_ATTN` keeps the graphs that vLLM up to 0.32 drops.
-- Gemma 4 with images: vLLM 0.30 and newer choose attention for H100 and B200 that has no FULL graphs with a
-  drafter. `--attention-backend TRITON_ATTN` has them; compare the times, because the kernels differ.
+- Tokens of an image see each other in Gemma 4 31B and 26B-A4B, not in E4B: vLLM 0.30 and newer choose attention for
+  H100 and B200 that has no FULL graphs with a drafter. `--attention-backend TRITON_ATTN` has them; compare the times,
+  because the kernels differ.
 
 ## Why batches with prompts have no graph on H100
 
@@ -191,7 +192,7 @@ LAUNCHES: Final = (
     Launch("Qwen3-Next-80B, TP4, MTP", plain(GDN), plain(), hybrid=True),
     Launch("Qwen3-VL-8B, Eagle3", plain(), more=_IMAGES, **_EAGLE),
     Launch(
-        "Gemma 4 31B and E4B, assistant",
+        "Gemma 4 31B and 26B-A4B, assistant",
         {"hopper": (COMPOSITE,), "blackwell": (COMPOSITE,), "older": (TRITON,)},
         drafter="Gemma4Speculator",
         more={**_IMAGES, "model_config.is_mm_prefix_lm": True},
@@ -208,6 +209,12 @@ LAUNCHES: Final = (
         {"hopper": (FLASH[4],), "blackwell": (TRITON,), "older": (TRITON,)},
         drafter="Gemma4Speculator",
         more={"model_config.is_mm_prefix_lm": True},
+    ),
+    Launch(
+        "Gemma 4 E4B, assistant",
+        {"hopper": (FLASH[4],), "blackwell": (TRITON,), "older": (TRITON,)},
+        drafter="Gemma4Speculator",
+        more=_IMAGES,
     ),
     Launch("DeepSeek-V3.1, TP8, MTP", on_large(FLASH_ATTN_MLA, blackwell=(FLASHINFER_MLA,))),
     Launch("DeepSeek-V3.2 and GLM-5.2, TP8, MTP", on_large(SPARSE_MLA, INDEXER)),
