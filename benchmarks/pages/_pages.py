@@ -31,12 +31,12 @@ RESULTS = ROOT / _FOLDER
 _COSTS = {
     "docs/nwor.md": "cost-nwor-",
     "docs/kernels.md": "cost-ops-",
-    "docs/model-runner-v2.md": "cost-plain-decode-",
 }
 #: Page of a feature that is off by default -> its variable.
 _OFF_BY_DEFAULT = {
     "docs/draft-head.md": "VLLM_HWPLUGIN_V2_DRAFT_HEAD",
     "docs/draft-schedule.md": "VLLM_HWPLUGIN_DRAFT_SCHEDULE",
+    "docs/model-runner-v2.md": "VLLM_HWPLUGIN_PLAIN_DECODE",
 }
 
 

@@ -21,7 +21,6 @@ _FORMATS: Mapping[str, tuple[str, Any, tuple[str, ...]] | None] = {
     "cost-linear-": ("format", results.FORMAT, _OF_ENGINES),
     "cost-nwor-": ("format", results.FORMAT, _OF_ENGINES),
     "cost-ops-": ("format", results.FORMAT, _OF_ENGINES),
-    "cost-plain-decode-": ("format", results.FORMAT, _OF_ENGINES),
     "kernels-attention-": ("kernels_format", micro.FORMAT, _OF_KERNELS),
     "kernels-ops-": ("kernels_format", micro.FORMAT, _OF_KERNELS),
     "soak-": ("format", soak.FORMAT, ("date", "commit", "plugin", "host", "settings", "sides", "failures")),

@@ -43,7 +43,7 @@ _WAITS = (
 )
 #: Concurrencies and targets of README.md.
 _SHOWN = (1, 16, 64, 128, 256)
-_MOST_TARGETS = 6
+_MOST_TARGETS = 8
 _COUNTED = {1: "one", 2: "two", 4: "four", 8: "eight"}
 
 
@@ -97,7 +97,7 @@ def live(files: Sequence[Found]) -> str:
 def first_screen(files: Sequence[Found]) -> tuple[str, str]:
     """Return README.md's sentence with one figure, and its table.
 
-    The table has the newest vLLM on a machine with no other load: a row for each target, at most six.
+    The table has the newest vLLM on a machine with no other load: a row for each target, at most eight.
     """
     quiet = [
         file for file in over_http(files) if not file.conditions and not file.results["settings"]["patched_environment"]
@@ -228,22 +228,25 @@ def features(files: Sequence[Found], variable: str) -> str:
 
     Args:
         files: of ``bench serve``.
-        variable: the feature's environment variable, which the patched side of its files has.
+        variable: the feature's environment variable, which the patched side of its files has. The other side is the
+            plugin without it, or unpatched vLLM.
     """
     names = ["target and drafts", "with", "concurrency", "tokens/s", *(f"{name} P50" for name in ("ITL", "TTFT"))]
     names += ["TTFT P99", "rounds", "measured"]
     lines = []
     files = [file for file in over_http(files) if variable in file.results["settings"]["patched_environment"]]
+    without = {file.results["settings"]["sides"][0] for file in files}
     for file in files:
         settings = file.results["settings"]
         value = settings["patched_environment"][variable]
         for case in file.results["cases"]:
             target = f"{_target(settings)}, {_drafter(file, case)}"
-            for load in (_Load(file, *both) for both in _pairs(case, "mrv2-plugin", "mrv2-patched")):
+            for load in (_Load(file, *both) for both in _pairs(case, settings["sides"][0], "mrv2-patched")):
                 ratios = (load.speedup, load.ratio("itl_ms"), load.ratio("ttft_ms"), load.ratio("ttft_ms", "p99"))
                 at, rounds = (str(load.before[name]) for name in ("concurrency", "rounds"))
                 lines.append([target, f"`{value}`", at, *(f"{ratio:.2f}" for ratio in ratios), rounds, file.day])
-    how = "Ratios, with / without the feature, both with the plugin: more tokens/s and less time are better. "
+    other = "both with the plugin" if without == {"mrv2-plugin"} else "without: unpatched vLLM"
+    how = f"Ratios, with / without the feature, {other}: more tokens/s and less time are better. "
     sources = "; ".join(dict.fromkeys(f"`{file.name}` ({file.source})" for file in files))
     return "\n".join([*table(names, lines), "", paragraph(f"{how}Dummy weights, equal acceptance. {sources}.")])
 
