@@ -39,15 +39,16 @@ def own_of(block: int, max_num_seqs: int, max_num_batched_tokens: int, ceiling: 
 
 
 def config_of(k: int = 3, seqs: int = 1024, batched: int = 8192, method: str = "eagle3", **more: Any) -> Any:
-    """A `VllmConfig` before vLLM fills in the sizes."""
+    """A `VllmConfig` before vLLM fills in the sizes; without a drafter for `k` of 0."""
     sizes, largest = more.get("sizes"), more.get("largest")
+    speculative_config = SimpleNamespace(
+        method=method,
+        num_speculative_tokens=k,
+        num_speculative_tokens_per_batch_size=more.get("tiers"),
+        uses_dynamic_speculative_decoding=lambda: False,
+    )
     return SimpleNamespace(
-        speculative_config=SimpleNamespace(
-            method=method,
-            num_speculative_tokens=k,
-            num_speculative_tokens_per_batch_size=more.get("tiers"),
-            uses_dynamic_speculative_decoding=lambda: False,
-        ),
+        speculative_config=speculative_config if k else None,
         scheduler_config=SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=batched),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=more.get("tp", 1),
@@ -68,6 +69,7 @@ def config_of(k: int = 3, seqs: int = 1024, batched: int = 8192, method: str = "
         ),
         model_config=SimpleNamespace(
             enforce_eager=False,
+            runner_type=more.get("runner", "generate"),
             architectures=more.get("architectures", ()),
             get_hidden_size=lambda: more.get("hidden", 4096),
         ),
@@ -92,7 +94,7 @@ def made(config: Any, fill: Callable[[Any], None]) -> Any:
 def stock(config: Any) -> None:
     compilation, scheduler = config.compilation_config, config.scheduler_config
     if compilation.cudagraph_capture_sizes is None:
-        block = 1 + config.speculative_config.num_speculative_tokens
+        block = config.uniform_decode_query_len
         ceiling = compilation.max_cudagraph_capture_size or 512
         own = own_of(block, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, ceiling)
         compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = own, own[-1]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_hwplugin.base import run_records
+from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode import capture_sizes as feature
 from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, LARGEST_MIXED, capture_sizes, largest_own, max_num_splits
@@ -132,6 +132,27 @@ def test_batches_with_prompts_of_a_small_target_have_larger_sizes_on_v2(
 def test_where_batches_with_prompts_have_no_graphs_there_are_no_sizes_for_them(entry: run_records.RunRecord) -> None:
     config = made(config_of(mode=CUDAGraphMode.FULL_DECODE_ONLY), stock)
     assert config.compilation_config.max_cudagraph_capture_size == LARGEST
+
+
+@pytest.mark.parametrize(
+    ("more", "largest", "said"),
+    [
+        ({"v2": True}, 8192, "decode batches of up to 64 requests"),
+        ({}, 128, "left to vLLM: without a drafter only Model Runner V2 has graphs of the plugin"),
+        ({"v2": True, "runner": "pooling"}, 128, "left to vLLM: the model does not generate"),
+    ],
+)
+def test_an_engine_without_a_drafter_has_larger_sizes_if_it_is_asked_for_graphs(
+    entry: run_records.RunRecord, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], largest: int, said: str
+) -> None:
+    """Prompt steps had no graphs above twice `max_num_seqs` tokens."""
+    unasked = made(config_of(k=0, seqs=64, hidden=1024, **more), stock)
+    assert unasked.compilation_config.max_cudagraph_capture_size == 128
+    assert not entry.decisions
+    monkeypatch.setenv(gates.PLAIN_DECODE, "on")
+    config = made(config_of(k=0, seqs=64, hidden=1024, **more), stock)
+    assert config.compilation_config.max_cudagraph_capture_size == largest
+    assert said in entry.decisions["capture-sizes"]
 
 
 def test_what_is_decided_is_on_record_and_stays(entry: run_records.RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:

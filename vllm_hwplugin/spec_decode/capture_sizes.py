@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the capture sizes of an engine with a drafter, unless the user lists them.
+"""Choose the capture sizes of an engine with a drafter, or that is asked for graphs, unless the user lists them.
 
 A decode batch has a FULL graph if its token count is a multiple of 1 + k, up to the largest size. vLLM's list counts
 tokens and ends at 512: 128 requests with three drafts, 32 with fifteen. Larger decode batches run without any graph.
@@ -76,7 +76,7 @@ def capture_sizes(
     DFlash drafter of the V1 runner has buffers for no larger one.
 
     Args:
-        block: tokens of a request in a decode batch, 1 + num_speculative_tokens.
+        block: tokens of a request in a decode batch.
         own_sizes: vLLM's own capture sizes, in tokens.
         mixed: tokens of the largest batch with prompts that gets a graph above vLLM's sizes; 0 for none.
         steps: whether graphs of the sizes up to `max_num_seqs`, draft with one token per request. Then
@@ -124,7 +124,7 @@ def note_user_sizes(vllm_config: Any) -> None:
 
 
 def check_and_update_config(vllm_config: Any) -> bool:
-    """Set the sizes of an engine with a drafter, unless listed.
+    """Set the sizes of an engine with the plugin's graphs, unless listed.
 
     A platform's `check_and_update_config` calls this, after its base class has decided the cudagraph mode. The result
     says whether the user named neither a list nor the largest size.
@@ -137,9 +137,9 @@ def check_and_update_config(vllm_config: Any) -> bool:
     unnamed = not listed and limit is None
     spec, compilation = vllm_config.speculative_config, vllm_config.compilation_config
     # A configuration that is made from another one already has its sizes.
-    if spec is None or (listed and _LEFT in vars(compilation)):
+    if (spec is None and not gates.is_on(gates.PLAIN_DECODE)) or (listed and _LEFT in vars(compilation)):
         return unnamed
-    if spec.method not in TRIED_METHODS:
+    if spec is not None and spec.method not in TRIED_METHODS:
         vars(compilation)[_LEFT] = f"the speculative method is {spec.method}"
         return unnamed
     try:
@@ -176,6 +176,10 @@ def _why_left(vllm_config: Any) -> str | None:
     if parallel.data_parallel_size > 1:
         return "data-parallel ranks pad their batches to each other's"
     model = getattr(vllm_config, "model_config", None)
+    if vllm_config.speculative_config is None and not _is_v2(vllm_config):
+        return "without a drafter only Model Runner V2 has graphs of the plugin"
+    if vllm_config.speculative_config is None and model.runner_type != "generate":
+        return "the model does not generate"
     if any("DeepseekV41" in name for name in getattr(model, "architectures", None) or ()):
         return "DeepSeek V4.1 replays layers in graphs whose sizes and buffers follow from the capture sizes"
     # Not there from 0.32 on.
@@ -188,21 +192,31 @@ def _why_left(vllm_config: Any) -> str | None:
     return None
 
 
+def _is_v2(vllm_config: Any) -> bool:
+    return bool(getattr(vllm_config, "use_v2_model_runner", False))
+
+
+def _block(vllm_config: Any) -> int:
+    """Return a request's tokens in a decode batch."""
+    spec = vllm_config.speculative_config
+    return 1 if spec is None else 1 + int(spec.num_speculative_tokens)
+
+
 def _set(vllm_config: Any, limit: int | None) -> tuple[str, str]:
     """Set the sizes; return why they stay vLLM's, or what they are."""
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
-    block = 1 + vllm_config.speculative_config.num_speculative_tokens
+    block, spec = _block(vllm_config), vllm_config.speculative_config
     own = list(compilation.cudagraph_capture_sizes)
     seqs, batched = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     if limit is not None:
         batched = min(batched, limit)
-    v2: bool = getattr(vllm_config, "use_v2_model_runner", False)
+    v2 = _is_v2(vllm_config)
     # With FULL_DECODE_ONLY batches with prompts have no graphs.
     wants_mixed = gates.read(gate_of(CAPTURE_SIZES)).text == "mixed"
     mixes = limit is None and wants_mixed and compilation.cudagraph_mode.mixed_mode().name != "NONE"
     mixed = _largest_with_prompts(vllm_config, v2) if mixes else 0
     # On the V1 runner the drafter's passes after the first have their own sizes.
-    steps = v2 and block > 2 and vllm_config.speculative_config.method not in MASK_METHODS
+    steps = v2 and block > 2 and spec.method not in MASK_METHODS
     sizes = list(capture_sizes(block, seqs, batched, own, mixed=mixed, steps=steps))
     if v2 and mixed:
         # A step that computes as much of prompts as it may has this many tokens. V1 rounds its sizes up.
@@ -240,14 +254,14 @@ def _note_unserved(vllm_config: Any, option: str) -> None:
     if entry is None or mode.decode_mode().name != "FULL":
         # Without any FULL graph of decode batches, only the mode helps.
         return
-    block = 1 + vllm_config.speculative_config.num_speculative_tokens
+    block = _block(vllm_config)
     top = min(scheduler.max_num_seqs, min(LARGEST, scheduler.max_num_batched_tokens) // block)
     served = served_requests(
         block,
         scheduler.max_num_seqs,
         compilation.cudagraph_capture_sizes,
         separate=mode.separate_routine(),
-        v2=getattr(vllm_config, "use_v2_model_runner", False),
+        v2=_is_v2(vllm_config),
         vllm=Version(entry.vllm_version or "0"),
     )
     missing = [count for count in range(1, top + 1) if count not in served]
@@ -298,12 +312,12 @@ def _ranges(counts: Sequence[int]) -> str:
 
 def leave_mixed_to_vllm(vllm_config: Any) -> None:
     """Drop the plugin's prompt-only sizes, for platforms with few graphs per process."""
-    compilation, spec = vllm_config.compilation_config, vllm_config.speculative_config
+    compilation = vllm_config.compilation_config
     own = largest_own(compilation)
     if own is None:
         return
     vars(compilation)[_MIXED] = own
-    decodes = min(LARGEST, vllm_config.scheduler_config.max_num_seqs * (1 + spec.num_speculative_tokens))
+    decodes = min(LARGEST, vllm_config.scheduler_config.max_num_seqs * _block(vllm_config))
     sizes = [size for size in compilation.cudagraph_capture_sizes if size <= max(own, decodes)]
     compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes, sizes[-1]
 
