@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -56,21 +57,6 @@ def vllm_here() -> Any:
     return find_installed()
 
 
-def runner_modules(
-    patched_module: Callable[..., types.ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> dict[bool, types.ModuleType]:
-    """The runner's module, stock (True) and patched; both take the tests' proposers for vLLM's."""
-    import vllm.v1.worker.gpu_model_runner as stock
-
-    from .host_runner import PROPOSERS
-
-    modules = {True: stock, False: patched_module("vllm/v1/worker/gpu_model_runner.py")}
-    for module in modules.values():
-        for name in PROPOSERS:
-            monkeypatch.setattr(module, name, object, raising=False)
-    return modules
-
-
 class _Capture:
     """`torch.cuda.CUDAGraph` of a host without a GPU, as far as a capture that failed is left."""
 
@@ -103,15 +89,42 @@ def uses(accelerator: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[
 
 
 @pytest.fixture
-def make(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
-    """`make(which, k, sizes=...)`: a proposer that is "stock", "passes" (a graph a pass) or "loop"."""
+def booting(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
+    """`booting(make, k, build, stock=...)`: a proposer and its runner, whose graphs replay as on a GPU."""
+    import vllm.v1.worker.gpu_model_runner as stock_runner
+
+    from vllm_hwplugin.spec_decode.v1 import pass_graphs
+
+    from .drafters import BLOCK, LAYER, make_config
+    from .host_runner import PROPOSERS, make_host
+    from .recorded_graph import RecordedGraphs
+
+    runners = {True: stock_runner, False: patched_module("vllm/v1/worker/gpu_model_runner.py")}
+    for module in runners.values():
+        # Both take the tests' proposers for vLLM's.
+        for name in PROPOSERS:
+            monkeypatch.setattr(module, name, object, raising=False)
+    monkeypatch.setattr(pass_graphs, "CUDAGraphWrapper", RecordedGraphs)
+    monkeypatch.setattr(pass_graphs, "current_platform", types.SimpleNamespace(graph_pool_handle=object))
+    monkeypatch.setattr(RecordedGraphs, "instances", [])
+    monkeypatch.setattr(RecordedGraphs, "sealed", False)
+
+    def made(make, k, build, *, stock):
+        proposer = make(k, make_config([rung * (1 + k) for rung in (1, 2, 4, 8)]))
+        proposer.host = make_host(runners[stock], proposer, LAYER, block_size=BLOCK, build=build)
+        return proposer
+
+    return made
+
+
+@pytest.fixture
+def make(patched_module, booting, monkeypatch: pytest.MonkeyPatch):
+    """`make(which, k)`: a proposer that is "stock", "passes" (a graph a pass) or "loop"."""
     import vllm.v1.spec_decode.llm_base_proposer as stock_proposer
 
-    from vllm_hwplugin.spec_decode.v1 import draft_loop_graph, pass_graphs
+    from vllm_hwplugin.spec_decode.v1 import draft_loop_graph
 
-    from .drafters import BLOCK, LAYER, build_views, make_config, make_proposer, plain_eagle_step
-    from .host_runner import make_host
-    from .recorded_graph import RecordedGraphs
+    from .drafters import build_views, make_proposer, plain_eagle_step
 
     path = "vllm/v1/spec_decode/llm_base_proposer.py"
     modules = {
@@ -119,36 +132,22 @@ def make(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
         "passes": patched_module(path, VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH="off"),
         "loop": patched_module(path),
     }
-    runners = runner_modules(patched_module, monkeypatch)
     for module in (draft_loop_graph, *modules.values()):
         monkeypatch.setattr(module, "eagle_step_update_slot_mapping_and_metadata", plain_eagle_step)
-    monkeypatch.setattr(pass_graphs, "CUDAGraphWrapper", RecordedGraphs)
-    monkeypatch.setattr(pass_graphs, "current_platform", types.SimpleNamespace(graph_pool_handle=object))
-    monkeypatch.setattr(RecordedGraphs, "instances", [])
-    monkeypatch.setattr(RecordedGraphs, "sealed", False)
 
-    def made(which, k, sizes=None, module=None, **limits):
-        sizes = [rung * (1 + k) for rung in (1, 2, 4, 8)] if sizes is None else sizes
-        proposer = make_proposer(module or modules[which], k, make_config(sizes, **limits))
-        runner = runners[which == "stock"]
-        proposer.host = make_host(runner, proposer, LAYER, block_size=BLOCK, build=build_views)
-        return proposer
+    def made(which, k, module=None):
+        return booting(partial(make_proposer, module or modules[which]), k, build_views, stock=which == "stock")
 
     return made
 
 
 @pytest.fixture
-def make_dflash(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
-    """`make_dflash(which, k, sizes=...)`: a `DFlashProposer`; "stock", or "graphs"."""
+def make_dflash(patched_module, booting, monkeypatch: pytest.MonkeyPatch):
+    """`make_dflash(which, k)`: a `DFlashProposer`; "stock", or "graphs"."""
     import vllm.v1.spec_decode.dflash as stock_dflash
     import vllm.v1.spec_decode.llm_base_proposer as stock_proposer
 
-    from vllm_hwplugin.spec_decode.v1 import pass_graphs
-
     from . import dflash_drafter
-    from .drafters import BLOCK, LAYER, make_config
-    from .host_runner import make_host
-    from .recorded_graph import RecordedGraphs
 
     folder = "vllm/v1/spec_decode"
     proposer = patched_module(f"{folder}/llm_base_proposer.py")
@@ -161,21 +160,13 @@ def make_dflash(patched_module, notes, monkeypatch: pytest.MonkeyPatch):
         "stock": dflash_drafter.Modules(stock_dflash, stock_proposer),
         "graphs": dflash_drafter.Modules(patched, proposer),
     }
-    runners = runner_modules(patched_module, monkeypatch)
     for one in modules.values():
         monkeypatch.setattr(one.dflash, "_copy_and_expand_dflash_inputs", dflash_drafter.plain_expand)
         monkeypatch.setattr(one.proposer, "DFlashQwen3ForCausalLM", dflash_drafter.DFlashModel)
-    monkeypatch.setattr(pass_graphs, "CUDAGraphWrapper", RecordedGraphs)
-    monkeypatch.setattr(pass_graphs, "current_platform", types.SimpleNamespace(graph_pool_handle=object))
-    monkeypatch.setattr(RecordedGraphs, "instances", [])
-    monkeypatch.setattr(RecordedGraphs, "sealed", False)
 
-    def made(which, k, sizes=None, **limits):
-        sizes = [rung * (1 + k) for rung in (1, 2, 4, 8)] if sizes is None else sizes
-        drafter = dflash_drafter.make_dflash(modules[which], k, make_config(sizes, **limits))
-        runner, build = runners[which == "stock"], dflash_drafter.build_block_views
-        drafter.host = make_host(runner, drafter, LAYER, block_size=BLOCK, build=build)
-        return drafter
+    def made(which, k):
+        make = partial(dflash_drafter.make_dflash, modules[which])
+        return booting(make, k, dflash_drafter.build_block_views, stock=which == "stock")
 
     return made
 

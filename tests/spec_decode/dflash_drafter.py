@@ -9,9 +9,20 @@ from typing import Any
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-from .drafters import BLOCK, HIDDEN, LAYER, MAX_LEN, MAX_REQS, MAX_TOKENS, PRIME, VOCAB, DraftModel, Views
+from .drafters import (
+    BLOCK,
+    LAYER,
+    MAX_LEN,
+    MAX_REQS,
+    MAX_TOKENS,
+    PRIME,
+    VOCAB,
+    DraftModel,
+    Views,
+    add_graphs,
+    set_up,
+)
 
 
 class DFlashModel(DraftModel):
@@ -85,49 +96,14 @@ def make_dflash(modules: Modules, k: int, config: Any):
 
     class DFlashProposer(module.DFlashProposer):
         def __init__(self):
-            self.vllm_config, self.method, self.device = config, "dflash", torch.device("cpu")
-            self.compilation_config = config.compilation_config
-            self.speculative_config = types.SimpleNamespace(
-                num_speculative_tokens=k,
-                enforce_eager=False,
-                disable_padded_drafter_batch=False,
-                method="dflash",
-                use_dflash=lambda: True,
-                use_eagle=lambda: True,
-                uses_draft_model=lambda: False,
-                uses_extract_hidden_states=lambda: False,
-            )
-            self.num_speculative_tokens = k
-            self.pass_hidden_states_to_model = self.parallel_drafting = True
-            self.net_num_new_slots_per_request = k
-            self.needs_extra_input_slots = True
-            self.parallel_drafting_token_id, self.dflash_causal = VOCAB - 1, False
-            self.dtype, self.hidden_size = torch.int64, HIDDEN
-            self.draft_model_config = types.SimpleNamespace(get_hidden_size=lambda: HIDDEN)
-            self.max_model_len, self.block_size, self.max_num_tokens = MAX_LEN, BLOCK, MAX_TOKENS
+            self.method, self.compilation_config = "dflash", config.compilation_config
             self.max_query_tokens = MAX_REQS * (1 + k)
-            self.max_positions = MAX_TOKENS + self.max_query_tokens
-            self.supports_mm_inputs = self.uses_mrope = self.constant_draft_positions = False
-            self.use_heterogeneous_vocab = self.use_local_argmax_reduction = False
-            self._enable_probabilistic_draft_probs = self._share_mtp_indices = False
-            self.uses_xdrope_dim = self.draft_uses_xdrope_dim = 0
-            self.allowed_attn_types = self.eplb_state = None
-            self.input_ids = torch.zeros(MAX_TOKENS, dtype=torch.int32)
-            self.positions = torch.zeros(self.max_query_tokens, dtype=torch.int64)
-            self._slot_mapping_buffer = torch.zeros(self.max_query_tokens, dtype=torch.int64)
+            self.parallel_drafting_token_id, self.dflash_causal = VOCAB - 1, False
             self._context_positions_buffer = torch.zeros(MAX_TOKENS, dtype=torch.int64)
             self._context_slot_mapping_buffer = torch.zeros(MAX_TOKENS, dtype=torch.int64)
-            self.hidden_states = torch.zeros(MAX_TOKENS, HIDDEN, dtype=torch.int64)
-            self.arange = torch.arange(self.max_positions + 1, dtype=torch.int32)
-            self.token_arange_np = self.arange.numpy().copy()
-            self._draft_attn_layer_names = {LAYER}
-            self.draft_attn_groups = []
-            self.model = DFlashModel()
-            # What the hunks add to the constructors.
-            self.cudagraph_dispatcher = CudagraphDispatcher(config)
-            if hasattr(modules.proposer, "DraftGraphs"):
-                self.draft_graphs = modules.proposer.DraftGraphs(self)
-                self.draft_loop = self.draft_graphs.add(modules.proposer.DraftLoop)
+            set_up(self, config, k, DFlashModel(), self.max_query_tokens)
+            add_graphs(self, modules.proposer)
+            # What the hunks add to the constructor.
             if hasattr(module, "ContextGraphs"):
                 module.lengthen_query_buffers(self)
                 self.draft_context = self.draft_graphs.add(module.ContextGraphs)

@@ -101,61 +101,75 @@ def build_views(common_attn_metadata, draft_index: int) -> Views:
     )
 
 
-def make_config(sizes: list[int], max_num_seqs: int = MAX_REQS) -> VllmConfig:
+def make_config(sizes: list[int]) -> VllmConfig:
     config = VllmConfig()
-    config.compilation_config.cudagraph_capture_sizes = sorted(sizes)
-    config.compilation_config.max_cudagraph_capture_size = max(sizes, default=0)
-    config.scheduler_config.max_num_seqs = max_num_seqs
+    config.compilation_config.cudagraph_capture_sizes = sizes
+    config.compilation_config.max_cudagraph_capture_size = sizes[-1]
+    config.scheduler_config.max_num_seqs = MAX_REQS
     config.model_config = types.SimpleNamespace(uses_mrope=False)
     return config
+
+
+def set_up(proposer: Any, config: VllmConfig, k: int, model: DraftModel, queries: int = MAX_TOKENS) -> None:
+    """Give a proposer what vLLM's constructors do, around a model that has no weights.
+
+    Args:
+        queries: how many tokens the draft model gets at most.
+    """
+    masks = proposer.method == "dflash"
+    proposer.vllm_config, proposer.device, proposer.model = config, torch.device("cpu"), model
+    proposer.speculative_config = types.SimpleNamespace(
+        num_speculative_tokens=k,
+        enforce_eager=False,
+        disable_padded_drafter_batch=False,
+        method=proposer.method,
+        use_dflash=lambda: masks,
+        use_eagle=lambda: True,
+        uses_draft_model=lambda: False,
+        uses_extract_hidden_states=lambda: False,
+    )
+    proposer.num_speculative_tokens = k
+    proposer.pass_hidden_states_to_model = True
+    proposer.parallel_drafting = proposer.needs_extra_input_slots = masks
+    proposer.extra_slots_per_request, proposer.net_num_new_slots_per_request = 1, k if masks else 0
+    proposer.dtype, proposer.hidden_size = torch.int64, HIDDEN
+    proposer.draft_model_config = types.SimpleNamespace(get_hidden_size=lambda: HIDDEN)
+    proposer.max_model_len, proposer.block_size = MAX_LEN, BLOCK
+    proposer.max_num_tokens, proposer.max_positions = MAX_TOKENS, MAX_TOKENS + masks * queries
+    proposer.supports_mm_inputs = proposer.uses_mrope = proposer.constant_draft_positions = False
+    proposer.use_heterogeneous_vocab = proposer.use_local_argmax_reduction = False
+    proposer._enable_probabilistic_draft_probs = proposer._share_mtp_indices = False
+    proposer.uses_xdrope_dim = proposer.draft_uses_xdrope_dim = 0
+    proposer.allowed_attn_types = proposer.eplb_state = None
+    proposer.input_ids = torch.zeros(MAX_TOKENS, dtype=torch.int32)
+    proposer.positions = torch.zeros(queries, dtype=torch.int64)
+    proposer._slot_mapping_buffer = torch.zeros(queries, dtype=torch.int64)
+    proposer.hidden_states = torch.zeros(MAX_TOKENS, HIDDEN, dtype=torch.int64)
+    proposer.arange = torch.arange(proposer.max_positions + masks, dtype=torch.int32)
+    proposer.token_arange_np = proposer.arange.numpy().copy()
+    proposer._draft_attn_layer_names = {LAYER}
+    proposer.draft_attn_groups = []
+    proposer.cudagraph_dispatcher = CudagraphDispatcher(config)
+
+
+def add_graphs(proposer: Any, module: types.ModuleType) -> None:
+    """Add what the hunks add to `SpecDecodeBaseProposer.__init__`."""
+    if hasattr(module, "DraftGraphs"):
+        proposer.draft_graphs = module.DraftGraphs(proposer)
+    if hasattr(module, "DraftLoop"):
+        proposer.draft_loop = proposer.draft_graphs.add(module.DraftLoop)
 
 
 def make_proposer(module: types.ModuleType, k: int, config: VllmConfig):
     """An EAGLE proposer of `module` (vLLM's, or its patched text) without weights."""
 
-    class Proposer(module.SpecDecodeBaseProposer):
+    class EagleProposer(module.SpecDecodeBaseProposer):
         def __init__(self):
-            self.vllm_config, self.method, self.device = config, "eagle", torch.device("cpu")
-            self.speculative_config = types.SimpleNamespace(
-                num_speculative_tokens=k,
-                enforce_eager=False,
-                disable_padded_drafter_batch=False,
-                method="eagle",
-                use_eagle=lambda: True,
-                uses_draft_model=lambda: False,
-                uses_extract_hidden_states=lambda: False,
-            )
-            self.num_speculative_tokens = k
-            self.pass_hidden_states_to_model, self.parallel_drafting = True, False
-            self.extra_slots_per_request, self.net_num_new_slots_per_request = 1, 0
-            self.needs_extra_input_slots = False
-            self.dtype, self.hidden_size = torch.int64, HIDDEN
-            self.draft_model_config = types.SimpleNamespace(get_hidden_size=lambda: HIDDEN)
-            self.max_model_len, self.block_size = MAX_LEN, BLOCK
-            self.max_num_tokens = self.max_positions = MAX_TOKENS
-            self.supports_mm_inputs = self.uses_mrope = self.constant_draft_positions = False
-            self.use_heterogeneous_vocab = self.use_local_argmax_reduction = False
-            self._enable_probabilistic_draft_probs = self._share_mtp_indices = False
-            self.uses_xdrope_dim = self.draft_uses_xdrope_dim = 0
-            self.allowed_attn_types = self.eplb_state = None
-            self.input_ids = torch.zeros(MAX_TOKENS, dtype=torch.int32)
-            self.positions = torch.zeros(MAX_TOKENS, dtype=torch.int64)
-            self.hidden_states = torch.zeros(MAX_TOKENS, HIDDEN, dtype=torch.int64)
-            self._slot_mapping_buffer = torch.zeros(MAX_TOKENS, dtype=torch.int64)
-            self.arange = torch.arange(MAX_TOKENS, dtype=torch.int32)
-            self.token_arange_np = self.arange.numpy().copy()
-            self._draft_attn_layer_names = {LAYER}
-            self.draft_attn_groups = []
-            self.model = DraftModel(self.model_returns_tuple())
-            self.cudagraph_dispatcher = CudagraphDispatcher(config)
-            # What the hunks add to vLLM's `__init__`.
-            if hasattr(module, "DraftGraphs"):
-                self.draft_graphs = module.DraftGraphs(self)
-            if hasattr(module, "DraftLoop"):
-                self.draft_loop = self.draft_graphs.add(module.DraftLoop)
+            self.method = "eagle"
+            set_up(self, config, k, DraftModel(self.model_returns_tuple()))
+            add_graphs(self, module)
 
-    Proposer.__name__ = "EagleProposer"
-    return Proposer()
+    return EagleProposer()
 
 
 class Runner:

@@ -27,23 +27,7 @@ from ..drafters import MAX_REQS, Runner, boot, compare, compare_over_many  # noq
 from ..host_runner import FLASHINFER, Pool, builder  # noqa: E402
 from ..recorded_graph import RecordedGraphs  # noqa: E402
 
-FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
-BOTH, DECODE_ONLY = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY
-
-
-@pytest.fixture
-def pair(make_dflash):
-    """A stock proposer without graphs and one that booted with them."""
-
-    def made(k, mode=FULL, **options):
-        runner = Runner(1)
-        stock, graphed = make_dflash("stock", k, **options), make_dflash("graphs", k, **options)
-        boot(stock, NONE, runner)
-        boot(graphed, mode, runner)
-        RecordedGraphs.sealed = True
-        return stock, graphed, runner
-
-    return made
+FULL, NONE, DECODE_ONLY = CUDAGraphMode.FULL, CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
 
 
 def graphs_of(proposer):
@@ -51,8 +35,11 @@ def graphs_of(proposer):
 
 
 @pytest.mark.parametrize(("k", "mode"), [(1, FULL), (7, DECODE_ONLY)])
-def test_drafts_are_those_of_stock(pair, k, mode):
-    stock, graphed, runner = pair(k, mode)
+def test_drafts_are_those_of_stock(make_dflash, k, mode):
+    stock, graphed, runner = make_dflash("stock", k), make_dflash("graphs", k), Runner(1)
+    boot(stock, NONE, runner)
+    boot(graphed, mode, runner)
+    RecordedGraphs.sealed = True
     queries, context = graphs_of(graphed)
     compare_over_many(runner, k, functools.partial(compare, stock, graphed))
     assert {key.num_tokens // key.num_reqs for key in queries.replayed} == {1 + k}

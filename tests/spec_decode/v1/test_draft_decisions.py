@@ -129,6 +129,3 @@ def test_drafts_are_stocks_after_sleep(make, which, mode):
         runner.table[:3].copy_(runner.requests[:3])
         compare(stock, graphed, batch)
     assert all(graphs.replayed for graphs in RecordedGraphs.instances if graphs.concrete_cudagraph_entries)
-
-
-# -- targets whose image tokens see each other ------------------------------------------------------------------------

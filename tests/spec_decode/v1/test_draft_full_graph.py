@@ -16,11 +16,7 @@ from vllm_hwplugin.spec_decode.v1.draft_decision import plan_before_capture  # n
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs  # noqa: E402
 
 from .. import drafters  # noqa: E402
-from ..drafters import (  # noqa: E402
-    Runner,
-    boot,
-    compare,
-)
+from ..drafters import Runner, boot, compare  # noqa: E402
 from ..recorded_graph import RecordedGraphs  # noqa: E402
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
@@ -59,9 +55,6 @@ def test_the_memory_profile_captures_the_largest_passes_alone(make, monkeypatch)
     assert {shape.query_len for shape in profiled} == {shape.query_len for shape in started}
 
 
-# -- capture ----------------------------------------------------------------------------------------------------------
-
-
 # -- the draft phase --------------------------------------------------------------------------------------------------
 
 
@@ -69,9 +62,9 @@ def test_the_memory_profile_captures_the_largest_passes_alone(make, monkeypatch)
 def pair(make):
     """A stock proposer without graphs and one that booted with them."""
 
-    def made(which, k, mode, seed=1, **options):
-        runner = Runner(seed)
-        stock, graphed = make("stock", k, **options), make(which, k, **options)
+    def made(which, k, mode):
+        runner = Runner(1)
+        stock, graphed = make("stock", k), make(which, k)
         boot(stock, NONE, runner)
         boot(graphed, mode, runner)
         RecordedGraphs.sealed = True
