@@ -62,11 +62,11 @@ def test_a_drafter_that_graphs_do_not_hold_leaves_the_target_its_graphs() -> Non
 #: Layers of the first KV cache group, and what else is not as graphs need it.
 REFUSED = [
     ({gates.DELTA_RULE_GRAPHS: "0"}, {}, "VLLM_HWPLUGIN_DELTA_RULE_GRAPHS is off"),
-    ({}, {"compilation_config.static_forward_context": {}}, "its layers are NoneType"),
+    ({}, {"compilation_config.static_forward_context": {}}, "they are NoneType"),
     (
         {},
         {"prefill": "flashinfer"},
-        "flashinfer computes prompts of the gated delta rule; --gdn-prefill-backend triton",
+        "flashinfer computes their prompts; --gdn-prefill-backend triton",
     ),
     ({}, {"older": True}, "up to 0.31"),
     ({}, {"max_num_reqs": 1}, "there is one request at a time"),

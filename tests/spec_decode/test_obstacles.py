@@ -530,7 +530,7 @@ def test_hybrids_are_served_where_a_graph_holds_what_moves_their_states(state: d
     assert refused(made, runner_v2, "after each step") == (Part(0) if served else TAIL)
     assert refused(made, runner_v2, "before each step") == Part(0)
     assert refused(made, runner_v2, "on the host") == Part.V2_METADATA
-    assert refused(made, runner_v2, "only some batches") == MIXED
+    assert refused(made, runner_v2, "gated delta rule") == MIXED
 
 
 @pytest.mark.parametrize(
@@ -582,6 +582,7 @@ OTHERS: Final = {
     "VLLM_COMPUTE_NANS_IN_LOGITS is set",
     "{} drafts in its own way",
     "{} samples in its own way",
+    "some layers have a gated delta rule, and {}",
     "requests may bring the tokens that are to be sampled",
     "mamba_cache_mode is {}, whose states are moved on the host",
     "{} has its own work after each step",

@@ -260,12 +260,6 @@ def flash_versions(group: Any, compilation_config: Any) -> frozenset[int]:
     return frozenset(0 if version is None else version for version in versions)
 
 
-def is_delta_rule(builder: Any) -> bool:
-    """Whether a builder is vLLM's `GDNAttentionMetadataBuilder`, and no subclass."""
-    cls = type(builder)
-    return f"{cls.__module__}.{cls.__qualname__}" == f"{_BACKENDS}.gdn_attn.GDNAttentionMetadataBuilder"
-
-
 def computes_images_apart(attn_groups: Iterable[Iterable[Any]]) -> bool:
     """Whether another kernel computes steps with a part of an image."""
     return any(hasattr(group.get_metadata_builder(0), "causal_builder") for groups in attn_groups for group in groups)

@@ -29,7 +29,6 @@ from vllm_hwplugin.spec_decode.builders import (
     builders_of,
     flash_versions,
     host_work,
-    is_delta_rule,
     known,
     longest_as_decode,
     refusing,
@@ -37,6 +36,7 @@ from vllm_hwplugin.spec_decode.builders import (
     updated_in_place,
     why_not_in_graph,
 )
+from vllm_hwplugin.spec_decode.delta_rule_obstacles import is_delta_rule, why_no_delta_rule
 from vllm_hwplugin.spec_decode.drafters import (
     CACHED_METHODS,
     DRAFTERS,
@@ -327,18 +327,13 @@ def _no_decode_apart(runner: Any) -> str:
 
 
 def _some_batches_only(runner: Any) -> str:
-    # `doctor --for` knows no builders.
-    if (prefill := _resolved_prefill(runner)) not in ("", "triton"):
-        return _delta_rule_refused(runner, prefill)
     refused = []
     for group in (group for groups in runner.attn_groups for group in groups):
         builder = builder_of(group)
         name, support = type(builder).__name__, builder.get_cudagraph_support(runner.vllm_config, group.kv_cache_spec)
-        if is_delta_rule(builder):
-            if reason := _other_delta_rule(runner, group, builder):
-                refused.append(f"{name} supports {support.name}, and {reason}")
-            continue
-        if support == AttentionCGSupport.UNIFORM_BATCH and (_flash_2_or_4(runner, group) or longest_as_decode(builder)):
+        if support == AttentionCGSupport.UNIFORM_BATCH and (
+            is_delta_rule(builder) or _flash_2_or_4(runner, group) or longest_as_decode(builder)
+        ):
             continue
         if support != AttentionCGSupport.ALWAYS:
             refused.append(f"{name} supports {support.name}")
@@ -346,54 +341,6 @@ def _some_batches_only(runner: Any) -> str:
             # ALWAYS may also mean any mix of decodes.
             refused.append(f"{name} is not known to serve prompts in one")
     return ", ".join(dict.fromkeys(refused))
-
-
-def _resolved_prefill(runner: Any) -> str:
-    """Return what computes prompts of Qwen's gated delta rule, or ""."""
-    text: Any = getattr(runner.model_config, "hf_text_config", None)
-    if not (hasattr(text, "linear_key_head_dim") and str(text.model_type).startswith("qwen")):
-        return ""
-    from vllm.v1.attention.backends import gdn_attn
-
-    if not hasattr(gdn_attn, "MambaPrefillCheckpointBuilder"):
-        # Up to 0.31 there are no graphs with Triton either.
-        return ""
-    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import _resolve_gdn_prefill_backend
-
-    backend: str = _resolve_gdn_prefill_backend(runner.vllm_config)[1]
-    return backend
-
-
-def _delta_rule_refused(runner: Any, prefill_backend: str) -> str:
-    """Return why mixed graphs cannot hold a gated delta rule, or ""."""
-    if not gates.is_on(gates.DELTA_RULE_GRAPHS):
-        return f"{gates.DELTA_RULE_GRAPHS} is off"
-    if runner.speculative_config is None:
-        return "there is no drafter"
-    if runner.max_num_reqs == 1:
-        return "there is one request at a time"
-    if _ranks("data")(runner):
-        return "ranks of data parallelism do not know of each other's prompts"
-    if _ranks("pipeline")(runner):
-        return "some stages of a pipeline may have no such layer"
-    if prefill_backend != "triton":
-        # FlashInfer's kernels may read the lengths of prompts on the host.
-        return (
-            f"{prefill_backend} computes prompts of the gated delta rule; --gdn-prefill-backend triton gives these "
-            "graphs (1.5× tokens/s with 16 requests, measured on an H200)"
-        )
-    return ""
-
-
-def _other_delta_rule(runner: Any, group: Any, builder: Any) -> str:
-    """Return why mixed graphs cannot hold a group's layers, or ""."""
-    layers = runner.compilation_config.static_forward_context
-    others = {type(layers.get(name)).__name__ for name in group.layer_names} - {"QwenGatedDeltaNetAttention"}
-    if others:
-        return f"its layers are {', '.join(sorted(others))}"
-    if not hasattr(builder, "checkpoint_builder"):
-        return "up to 0.31 it makes other metadata"
-    return _delta_rule_refused(runner, builder.gdn_prefill_backend)
 
 
 def _flash_2_or_4(runner: Any, group: Any) -> bool:
@@ -535,6 +482,7 @@ OBSTACLES: Final = (
     Obstacle("prompts skip layers", _MIXED, _has("fast_prefill")),
     Obstacle("graphs are broken at attention", _MIXED, attrgetter("cudagraph_manager.use_breakable_cg")),
     Obstacle("only some batches can have graphs: {}", _MIXED, _some_batches_only),
+    Obstacle("some layers have a gated delta rule, and {}", _MIXED, why_no_delta_rule),
     Obstacle("the speculative method is {}", _PHASE, _other_method),
     Obstacle("{} drafts in its own way", _DRAFTS, _other_speculator),
     Obstacle(

@@ -20,14 +20,9 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.base.fallback import report_unused
 from vllm_hwplugin.base.features import BACKPORT_MIXED_GRAPHS, V2_MIXED_GRAPHS
-from vllm_hwplugin.spec_decode.builders import (
-    builders_of,
-    computes_images_apart,
-    flash_versions,
-    is_delta_rule,
-    longest_as_decode,
-)
+from vllm_hwplugin.spec_decode.builders import builders_of, computes_images_apart, flash_versions, longest_as_decode
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
+from vllm_hwplugin.spec_decode.delta_rule_obstacles import is_delta_rule
 from vllm_hwplugin.spec_decode.drafters import SHARED_FIRST_PASS
 from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
 from vllm_hwplugin.spec_decode.ranks import Beyond, same_on_stages
