@@ -21,6 +21,7 @@ from vllm_hwplugin.frozen import capture_metadata
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.spec_decode.v2 import runner as overrides
 from vllm_hwplugin.spec_decode.v2 import tail_graph
+from vllm_hwplugin.spec_decode.v2.methods import put_before
 from vllm_hwplugin.spec_decode.v2.step_inputs import _Step
 from vllm_hwplugin.spec_decode.v2.tail_capture import Served
 
@@ -264,7 +265,7 @@ def test_a_method_is_put_before_anothers_once() -> None:
     owner, holder = Owner(), Holder()
     taken = inspect.signature(owner.step)
     for _ in range(2):
-        overrides.put_before(owner, "step", holder.step)
+        put_before(owner, "step", holder.step)
     assert owner.step(value=3) == 3
     assert said == [3]
     # It tells what a version's method takes.

@@ -28,7 +28,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID, PAD_SLOT_ID, mamba_get_block_table_tensor
 
-from vllm_hwplugin.spec_decode.v2.runner import put_before
+from vllm_hwplugin.spec_decode.v2.methods import put_before
 
 #: Prompts in a graph. It copies as many states in each layer, 3 MiB each for Qwen3.6-27B.
 MOST_PROMPTS: Final = 8

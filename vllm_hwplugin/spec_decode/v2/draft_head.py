@@ -26,7 +26,7 @@ from vllm_hwplugin.base.fallback import in_a_line, report_unused
 from vllm_hwplugin.base.features import V2_DRAFT_HEAD, gate_of
 
 from .local_argmax import whole_logits_needed
-from .runner import put_before
+from .methods import put_before
 
 #: Most rows of the form `rows`; it has a quarter of the vocabulary if that is less.
 ROWS: Final = 65536

@@ -27,7 +27,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from vllm_hwplugin.base import gates
 from vllm_hwplugin.spec_decode.builders import computes_images_apart, is_flash_attn
-from vllm_hwplugin.spec_decode.v2.runner import put_before
+from vllm_hwplugin.spec_decode.v2.methods import put_before
 
 #: Attribute of a runner: its `MixedDispatch`.
 _ATTRIBUTE: Final = "_hwplugin_mixed_dispatch"

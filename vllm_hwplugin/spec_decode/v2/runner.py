@@ -12,21 +12,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial, update_wrapper
 from typing import Any, Final
+
+from vllm_hwplugin.spec_decode.v2.methods import put_before
 
 #: Attributes that locate a class's source. `__wrapped__` is not used, because subclasses would inherit it.
 _DEFINED: Final = ("__name__", "__qualname__", "__module__", "__doc__", "__firstlineno__")
-
-
-def put_before(owner: Any, name: str, method: Callable[..., Any]) -> None:
-    """Replace `owner`'s method by `method`, whose first argument is the original."""
-    # A second call must change nothing: vLLM initializes a KV cache twice.
-    own = getattr(owner, name)
-    # Compare with `==`: each access makes another bound-method object.
-    if not (isinstance(own, partial) and own.func == method):
-        # Keep the original's signature: callers inspect it for what this version takes.
-        setattr(owner, name, update_wrapper(partial(method, own), own))
 
 
 def with_tail_graphs(vllms: Any) -> Any:
