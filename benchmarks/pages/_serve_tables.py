@@ -112,9 +112,8 @@ def first_screen(files: Sequence[Found]) -> tuple[str, str]:
                     if (at := before["concurrency"]) in _SHOWN:
                         name = f"{_target(file.results['settings'])}{file.asked}, {_drafter(file, case)}"
                         name += "" if _servers(file) == 1 else f", {frontend(file.results['settings'])}"
-                        row = rows.setdefault((name, "V2" if stock == "mrv2" else "V1"), {})
-                        if at not in row or before["rounds"] >= row[at].before["rounds"]:
-                            row[at] = _Load(file, before, after)
+                        # The newest file's load is of the newest commit.
+                        rows.setdefault((name, "V2" if stock == "mrv2" else "V1"), {})[at] = _Load(file, before, after)
     if not rows:
         return ("What clients of a server see was not measured.",) * 2
     # Of more targets, those that were measured at most concurrencies.
