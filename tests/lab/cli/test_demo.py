@@ -14,18 +14,7 @@ from vllm_hwplugin_lab.cli import demo as command
 
 CPU = bench.Host("cpu", "Some CPU", None, "0.32.0", "2.13.0", "3.11.7", 2)
 GPU = bench.Host("cuda", "NVIDIA H200", "580", "0.26.0", "2.11.0", "3.12.3", 16)
-RECORD = {
-    "pid": 77,
-    "role": "parent",
-    "features": {
-        "one": {"state": "live", "reason": ""},
-        "two": {"state": "refused", "reason": "drifted"},
-        "three": {"state": "not-needed", "reason": "the fault came later"},
-        "four": {"state": "live", "reason": ""},
-    },
-    "uses": {"one": {"used": True, "reason": ""}, "four": {"used": False, "reason": "other runner"}},
-    "decisions": {"one": "chose this"},
-}
+RECORD = {"pid": 77, "role": "parent", "features": {}, "uses": {}, "decisions": {}}
 
 
 def answer(job, texts=((5, 6), (7, 8)), drafts=4):

@@ -12,11 +12,12 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode  # noqa: E402
 
 from vllm_hwplugin.spec_decode import capture_sizes  # noqa: E402
+from vllm_hwplugin.spec_decode.decode_batch import uniform_shape  # noqa: E402
 from vllm_hwplugin.spec_decode.v1.draft_decision import plan_before_capture  # noqa: E402
-from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs  # noqa: E402
+from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, descriptor_of  # noqa: E402
 
 from .. import drafters  # noqa: E402
-from ..drafters import Runner, boot, compare  # noqa: E402
+from ..drafters import MAX_REQS, Runner, boot, compare, propose  # noqa: E402
 from ..recorded_graph import RecordedGraphs  # noqa: E402
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
@@ -139,3 +140,49 @@ def test_the_drafters_own_dummy_run_never_gets_a_full_graph(pair):
         for use_cudagraphs in (True, False):
             mode, *_ = graphed._determine_batch_execution_and_padding(count, use_cudagraphs=use_cudagraphs)
             assert mode in ({NONE, PIECEWISE} if use_cudagraphs else {NONE})
+
+
+# -- the chain of one-token steps as one graph ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("k", "size", "rung"), [(2, 1, 1), (3, 3, 4), (5, 8, 8)])
+def test_a_decode_batch_is_two_launches(pair, k, size, rung):
+    stock, graphed, runner = pair("loop", k, DECODE_ONLY)
+    passes, loop = RecordedGraphs.instances
+    batch = runner.batch(k, size=size)
+    assert propose(graphed, batch).tolist() == propose(stock, batch).tolist()
+    assert passes.replayed == [descriptor_of(uniform_shape(1 + k, rung))]
+    assert loop.replayed == [descriptor_of(uniform_shape(1, rung))]
+
+
+def test_rows_come_and_go(pair):
+    """Rows are inert or real as the batch says, whatever the batch before was."""
+    stock, graphed, runner = pair("loop", 3, DECODE_ONLY)
+    for size in (8, 1, 2, 1, 8, 3, 4, 3, 7, 1):
+        batch = runner.batch(3, size=size)
+        assert propose(graphed, batch).tolist() == propose(stock, batch).tolist()
+        inert = graphed.draft_loop.captured._inert
+        rung = RecordedGraphs.instances[1].replayed[-1].num_reqs
+        assert inert[:rung].tolist() == [False] * size + [True] * (rung - size)
+        # No inert row has gained a sequence, nor a slot to write to.
+        assert graphed.draft_loop.captured.buffers.seq_lens[size:rung].tolist() == [0] * (rung - size)
+        assert graphed._slot_mapping_buffer[size:rung].tolist() == [-1] * (rung - size)
+
+
+def test_each_draft_phase_is_counted_and_what_was_in_its_way(pair, make):
+    _, graphed, runner = pair("loop", 3, DECODE_ONLY)
+    moved = runner.batch(3, size=2)
+    moved["common_attn_metadata"].encoder_seq_lens = torch.ones(1)
+    batches = [runner.batch(3, size=2), runner.batch(3, size=5), runner.batch(3, size=MAX_REQS), moved]
+    batches += [runner.batch(3, lengths=[1, 4, 3]), runner.batch(3, "prefill", size=2)]
+    for batch in batches:
+        propose(graphed, batch)
+    counts = graphed.draft_graphs._step_counts
+    assert counts.outcomes() == {"served": 2, "larger_batch": 1, "moved": 1, "fewer_drafts": 1, "prompt": 1}
+    # Its steps are of one token a request, whatever the first pass was.
+    assert graphed.draft_loop._step_counts.outcomes() == {"served": 4, "larger_batch": 1, "moved": 1}
+    without = make("loop", 3)
+    boot(without, NONE, runner)
+    propose(without, runner.batch(3, size=2))
+    for part in (without.draft_graphs, without.draft_loop):
+        assert part._step_counts.outcomes() == {"not_captured": 1}
