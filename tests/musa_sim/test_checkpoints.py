@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -46,12 +47,19 @@ def _models(folder: Path) -> dict[str, tuple[Path, Path]]:
     }
 
 
+#: By kind, the texts on MUSA and those on the CPU.
+Texts = dict[str, tuple[list[list[int]], list[list[int]]]]
+
+
 @pytest.fixture(scope="module")
 def runs(
     musa_host: None, cpu_host: bench.Host, newest: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[list[list[int]], list[list[int]]]]:
-    """By kind, the texts on MUSA and those on the CPU."""
-    folder = tmp_path_factory.mktemp("checkpoints")
+) -> Callable[[], Texts]:
+    """The engines run once, in the test that asks first: it fails if they do."""
+    return functools.cache(functools.partial(_run, newest, tmp_path_factory.mktemp("checkpoints")))
+
+
+def _run(newest: tuple[str, Path], folder: Path) -> Texts:
     models, asked, eager = _models(folder / "models"), requests(tokens=8, prompts=2), Engine(None).on_cpu()
     # The interpreter takes seconds for each step of a quantized model.
     few = dict.fromkeys(models, requests(tokens=6, prompts=1)) | {"experts": asked}
@@ -80,8 +88,8 @@ def assert_drafts_in_graphs(run: Run) -> None:
 
 
 @pytest.mark.parametrize("kind", [*ENGINES, "FP8 cache"])
-def test_texts_are_those_of_the_cpu(kind: str, runs: dict[str, tuple[list[list[int]], list[list[int]]]]) -> None:
-    found, expected = runs[kind]
+def test_texts_are_those_of_the_cpu(kind: str, runs: Callable[[], Texts]) -> None:
+    found, expected = runs()[kind]
     if kind.startswith("FP8"):
         # On MUSA, activations or keys are rounded as well, and one of two near tokens may be the other.
         assert_alike(found, expected)
@@ -100,21 +108,17 @@ def assert_alike(found: list[list[int]], expected: list[list[int]]) -> None:
 
 
 def test_experts_on_the_version_of_musas_torch(
-    released: Callable[[str], tuple[str, Path]],
-    runs: dict[str, tuple[list[list[int]], list[list[int]]]],
-    tmp_path: Path,
+    released: Callable[[str], tuple[str, Path]], runs: Callable[[], Texts], tmp_path: Path
 ) -> None:
     model = checkpoints.write(tmp_path / "experts", checkpoints.mixture(), **checkpoints.MIXTURE)
     load = Load({**_EAGLE3.on_musa(), "model": str(model)}, requests(tokens=8, prompts=2))
     host = loads.musa(tmp_path / "host", released("0.26.0"), **V1)
     run = Process({"experts": load}, host).run(tmp_path / "engine")["experts"]
-    assert texts(run) == runs["experts"][1]
+    assert texts(run) == runs()["experts"][1]
     assert_drafts_in_graphs(run)
 
 
-def test_two_gpus_share_experts_and_communicate_by_mccl(
-    runs: dict[str, tuple[list[list[int]], list[list[int]]]], tmp_path: Path
-) -> None:
+def test_two_gpus_share_experts_and_communicate_by_mccl(runs: Callable[[], Texts], tmp_path: Path) -> None:
     """The engine's core and its workers are processes of their own. Nothing chooses their model runner."""
     model = checkpoints.write(tmp_path / "experts", checkpoints.mixture(), **checkpoints.MIXTURE)
     options = {**_EAGLE3.on_musa(), "model": str(model), "tensor_parallel_size": 2}
@@ -132,7 +136,7 @@ def test_two_gpus_share_experts_and_communicate_by_mccl(
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience(600))
     assert done.returncode == 0, done.stderr[-6000:]
     found: dict[str, Any] = json.loads(answer.read_text())
-    assert found["texts"] == runs["experts"][1]
+    assert found["texts"] == runs()["experts"][1]
     assert len({found["process"], *(worker["process"] for worker in found["workers"])}) == 3
     for index, worker in enumerate(found["workers"]):
         assert (worker["device"], worker["runner"], worker["communicator"]) == (
