@@ -60,7 +60,12 @@ def group(cls: type, *layers: str, **attributes: Any) -> Any:
 
 def parallel() -> SimpleNamespace:
     sizes = ("pipeline", "decode_context", "prefill_context", "data")
-    return SimpleNamespace(**{f"{one}_parallel_size": 1 for one in sizes}, enable_eplb=False, use_ubatching=False)
+    return SimpleNamespace(
+        **{f"{one}_parallel_size": 1 for one in sizes},
+        enable_eplb=False,
+        use_ubatching=False,
+        all2all_backend="allgather_reducescatter",
+    )
 
 
 def config(kv_transfer_config: KVTransferConfig | None = None) -> SimpleNamespace:
@@ -277,7 +282,6 @@ CASES: Final = [
     (runner_v2, "rejection_sampler", None, "not verified", TAIL),
     (runner_v2, "speculator.acceptance_estimator", object(), "acceptance", Part.V2_DRAFTING),
     (runner_v2, "adaptive_verification", object(), "verified changes", TAIL | MIXED),
-    (runner_v2, "vllm_config.parallel_config.data_parallel_size", 2, "draft's experts", Part.V2_DRAFTING),
     (runner_v2, "vllm_config.parallel_config.data_parallel_size", 2, "draft for all requests", MIXED),
     (runner_v2, "vllm_config.parallel_config.pipeline_parallel_size", 2, "pipeline", TAIL),
     (runner_v2, "vllm_config.parallel_config.decode_context_parallel_size", 2, "split among", TAIL | MIXED),
@@ -394,6 +398,38 @@ def test_ranks_of_data_parallelism_have_graphs_of_what_they_agree_on_beforehand(
     # It has no model.
     made.speculative_config.method = "ngram"
     assert not refused(made, runner_v2, "agree on each draft pass")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("vllm_config.parallel_config.enable_elastic_ep", True, "the number of ranks may change"),
+        ("vllm_config.parallel_config.all2all_backend", "deepep_low_latency", "deepep_low_latency may need"),
+        ("speculative_config.num_speculative_tokens_per_batch_size", [[1, 3]], "the number of drafts"),
+        ("speculative_config.method", "draft_model", "draft_model has other passes"),
+        ("vllm_config.use_cumem_cudagraph_pool", True, "NCCL may write"),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", "NCCL may write"),
+        ("NCCL_LEGACY_CUDA_REGISTER", "1", "NCCL may write"),
+        ("VLLM_USE_NCCL_SYMM_MEM", "1", "NCCL may write"),
+    ],
+)
+def test_ranks_that_share_a_drafts_experts_draft_in_graphs_that_exchange_the_same(
+    path: str, value: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm.v1.worker.gpu.dp_utils", exc_type=ImportError)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
+    made = change(runner_v2(), "vllm_config.parallel_config.data_parallel_size", 2)
+    assert not refused(made, runner_v2, "draft's experts")
+    if path.isupper():
+        monkeypatch.setenv(path, value)
+    else:
+        change(made, path, value)
+    assert refused(made, runner_v2, f"draft's experts, and {words}") == Part.V2_DRAFTING
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+    by_graphs = words == "NCCL may write" and path != "VLLM_USE_NCCL_SYMM_MEM"
+    assert bool(refused(made, runner_v2, "draft's experts")) is not by_graphs
+    made.speculative_config.draft_model_config.is_moe = False
+    assert not refused(made, runner_v2, "draft's experts")
 
 
 def test_each_stage_of_a_pipeline_has_graphs_of_mixed_batches_and_knows_of_no_image() -> None:
@@ -591,6 +627,7 @@ OTHERS: Final = {
     "block tables of the draft layers are made again in each step",
     "metadata must be built in each step ({})",
     "ranks of data parallelism agree on each draft pass on the host",
+    "ranks of data parallelism share the draft's experts, and {}",
     "ranks of data parallelism, and stages of a pipeline, do not know of each other's images",
     "ranks of data parallelism do not know of each other's longest requests",
     "a schedule for windows depends on the longest sequence",

@@ -52,7 +52,7 @@ _GRAPH_RELEASES_POOL: Final = Version(torch.__version__).release >= (2, 14)
 
 
 class RecordingFailed(HwpluginError, RuntimeError):
-    """A capture failed on a rank of tensor parallelism, and every rank knows."""
+    """A capture failed on a rank, and every rank knows."""
 
 
 def known_arguments(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
@@ -172,9 +172,9 @@ class Graphs(Generic[_C]):
         for companion in self._companions:
             companion.forget()
 
-    def attempt(self, record: Callable[[], object], pool: Any = None) -> bool:
+    def attempt(self, record: Callable[[], object], pool: Any = None, beyond: Beyond = Beyond.NONE) -> bool:
         """Run `record` as the function `attempt` does; without graphs, leave out companions."""
-        self.failed = not attempt(self.feature, self.effect, record, self.forget, pool)
+        self.failed = not attempt(self.feature, self.effect, record, self.forget, pool, beyond=beyond)
         if self.failed:
             self._leave_companions("capturing these failed")
         return not self.failed
@@ -260,20 +260,22 @@ def kept_kernels() -> Iterator[None]:
             os.environ[_TRITON_CACHE] = named
 
 
-def record_graph(run: Callable[[], object], pool: Any, vllm_config: Any) -> torch.cuda.CUDAGraph:
+def record_graph(
+    run: Callable[[], object], pool: Any, vllm_config: Any, beyond: Beyond = Beyond.NONE
+) -> torch.cuda.CUDAGraph:
     """Capture `run` on the current stream, which is not the default stream.
 
     `run` is called once before: kernels must not compile or tune themselves during a capture. `torch.cuda.graph` would
     give the allocator's memory back to the device around each of some hundred captures. `pool` is used if `vllm_config`
-    says that vLLM has no pool of all graphs that a sleep offloads.
+    says that vLLM has no pool of all graphs that a sleep offloads. `beyond` is as for `all_ranks`.
 
     Raises:
-        RecordingFailed: `run` or its capture failed, here or on another rank of tensor parallelism.
+        RecordingFailed: `run` or its capture failed, here or on another rank.
     """
-    _together(run)
+    _together(run, beyond)
     torch.accelerator.synchronize()
     graph = torch.cuda.CUDAGraph()
-    _together(lambda: _capture(graph, run, pool, vllm_config))
+    _together(lambda: _capture(graph, run, pool, vllm_config), beyond)
     return graph
 
 
@@ -323,16 +325,16 @@ def leave_capture(pool: Any, *, broken: bool | None) -> None:
     empty.capture_end()
 
 
-def _together(work: Callable[[], object]) -> None:
-    """Do `work`, and fail if any rank of tensor parallelism fails."""
+def _together(work: Callable[[], object], beyond: Beyond) -> None:
+    """Do `work`, and fail if any rank fails."""
     try:
         work()
     except Exception as failure:
-        all_ranks(False)
+        all_ranks(False, beyond)
         logger.debug("capture failed", exc_info=True)
         reason = in_a_line(failure)
     else:
-        if all_ranks(True):
+        if all_ranks(True, beyond):
             return
         reason = "it failed on another rank"
     # Not from the failure: its frames hold the memory that is to be given back. No context manager either: its frame

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 from enum import Flag, auto
 from operator import attrgetter
@@ -67,6 +68,8 @@ _AT_LAYERS: Final = ("wait_for_layer_load", "save_kv_layer")
 _ANSWER: Final = "requires_piecewise_for_cudagraph"
 #: What Python makes of a method without statements. A decorated method has its decorator's instructions, which call it.
 _NOTHING: Final = frozenset(("RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"))
+#: The variables of PyTorch's allocator.
+_ALLOCATOR: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 #: V2's samplers of batches without drafts.
 _SAMPLERS: Final = ("Sampler", "GPUWatermarkSampler")
 #: The logits processors of V2's sampler: they do nothing for a request that does not ask for them.
@@ -248,10 +251,35 @@ def _pads_drafts(runner: Any) -> bool:
     return not hasattr(DPSyncState, "skip_drafts")
 
 
-def _shares_experts(runner: Any) -> bool:
+def shares_experts(runner: Any) -> bool:
     """Whether draft passes exchange tokens between ranks of data parallelism."""
-    # vLLM pads passes after the first to the agreed number of requests, and a graph would pad them to its own.
     return _coupled_draft(runner) and runner.speculative_config.draft_model_config.is_moe
+
+
+def _exchanges_otherwise(runner: Any) -> str:
+    """Return why graphs cannot hold passes over shared experts, or ""."""
+    if not shares_experts(runner):
+        return ""
+    spec, parallel = runner.speculative_config, runner.vllm_config.parallel_config
+    if spec.method in MASK_METHODS | STANDALONE_METHODS:
+        return f"{spec.method} has other passes"
+    if getattr(spec, "num_speculative_tokens_per_batch_size", None) is not None:
+        return "the number of drafts follows a schedule"
+    if getattr(parallel, "enable_elastic_ep", False):
+        return "the number of ranks may change"
+    if parallel.all2all_backend != "allgather_reducescatter":
+        return f"{parallel.all2all_backend} may need the same graph on each rank"
+    return "NCCL may write to another rank's graph" if _registers_graphs(runner) else ""
+
+
+def _registers_graphs(runner: Any) -> bool:
+    """Whether NCCL may register memory of graphs with other ranks."""
+    # A captured kernel then writes to the addresses that the other ranks had in the same capture, and another rank may
+    # replay another graph. NCCL registers symmetric memory and CUDA's virtual memory, and `cudaMalloc`'s if asked to.
+    registers = any("expandable_segments:True" in os.environ.get(name, "") for name in _ALLOCATOR)
+    registers |= getattr(runner.vllm_config, "use_cumem_cudagraph_pool", False)
+    registers |= os.environ.get("NCCL_LEGACY_CUDA_REGISTER", "0") != "0"
+    return bool(envs.VLLM_USE_NCCL_SYMM_MEM) or (registers and os.environ.get("NCCL_GRAPH_REGISTER") != "0")
 
 
 def _names(things: Iterable[Any]) -> str:
@@ -510,7 +538,7 @@ OBSTACLES: Final = (
     Obstacle("ranks of data parallelism agree on each step on the host", _METADATA, _ranks("data")),
     Obstacle("ranks of data parallelism agree on each draft pass on the host", _DRAFTS, _agrees_on_drafts),
     Obstacle("ranks of data parallelism draft for all requests that a mixed batch's graph holds", _MIXED, _pads_drafts),
-    Obstacle("ranks of data parallelism share the draft's experts", _DRAFTS, _shares_experts),
+    Obstacle("ranks of data parallelism share the draft's experts, and {}", _DRAFTS, _exchanges_otherwise),
     Obstacle(
         "ranks of data parallelism, and stages of a pipeline, do not know of each other's images",
         _MIXED,

@@ -6,23 +6,19 @@ A stage gets as many hidden states as its own graph holds, so the stage before m
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from packaging.version import Version
-from torch.distributed import ReduceOp
 from vllm.config.compilation import CUDAGraphMode
 from vllm.sequence import IntermediateTensors
 
-from vllm_hwplugin.spec_decode import graph_recording, ranks
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
 
 from .. import streams
@@ -30,10 +26,10 @@ from ..engines import HIDDEN, Model
 from ..walks import UNPATCHED, Sides, host_of_graphs, live_load
 from .released_modules import Graph, ReleasedModules
 from .scheduled_runner import STAND_INS, Side, read_by_the_plugin
-from .test_data_parallel import Exchange
+from .test_data_parallel import RANKS, Votes
 from .test_mixed_graphs import KERNELS, SIZES_HERE, Whole, graphs_of
 
-STAGES = 2
+STAGES = RANKS
 
 
 class FirstModel(Model):
@@ -95,40 +91,6 @@ class Stages:
         output = self._last.sample_tokens(grammar)
         self._first.sample_tokens(grammar)
         return output
-
-
-class Votes(Exchange):
-    """What stages ask each other while they start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._stage = threading.local()
-
-    def start(self, stages: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch) -> None:
-        def group() -> Any:
-            return SimpleNamespace(world_size=STAGES, cpu_group=self._stage.number)
-
-        def all_reduce(values: torch.Tensor, op: Any, group: int) -> None:
-            self._all_reduce(group, values, {ReduceOp.MIN: torch.amin, ReduceOp.MAX: torch.amax}[op])
-
-        def begin(number: int, start: Callable[[], None]) -> None:
-            self._stage.number = number
-            start()
-
-        alone = SimpleNamespace(world_size=1)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.distributed, "all_reduce", all_reduce)
-            patch.setattr(ranks, "model_parallel_is_initialized", lambda: True)
-            for module in (ranks, graph_recording):
-                patch.setattr(module, "tensor_parallel", lambda: False)
-            for name, function in {"get_pp_group": group, "get_dp_group": lambda: alone}.items():
-                patch.setattr(ranks, name, function)
-            self.run([partial(begin, number, start) for number, start in enumerate(stages)])
-
-    def here(self) -> int:
-        """The stage that is starting."""
-        number: int = self._stage.number
-        return number
 
 
 class Pipeline(Stage):
@@ -215,7 +177,9 @@ def pipelines(tree: Any, mode: CUDAGraphMode, votes: Votes | None = None) -> Ite
                 vars(modules[-1]("cudagraph_utils"))["has_compiled_submodule"] = lambda model: True
             if choices is not UNPATCHED:
                 read_by_the_plugin(modules[-1], monkeypatch)
-            engines.append(Pipeline(modules, votes or Votes(), monkeypatch, mode=mode, largest=max(SIZES_HERE)))
+            engines.append(
+                Pipeline(modules, votes or Votes("get_pp_group"), monkeypatch, mode=mode, largest=max(SIZES_HERE))
+            )
         yield Sides(*engines)
 
 
@@ -247,7 +211,7 @@ def test_stages_replay_the_same_graph_of_a_mixed_batch(vllm_here: Any, mode: CUD
 @pytest.mark.each_vllm("v2-mixed-graphs")
 def test_stages_with_other_graphs_are_noticed(vllm_here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_drafts(vllm_here)
-    offer, votes = mixed_graphs._offer, Votes()
+    offer, votes = mixed_graphs._offer, Votes("get_pp_group")
 
     def bounded(manager: Any, graphs: list[Any], **settings: Any) -> None:
         graphs = [replace(graph, num_reqs=1) if votes.here() and graph.num_tokens > 5 else graph for graph in graphs]
@@ -296,7 +260,7 @@ def test_all_stages_have_these_graphs_or_none(
     vllm_here: Any, trouble: str, used: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     skip_without_drafts(vllm_here)
-    votes, (prepare, stays) = Votes(), TROUBLES[trouble]
+    votes, (prepare, stays) = Votes("get_pp_group"), TROUBLES[trouble]
     prepare(votes, monkeypatch)
     with pipelines(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY, votes) as sides:
         assert used["v2-mixed-graphs"] is stays

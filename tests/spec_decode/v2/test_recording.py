@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recording leaves of vLLM's sampler, by that sampler, and what padding leaves of a draft's candidates."""
+"""What a recording leaves of vLLM's sampler, by that sampler, and what padding leaves of a draft's candidates.
+
+And how many tokens later draft passes have, if ranks share the draft's experts.
+"""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +15,15 @@ import torch
 
 pytest.importorskip("vllm.v1.worker.gpu.model_runner", exc_type=ImportError)
 
+from vllm.config.compilation import CUDAGraphMode
 from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
+from vllm_hwplugin.spec_decode.v2 import recording
 from vllm_hwplugin.spec_decode.v2.recording import (
     WALKS,
     SamplerParts,
+    later_tokens,
     mask_block,
     metadata_of_steps,
     recorded_with,
@@ -111,3 +119,53 @@ def test_a_recording_updates_the_metadata_of_the_run_before_it(name: str, monkey
     # Behind it vLLM builds as before.
     assert speculator.draft() == "metadata 3"
     assert calls == [*("built", "mapped", "metadata 1 updated"), *("built", "mapped", "metadata 2 updated"), "built"]
+
+
+def graphs_of(*sizes: int) -> Any:
+    """vLLM's `CudaGraphManager` with FULL graphs of so many tokens."""
+
+    def dispatch(num_reqs: int, num_tokens: int, uniform: int, num_loras: int) -> BatchExecutionDescriptor:
+        size = min((size for size in sizes if size >= num_tokens), default=None)
+        if size is None:
+            return BatchExecutionDescriptor(CUDAGraphMode.NONE, num_tokens, num_reqs)
+        return BatchExecutionDescriptor(CUDAGraphMode.FULL, size, size // uniform, uniform)
+
+    planned = [BatchExecutionDescriptor(CUDAGraphMode.FULL, 3 * size, size, 3) for size in sizes]
+    return SimpleNamespace(dispatch=dispatch, _capture_descs={CUDAGraphMode.FULL: planned})
+
+
+@pytest.mark.parametrize(
+    ("target", "first", "later", "steps", "tokens"),
+    [
+        ((2, 4), (6, 12), (2, 4), 2, 4),
+        ((2, 4), (6, 12), (2, 8), 2, 8),
+        # The most requests are three or four, and vLLM pads these to different sizes.
+        ((2, 4), (6, 12), (3, 4), 2, 0),
+        ((1, 4), (3, 12), (2, 4), 2, 0),
+        # vLLM drafts without graphs.
+        ((3, 4), (9, 12), (3,), 2, 0),
+        ((2, 4), (6,), (2, 4), 2, 0),
+        # vLLM pads the first pass further than the target.
+        ((2, 4), (6, 15), (2, 4), 2, 0),
+        # There is no later pass.
+        ((2, 4), (6, 12), (), 1, 4),
+    ],
+)
+def test_the_tokens_of_later_passes_follow_from_the_targets_graph(
+    target: tuple[int, ...],
+    first: tuple[int, ...],
+    later: tuple[int, ...],
+    steps: int,
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recording, "shares_experts", lambda runner: True)
+    runner = SimpleNamespace(
+        cudagraph_manager=graphs_of(*target),
+        speculator=SimpleNamespace(
+            prefill_cudagraph_manager=graphs_of(*first),
+            decode_cudagraph_manager=graphs_of(*later),
+            num_speculative_steps=steps,
+        ),
+    )
+    assert later_tokens(runner, 4, 3) == tokens

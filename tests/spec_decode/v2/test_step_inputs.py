@@ -47,7 +47,8 @@ class Tail:
     def hold(self, _: Any, req_ids: list[str], rows: np.ndarray, query_len: int, num_tokens: int) -> Any:
         assert num_tokens == 4 * query_len
         if self.held is None or self.held.req_ids != req_ids:
-            self.held = self.refuses or SimpleNamespace(req_ids=req_ids, rows=rows)
+            graphs = SimpleNamespace(drafting=object())
+            self.held = self.refuses or SimpleNamespace(req_ids=req_ids, rows=rows, graphs=graphs)
         return self.held
 
 
@@ -93,6 +94,7 @@ def served() -> tuple[StepInputs, Tail, Graph]:
     """Step inputs after a step that graphs served."""
     blocks = SimpleNamespace(gpu=torch.tensor([[3, 4]]))
     runner = SimpleNamespace(
+        speculator=object(),
         block_tables=SimpleNamespace(num_blocks=blocks),
         req_states=SimpleNamespace(
             num_computed_tokens_np=np.array([0, 30, 20, 0, 0, 50]),

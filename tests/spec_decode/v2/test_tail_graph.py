@@ -109,6 +109,7 @@ def test_no_graph_of_vllm_reads_a_weight_of_a_draft_model(
         speculator=SimpleNamespace(model=draft),
         sampler=SimpleNamespace(sampling_states=SimpleNamespace(vocab_size=9)),
         speculative_config=SimpleNamespace(method=method),
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1)),
         lora_config=None,
     )
     monkeypatch.setattr(tail_capture, "TailBuffers", lambda *_: None)

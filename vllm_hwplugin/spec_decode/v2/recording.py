@@ -23,6 +23,8 @@ from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, GraphShape, uni
 from vllm_hwplugin.spec_decode.draft_schedule import counts_of
 from vllm_hwplugin.spec_decode.drafters import MASK_METHODS
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
+from vllm_hwplugin.spec_decode.obstacles import Part, shares_experts
+from vllm_hwplugin.spec_decode.ranks import Beyond
 from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch, is_mixed
 from vllm_hwplugin.spec_decode.v2.tail_buffers import Padding
@@ -138,6 +140,40 @@ def mixed_shapes(runner: Any) -> list[GraphShape]:
         # The drafter's inputs have a block for each request of the graph.
         shapes = [shape for shape in shapes if shape.num_reqs * runner.decode_query_len <= runner.max_num_tokens]
     return sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True)
+
+
+def draft_ranks(runner: Any, left: Container[Part]) -> Beyond:
+    """Return the ranks that must have the same drafting graphs.
+
+    `left` are the parts that no graph has.
+    """
+    shared = Part.V2_DRAFTING not in left and shares_experts(runner)
+    return Beyond.DATA_PARALLEL if shared else Beyond.NONE
+
+
+def later_tokens(runner: Any, num_reqs: int, query_len: int) -> int:
+    """Return the tokens of a draft's passes after the first, or 0.
+
+    0: they do not follow from the target's graph of a decode batch, or vLLM drafts without graphs.
+
+    Ranks that share a draft's experts must run passes of the same tokens, in a graph of the plugin or not. vLLM pads
+    these passes by the most requests of any rank. All ranks decode if the target's graph is a decode batch's, so the
+    graph bounds that number.
+    """
+    if not shares_experts(runner):
+        return num_reqs
+    speculator, planned = runner.speculator, runner.cudagraph_manager._capture_descs[CUDAGraphMode.FULL]
+    first = speculator.prefill_cudagraph_manager.dispatch(num_reqs, num_reqs * query_len, query_len, 0)
+    if first.cg_mode != CUDAGraphMode.FULL or first.num_tokens != num_reqs * query_len:
+        return 0
+    if speculator.num_speculative_steps == 1:
+        # There are none.
+        return num_reqs
+    smaller = [desc.num_reqs for desc in planned if desc.uniform_token_count == query_len and desc.num_reqs < num_reqs]
+    counts = range(1 + max(smaller, default=0), num_reqs + 1)
+    later = {speculator.decode_cudagraph_manager.dispatch(count, count, 1, 0) for count in counts}
+    full = [desc.num_tokens for desc in later if desc.cg_mode == CUDAGraphMode.FULL]
+    return full[0] if len(later) == len(full) == 1 else 0
 
 
 def drafts_in_blocks(runner: Any) -> bool:

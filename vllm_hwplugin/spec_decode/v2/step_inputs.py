@@ -316,7 +316,13 @@ class StepInputs(Graphs[_Captured]):
             if self._has_prompt(rows):
                 return Reason.PROMPT
         held_or_reason = self._tail.hold(captured.base, order, rows, width, desc.num_tokens)
-        return held_or_reason if isinstance(held_or_reason, Reason) else (captured, held_or_reason)
+        if isinstance(held_or_reason, Reason):
+            return held_or_reason
+        drafting = held_or_reason.graphs.drafting
+        if self._owner.speculator is not None and isinstance(drafting, Reason) and not captured.metadata_is_vllms:
+            # vLLM's drafter reads the step's attention metadata, too.
+            return drafting
+        return captured, held_or_reason
 
     def _rows(self, req_ids: list[str]) -> np.ndarray:
         """Return the requests' rows in the runner's state, [number of requests]."""

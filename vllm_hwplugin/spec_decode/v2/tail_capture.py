@@ -27,8 +27,10 @@ from vllm_hwplugin.spec_decode.v2.recording import (
     HiddenRows,
     SamplerParts,
     block_pass,
+    draft_ranks,
     drafts_in_blocks,
     idx_dtype,
+    later_tokens,
     metadata_of_steps,
     recorded_with,
     rows_at_a_time,
@@ -213,6 +215,7 @@ class TailRecorder:
         mixed: Sequence[GraphShape] = (),
     ):
         self._runner, self._vllm, self._left, self._shapes, self._mixed = runner, vllm, left, shapes, mixed
+        self._beyond = draft_ranks(runner, left)
         self._drawn_by_host = runner.speculator is None and runner.sampler.use_flashinfer
         chunk_rows = rows_at_a_time(runner.sampler.sampling_states.vocab_size)
         most_reqs = max(shape.num_reqs for shape in (*shapes, *mixed))
@@ -280,9 +283,9 @@ class TailRecorder:
             if self._drawn_by_host and needed.narrows:
                 continue
             with sampling_as(runner.sampler, needed), buffers.stand_in():
-                graph = record_graph(lambda: self._sample(batch, chunks), self._pool, runner.vllm_config)
+                graph = record_graph(lambda: self._sample(batch, chunks), self._pool, runner.vllm_config, self._beyond)
             sampling[needed] = Served(graph, buffers.outputs, self._output)
-        if Part.V2_DRAFTING in self._left:
+        if Part.V2_DRAFTING in self._left or not later_tokens(runner, shape.num_reqs, query_len):
             return ShapeGraphs(shape, sampling, Reason.NOT_CAPTURED)
         return self._capture_draft(shape, sampling, batch, query_len, prepared)
 
@@ -354,7 +357,7 @@ class TailRecorder:
     ) -> ShapeGraphs:
         runner = self._runner
         with metadata_of_steps(runner.speculator) if updated_in_place(runner.speculator) else nullcontext() as metadata:
-            graph = record_graph(draft, self._pool, runner.vllm_config)
+            graph = record_graph(draft, self._pool, runner.vllm_config, self._beyond)
         return ShapeGraphs(shape, sampling, Served(graph, self._buffers.outputs), metadata)
 
     def _recorded_batch(self, reqs: slice, query_len: int) -> Any:
@@ -434,7 +437,7 @@ class TailRecorder:
         # From 0.32. Earlier versions always make the largest number of drafts.
         asked = known_arguments(runner.speculator.propose, num_speculative_tokens=query_len - 1)
         if runner.dp_size > 1:
-            agreed = _agreed(runner.dp_size, num_reqs, batch.num_tokens)
+            agreed = _agreed(runner.dp_size, later_tokens(runner, num_reqs, query_len), batch.num_tokens)
             # 0.32 renamed it.
             asked |= known_arguments(runner.speculator.propose, dp_sync=agreed, dp_sync_state=agreed)
         padding = buffers.padding(num_reqs, query_len)

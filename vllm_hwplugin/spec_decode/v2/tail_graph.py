@@ -47,6 +47,7 @@ from vllm_hwplugin.spec_decode.v2.recording import (
     SamplerParts,
     decode_query_len,
     decode_shapes,
+    draft_ranks,
     drafts_in_blocks,
     mixed_shapes,
     splits_top_p,
@@ -130,7 +131,9 @@ class TailGraphs(Graphs[Captured]):
         if self.failed or (runner.speculator is None and not decodes_plainly(runner)):
             return
         profile_only = getattr(runner.cudagraph_manager, "_max_full_descs_to_capture", None) is not None
-        left = {part: reason for part in _HALVES if (reason := why_not(runner, part)) is not None}
+        beyond = draft_ranks(runner, ())
+        left = {part: reason for part in _HALVES if (reason := why_not(runner, part, beyond=beyond)) is not None}
+        beyond = draft_ranks(runner, left)
         # Without a drafter nothing drafts.
         parts = _HALVES if runner.speculator is not None else (Part.V2_SAMPLING,)
         by_vllm = {_HALVES[part]: reason for part, reason in left.items() if part in parts}
@@ -145,7 +148,7 @@ class TailGraphs(Graphs[Captured]):
         started, reserved = time.perf_counter(), reserved_memory()
         with graph_capture(device=runner.device):
             # Inside the context, so that the ranks leave it together if the capture fails.
-            self.attempt(lambda: self._record(shapes, mixed, left))
+            self.attempt(lambda: self._record(shapes, mixed, left), beyond=beyond)
             captured = self.captured
             if captured is not None and not profile_only:
                 for companion in self._companions:
@@ -326,6 +329,10 @@ class TailGraphs(Graphs[Captured]):
         # With data parallelism a batch is padded to the largest batch of all ranks.
         graphs = captured.graphs.get((query_len, num_tokens // query_len))
         if graphs is None or num_tokens != graphs.shape.num_tokens:
+            return Reason.NO_FULL_GRAPH
+        dispatch = MixedDispatch.of(self._owner)
+        if dispatch is not None and dispatch.replays() and draft_ranks(self._owner, captured.left):
+            # Another rank has a prompt, and drafts without these graphs.
             return Reason.NO_FULL_GRAPH
         # A request that gets another row is prefilled in its next step, and that step resets `held`.
         if self.held is not None and graphs is self.held.graphs and req_ids == self.held.req_ids:
