@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from packaging.version import Version
@@ -17,6 +17,9 @@ from .engines import needs, vllm_version
 from .mixed_load import CASES, METHODS, SMALL, compare, options, run_each
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
+
+#: Bound on the difference of a log probability by rounding: logits of 16 have steps of 0.125 in bfloat16.
+_ROUNDED: Final = 0.25
 
 
 def graphs(method: str) -> list[str]:
@@ -69,15 +72,33 @@ def test_nor_do_full_graphs_of_mixed_batches(method: str, tmp_path: Path) -> Non
 
 
 def test_nor_do_full_graphs_of_mixed_batches_with_adapters(tmp_path: Path) -> None:
+    """Up to a tie: on a GPU that other tests used, two tokens of one request changed places, a step of bfloat16 apart.
+
+    A request whose adapter was not applied would have other log probabilities.
+    """
     needs("0.26")
     adapted = {"adapter": adapter(tmp_path / "adapter", ["o_proj"])}
     made = {**options("eagle3", "FULL_AND_PIECEWISE"), "enable_lora": True, "max_lora_rank": 8}
     made["compilation_config"]["cudagraph_capture_sizes"] = [32, 64, 96]
     load = [
-        replace(one, params={**one.params, **(adapted if number % 2 == 0 else {})})
+        replace(one, params={**one.params, "logprobs": 5, **(adapted if number % 2 == 0 else {})})
         for number, one in enumerate([*loads.mixed(), *loads.two_alone()])
+        if one.greedy
     ]
-    compare(Load({**made, "lora_target_modules": ["o_proj"]}, load), tmp_path, "V2", ["v2-mixed-graphs"])
+    features = ["v2-mixed-graphs"]
+    sides = {"off": {}, "on": dict.fromkeys(features, "on")}
+    runs = run_each(Load({**made, "lora_target_modules": ["o_proj"]}, load), tmp_path, "V2", sides, features)
+    expected, found = runs["off"], runs["on"]
+    assert "v2-mixed-graphs" in found.used
+    for name, answer in expected.answers.items():
+        other = found.answers[name]
+        for token, others, left, right in zip(
+            answer["tokens"], other["tokens"], answer["logprobs"], other["logprobs"], strict=True
+        ):
+            assert abs(left[str(token)][1] - right[str(token)][1]) < _ROUNDED, (name, left, right)
+            if token != others:
+                # Later tokens follow from it.
+                break
 
 
 @pytest.mark.parametrize(("method", "since"), [("ngram", "0.32.0"), ("draft_model", "0.31.0")])

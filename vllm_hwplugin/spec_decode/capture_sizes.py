@@ -178,7 +178,7 @@ def _why_left(vllm_config: Any) -> str | None:
     model = getattr(vllm_config, "model_config", None)
     if vllm_config.speculative_config is None and not _is_v2(vllm_config):
         return "without a drafter only Model Runner V2 has graphs of the plugin"
-    if vllm_config.speculative_config is None and model.runner_type != "generate":
+    if vllm_config.speculative_config is None and getattr(model, "runner_type", None) != "generate":
         return "the model does not generate"
     if any("DeepseekV41" in name for name in getattr(model, "architectures", None) or ()):
         return "DeepSeek V4.1 replays layers in graphs whose sizes and buffers follow from the capture sizes"
