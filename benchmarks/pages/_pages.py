@@ -69,7 +69,12 @@ def pages(root: Path = ROOT) -> dict[str, str]:
             for page, kind in _COSTS.items()
         },
         **{
-            page: _within(root, page, measured=_serve_tables.features(served, name))
+            page: _within(
+                root,
+                page,
+                measured=_serve_tables.features(served, name),
+                **({"accepted": _serve_tables.accepted(served, name)} if page == "docs/draft-head.md" else {}),
+            )
             for page, name in _OFF_BY_DEFAULT.items()
         },
         "docs/platforms.md": _within(root, "docs/platforms.md", versions=_musa_versions.markdown()),

@@ -233,7 +233,7 @@ def features(files: Sequence[Found], variable: str) -> str:
     names = ["target and drafts", "with", "concurrency", "tokens/s", *(f"{name} P50" for name in ("ITL", "TTFT"))]
     names += ["TTFT P99", "rounds", "measured"]
     lines = []
-    files = [file for file in over_http(files) if variable in file.results["settings"]["patched_environment"]]
+    files = [file for file in _with(variable, files) if file.results["settings"]["shape"] is not None]
     without = {file.results["settings"]["sides"][0] for file in files}
     for file in files:
         settings = file.results["settings"]
@@ -248,6 +248,26 @@ def features(files: Sequence[Found], variable: str) -> str:
     how = f"Ratios, with / without the feature, {other}: more tokens/s and less time are better. "
     sources = "; ".join(dict.fromkeys(f"`{file.name}` ({file.source})" for file in files))
     return "\n".join([*table(names, lines), "", paragraph(f"{how}Dummy weights, equal acceptance. {sources}.")])
+
+
+def accepted(files: Sequence[Found], variable: str) -> str:
+    """Return a table of drafts that trained weights accept with and without a feature; see :func:`features`."""
+    names = ["target and drafts", "with", "temperature", "steps", "tokens per step, without", "with", "ratio"]
+    files, lines = [file for file in _with(variable, files) if file.results["settings"]["shape"] is None], []
+    for file in files:
+        settings = file.results["settings"]
+        for case in file.results["cases"]:
+            for before, after in _pairs(case, settings["sides"][0], "mrv2-patched"):
+                left, right = (load["acceptance_length"] for load in (before, after))
+                row = [f"{_target(settings)}, {_drafter(file, case)}", f"`{settings['patched_environment'][variable]}`"]
+                row += [f"{before['temperature']:g}", str(after["drafts"])]
+                lines.append([*row, f"{left:.3f}", f"{right:.3f}", f"{right / left:.3f}"])
+    sources = "; ".join(f"`{file.name}` ({file.source})" for file in files)
+    return "\n".join([*table(names, lines), "", paragraph(f"{sources}.")])
+
+
+def _with(variable: str, files: Sequence[Found]) -> list[Found]:
+    return [file for file in over_http(files) if variable in file.results["settings"]["patched_environment"]]
 
 
 def api_servers(files: Sequence[Found]) -> str:
