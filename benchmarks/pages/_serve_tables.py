@@ -251,7 +251,11 @@ def features(files: Sequence[Found], variable: str) -> str:
 
 
 def accepted(files: Sequence[Found], variable: str) -> str:
-    """Return a table of drafts that trained weights accept with and without a feature; see :func:`features`."""
+    """Return a table of the drafts that trained weights accept.
+
+    Args:
+        variable: as for :func:`features`.
+    """
     names = ["target and drafts", "with", "temperature", "steps", "tokens per step, without", "with", "ratio"]
     files, lines = [file for file in _with(variable, files) if file.results["settings"]["shape"] is None], []
     for file in files:
