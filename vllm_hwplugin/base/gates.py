@@ -285,7 +285,8 @@ GATES: Final[tuple[Gate, ...]] = (
         "bool",
         False,
         "Graphs of steps without a part of an image over TRITON_FLASH_ATTN (Gemma 4 31B and 26B-A4B on Hopper and "
-        "newer GPUs), of decode and mixed batches with a drafter (Model Runner V2, vLLM 0.30 and newer). Not run on a GPU.",
+        "newer GPUs), of decode and mixed batches with a drafter (Model Runner V2, vLLM 0.30 and newer). Not run on a "
+        "GPU.",
         affects=("graphs",),
         since="0.3.0",
     ),
