@@ -16,7 +16,6 @@ from .patching.madeup import EDITS, GATES, OTHER_EDITS, Project
 MADE_UP, OTHER, THIRD = GATES
 ACME, FOLDERS = "VLLM_HWPLUGIN_PATCH_ACME_FIX", "VLLM_HWPLUGIN_PATCHES"
 LIMIT = [("LIMIT = 3", "LIMIT = 4")]
-SWITCHED_GRAPHS = ("TRTLLM", "DELTA_RULE", "IMAGE_SPAN", "MLA_PROMPT")
 
 
 INSTALL = """
@@ -268,7 +267,7 @@ def attempt():
     "a variable for the whole plugin": [Scenario(change=made_up, variables={"VLLM_HWPLUGIN_SLP": "perhaps"})],
     "(this part is off)": [
         Scenario(change=made_up, variables={f"VLLM_HWPLUGIN_{part}": "perhaps"})
-        for part in ("OPS", "ATTENTION", "PLAIN_DECODE", *(f"{graphs}_GRAPHS" for graphs in SWITCHED_GRAPHS))
+        for part in ("OPS", "ATTENTION", "PLAIN_DECODE", "MORE_GRAPHS")
     ],
     "the switch of a feature": [
         Scenario(change=made_up, variables={MADE_UP: "perhaps"}),

@@ -30,15 +30,14 @@ def settings_of(environ: Mapping[str, str], more: Iterable[gates.Gate] = OF_FEAT
     return settings
 
 
-WORDED = [gate for gate in BY_NAME.values() if gate.kind in ("switch", "bool", "choice")]
+WORDED = [gate for gate in BY_NAME.values() if gate.kind == "bool" or gate.choices]
 OUTSIDE = [gates.feature_gate(f"{gates.CATALOGUE_PREFIX}ACME_{name}", "a fix", catalogue="acme") for name in "AB"]
 UNKNOWN = [f"{gates.CATALOGUE_PREFIX}ACNE_{name}" for name in "AB"]
 NAMES = [name for gate in WORDED for name in (gate.name, *(alias.name for alias in gate.aliases))]
 #: Switches of what is no feature.
-UNTRIED = {gates.DELTA_RULE_GRAPHS, gates.IMAGE_SPAN_GRAPHS, gates.MLA_PROMPT_GRAPHS}
-GRAPHS = {"VLLM_HWPLUGIN_TRTLLM_GRAPHS", gates.PLAIN_DECODE, *UNTRIED}
+GRAPHS = {gates.PLAIN_DECODE, gates.MORE_GRAPHS}
 PARTS = {"VLLM_HWPLUGIN_OPS", "VLLM_HWPLUGIN_ATTENTION", *GRAPHS}
-WORDS = ["1", "0", "true", "No", "ON", "off", "auto", "musa", "stage", "scrub", "perhaps", "", "  "]
+WORDS = ["1", "0", "true", "No", "ON", "off", "auto", "musa", "stage", "scrub", "trtllm", "perhaps", "", "  "]
 
 
 def model(gate: gates.Gate, environ: Mapping[str, str]) -> gates.Value:
@@ -52,6 +51,8 @@ def model(gate: gates.Gate, environ: Mapping[str, str]) -> gates.Value:
                 return {**dict.fromkeys(WORDS_TRUE, True), **dict.fromkeys(WORDS_FALSE, False)}.get(word)
             if gate.kind == "switch":
                 word = {**dict.fromkeys(WORDS_TRUE, "on"), **dict.fromkeys(WORDS_FALSE, "off")}.get(word, word)
+            if gate.kind == "list":
+                return (word,) if word in gate.choices else None
             return word if word in gate.choices else None
     return gate.default
 
@@ -91,6 +92,7 @@ def test_every_environment_is_read_as_the_page_says(own: dict[str, str], outside
         ("VLLM_HWPLUGIN_CACHE_DIR", "relative/folder", "an absolute path"),
         ("VLLM_HWPLUGIN_CACHE_DIR", "~no-such-user/folder", "an absolute path"),
         ("VLLM_HWPLUGIN_NWOR_MODE", "immediate", "off, restore, scrub, stage"),
+        (gates.MORE_GRAPHS, "trtllm, mla", "commas: trtllm, image-spans, mla-prompts"),
     ],
 )
 def test_a_bad_value_names_the_variable_and_lists_the_good_ones(name: str, raw: str, good: str) -> None:
@@ -132,6 +134,7 @@ def test_a_misspelt_gate_is_found_with_the_name_that_was_meant() -> None:
         ("VLLM_ATTENTION_BACKEND", "--attention-backend"),
         ("VLLM_MUSA_EAGLE_RUNNER", "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH"),
         ("VLLM_MUSA_DRAFT_COPY_DEFAULT_STREAM", "VLLM_MUSA_EAGLE_RUNNER"),
+        ("VLLM_HWPLUGIN_TRTLLM_GRAPHS", "VLLM_HWPLUGIN_MORE_GRAPHS=trtllm"),
     ],
 )
 def test_a_variable_of_an_older_build_names_what_replaced_it(name: str, instead: str) -> None:

@@ -73,7 +73,7 @@ def test_mixed_graphs_over_mla(tmp_path: Path) -> None:
     ]
     load = replace(made, options=options, requests=[*made.requests, *long])
     features = ("v2-mixed-graphs",)
-    variables = {**case.variables, "VLLM_HWPLUGIN_MLA_PROMPT_GRAPHS": "1"}
+    variables = {**case.variables, "VLLM_HWPLUGIN_MORE_GRAPHS": "mla-prompts"}
     runs = run_each(load, tmp_path, "V2", {"off": {}, "on": dict.fromkeys(features, "on")}, features, **variables)
     expected, found = runs["off"], runs["on"]
     replays = {side: run.counts["graph_replays"]["target"] for side, run in runs.items()}

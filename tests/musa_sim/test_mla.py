@@ -23,7 +23,7 @@ from .test_engines import V1, texts
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
 LAYERS, HIDDEN, VOCABULARY = (DEEPSEEK[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
-ON_V2 = {"VLLM_HWPLUGIN_MLA_PROMPT_GRAPHS": "1"}
+ON_V2 = {"VLLM_HWPLUGIN_MORE_GRAPHS": "mla-prompts"}
 
 
 def write(folder: Path, **more: Any) -> Path:

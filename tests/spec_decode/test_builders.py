@@ -297,9 +297,9 @@ def test_flashinfers_trtllm_kernels_have_graphs_where_they_are_asked_for(monkeyp
     (((group,),),) = (made,)
     refused = why_not_in_graph(made)
     assert refused is not None
-    assert "VLLM_HWPLUGIN_TRTLLM_GRAPHS=1" in refused
+    assert "VLLM_HWPLUGIN_MORE_GRAPHS=trtllm" in refused
     assert host_work(group.get_metadata_builder(0)) is not None
-    monkeypatch.setenv("VLLM_HWPLUGIN_TRTLLM_GRAPHS", "1")
+    monkeypatch.setenv("VLLM_HWPLUGIN_MORE_GRAPHS", "trtllm")
     assert why_not_in_graph(made) is None
     assert host_work(group.get_metadata_builder(0)) is None
     # They know no queries that see later ones, and a draft model's first pass is no decode to them.

@@ -41,7 +41,7 @@ Parts of a step that run in graphs with the plugin, on Model Runner V2: **S** sa
 - The table is computed from the reasons of [obstacles.md](obstacles.md), for default attention backends as read in vLLM
   0.32 and 0.33. No launch was started for it; [model-runner-v2.md](model-runner-v2.md#how-it-is-known) says what ran.
 - Your engine's log line and `vllm-hwplugin doctor` say what your engine has.
-- On B200 FLASHINFER runs TRTLLM kernels, whose graphs `VLLM_HWPLUGIN_TRTLLM_GRAPHS=1` asks for.
+- On B200 FLASHINFER runs TRTLLM kernels, whose graphs `VLLM_HWPLUGIN_MORE_GRAPHS=trtllm` asks for.
 - X of a model that takes images is for batches of text. X over FlashAttention 2 and 4 was never run on a GPU.
 - On H100 {basic} of {all} launches have sampling and inputs in graphs, and {mixed} batches with prompts; {named} with
   `--gdn-prefill-backend triton` where the target has a gated delta rule.
@@ -116,7 +116,7 @@ FLASHMLA = Attention(
 FLASH_ATTN_MLA = Attention(
     FLASH_MLA,
     host="FLASH_ATTN_MLA: prompts of more than 512 tokens have another kernel; other steps have graphs with "
-    "`VLLM_HWPLUGIN_MLA_PROMPT_GRAPHS=1`",
+    "`VLLM_HWPLUGIN_MORE_GRAPHS=mla-prompts`",
 )
 FLASHINFER_MLA = Attention(f"{_BACKENDS}.mla.flashinfer_mla.FlashInferMLAMetadataBuilder", _ALWAYS)
 OWN = Attention(
@@ -127,7 +127,7 @@ COMPOSITE = Attention(
     f"{_BACKENDS}.composite.CompositeAttentionMetadataBuilder",
     AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
     host="TRITON_FLASH_ATTN: an image in a batch decides which kernel runs, so vLLM has no FULL graphs with a drafter; "
-    "steps of text have graphs with `VLLM_HWPLUGIN_IMAGE_SPAN_GRAPHS=1`",
+    "steps of text have graphs with `VLLM_HWPLUGIN_MORE_GRAPHS=image-spans`",
 )
 
 #: What vLLM chooses for layers of plain attention.

@@ -59,32 +59,25 @@ def test_a_drafter_that_graphs_do_not_hold_leaves_the_target_its_graphs() -> Non
     assert refused(change(made, "adaptive_verification", object()), runner_v2, "verified") == TAIL | MIXED
 
 
-#: Layers of the first KV cache group, and what else is not as graphs need it.
+#: What is not as graphs need it.
 REFUSED = [
-    ({gates.DELTA_RULE_GRAPHS: "0"}, {}, "VLLM_HWPLUGIN_DELTA_RULE_GRAPHS is off"),
-    ({}, {"compilation_config.static_forward_context": {}}, "they are NoneType"),
-    (
-        {},
-        {"prefill": "flashinfer"},
-        "flashinfer computes their prompts; --gdn-prefill-backend triton",
-    ),
-    ({}, {"older": True}, "up to 0.31"),
-    ({}, {"max_num_reqs": 1}, "there is one request at a time"),
-    ({}, {"vllm_config.parallel_config.data_parallel_size": 2}, "ranks of data parallelism"),
-    ({}, {}, ""),
+    ({"compilation_config.static_forward_context": {}}, "they are NoneType"),
+    ({"prefill": "flashinfer"}, "flashinfer computes their prompts; --gdn-prefill-backend triton"),
+    ({"older": True}, "up to 0.31"),
+    ({"max_num_reqs": 1}, "there is one request at a time"),
+    ({"vllm_config.parallel_config.data_parallel_size": 2}, "ranks of data parallelism"),
+    ({}, ""),
 ]
 
 
-@pytest.mark.parametrize(("variables", "changed", "words"), REFUSED, ids=[words or "served" for *_, words in REFUSED])
+@pytest.mark.parametrize(("changed", "words"), REFUSED, ids=[words or "served" for _, words in REFUSED])
 def test_layers_with_a_gated_delta_rule_are_served_where_their_kernels_are_known(
-    variables: dict[str, str], changed: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+    changed: dict[str, Any], words: str
 ) -> None:
     changed = dict(changed)
     more = {"gdn_prefill_backend": changed.pop("prefill", "triton")}
     if not changed.pop("older", False):
         more["checkpoint_builder"] = None
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
     made = group(GDNAttentionMetadataBuilder, "layers.1", **more)
     type(made.get_metadata_builder()).__qualname__ = GDNAttentionMetadataBuilder.__qualname__
     runner = change(runner_v2(), "attn_groups", [[made]])
@@ -123,17 +116,17 @@ def _measuring(self: object, num_decode_tokens: int) -> None: ...
 @pytest.mark.parametrize(
     ("asked", "build", "ranks", "reason"),
     [
-        ("1", _told, 1, None),
-        ("1", _told, 2, "ranks of data parallelism do not know of each other's longest requests"),
-        ("0", _told, 1, "only some batches can have graphs: FlashAttnMLAMetadataBuilder supports UNIFORM_BATCH"),
+        ("mla-prompts", _told, 1, None),
+        ("mla-prompts", _told, 2, "ranks of data parallelism do not know of each other's longest requests"),
+        ("", _told, 1, "FlashAttnMLAMetadataBuilder supports UNIFORM_BATCH"),
         # Up to 0.30.
-        ("1", _measuring, 1, "only some batches can have graphs: FlashAttnMLAMetadataBuilder supports UNIFORM_BATCH"),
+        ("mla-prompts", _measuring, 1, "FlashAttnMLAMetadataBuilder supports UNIFORM_BATCH"),
     ],
 )
 def test_flash_attn_mla_takes_short_prompts_if_asked_for(
     asked: str, build: object, ranks: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(gates.MLA_PROMPT_GRAPHS, asked)
+    monkeypatch.setenv(gates.MORE_GRAPHS, asked)
     made = group(builder(FLASH_MLA), "layers.0", reorder_batch_threshold=512)
     of_class = {"_build_decode": build, "get_cudagraph_support": lambda *_: AttentionCGSupport.UNIFORM_BATCH}
     for name, method in of_class.items():

@@ -523,7 +523,7 @@ def test_watermarks_are_not_served() -> None:
 def test_trtllm_kernels_serve_a_draft_whose_queries_see_no_later_ones(
     non_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_HWPLUGIN_TRTLLM_GRAPHS", "1")
+    monkeypatch.setenv("VLLM_HWPLUGIN_MORE_GRAPHS", "trtllm")
     kernel = SimpleNamespace(name="TRTLLM_GEN")
     made = runner_v2(draft=type("FlashInferBuilder", (), {"flashinfer_trtllm_api_decode_kernel": kernel}))
     made.speculator.requires_non_causal = non_causal

@@ -11,12 +11,13 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from .errors import HwpluginError
 
 Kind = Literal["switch", "bool", "path", "paths", "list", "choice"]
 Value = bool | str | tuple[str, ...] | None
+MoreGraphs = Literal["trtllm", "image-spans", "mla-prompts"]
 
 PREFIX: Final = "VLLM_HWPLUGIN"
 
@@ -28,10 +29,7 @@ CATALOGUE_PREFIX: Final = "VLLM_HWPLUGIN_PATCH_"
 FINGERPRINT: Final = "VLLM_HWPLUGIN_FINGERPRINT"
 
 PLAIN_DECODE: Final = "VLLM_HWPLUGIN_PLAIN_DECODE"
-DELTA_RULE_GRAPHS: Final = "VLLM_HWPLUGIN_DELTA_RULE_GRAPHS"
-IMAGE_SPAN_GRAPHS: Final = "VLLM_HWPLUGIN_IMAGE_SPAN_GRAPHS"
-MLA_PROMPT_GRAPHS: Final = "VLLM_HWPLUGIN_MLA_PROMPT_GRAPHS"
-
+MORE_GRAPHS: Final = "VLLM_HWPLUGIN_MORE_GRAPHS"
 STRICT: Final = "VLLM_HWPLUGIN_STRICT"
 COMPILE_KEY: Final = "compile key"
 
@@ -96,7 +94,7 @@ class Gate(NamedTuple):
         if self.kind == "paths":
             return f"absolute paths separated by {os.pathsep!r}"
         if self.kind == "list":
-            return "names separated by commas"
+            return f"names separated by commas{': ' * bool(self.choices)}{', '.join(self.choices)}"
         return ", ".join(self.choices)
 
 
@@ -262,41 +260,17 @@ GATES: Final[tuple[Gate, ...]] = (
         since="0.2.0",
     ),
     Gate(
-        "VLLM_HWPLUGIN_TRTLLM_GRAPHS",
-        "bool",
-        False,
-        "Graphs of inputs and drafts over FlashInfer's TRTLLM kernels (trtllm-gen, XQA, sparse MLA), vLLM's default on "
-        "Blackwell (Model Runner V2). Not run on a GPU.",
+        MORE_GRAPHS,
+        "list",
+        (),
+        "Graphs that are off by default (Model Runner V2). trtllm: inputs and drafts over FlashInfer's TRTLLM kernels "
+        "(trtllm-gen, XQA, sparse MLA), vLLM's default on Blackwell; not run on a GPU. image-spans: decode and mixed "
+        "batches with a drafter over TRITON_FLASH_ATTN (Gemma 4 31B and 26B-A4B on Hopper and newer), for steps with "
+        "no part of an image (vLLM 0.30 and newer); not run on a GPU. mla-prompts: mixed batches of MLA over "
+        "FLASH_ATTN_MLA, for steps without a request of more than 512 new tokens (vLLM 0.31 and newer, Hopper); run on "
+        "an H200, speed not measured.",
         affects=("graphs",),
-        since="0.2.0",
-    ),
-    Gate(
-        DELTA_RULE_GRAPHS,
-        "bool",
-        True,
-        "Graphs of mixed batches of models with a gated delta rule (Qwen3-Next, Qwen3.5, Qwen3.6) and MTP, where "
-        "Triton computes prompts: on Hopper and Blackwell with --gdn-prefill-backend triton (Model Runner V2, vLLM "
-        "0.32 and 0.33).",
-        affects=("graphs",),
-        since="0.3.0",
-    ),
-    Gate(
-        IMAGE_SPAN_GRAPHS,
-        "bool",
-        False,
-        "Graphs of steps without a part of an image over TRITON_FLASH_ATTN (Gemma 4 31B and 26B-A4B on Hopper and "
-        "newer GPUs), of decode and mixed batches with a drafter (Model Runner V2, vLLM 0.30 and newer). Not run on a "
-        "GPU.",
-        affects=("graphs",),
-        since="0.3.0",
-    ),
-    Gate(
-        MLA_PROMPT_GRAPHS,
-        "bool",
-        False,
-        "Graphs of mixed batches of MLA over FLASH_ATTN_MLA (Hopper), for steps without a request of more than 512 new "
-        "tokens (Model Runner V2, vLLM 0.31 and newer). Run on an H200, speed not measured.",
-        affects=("graphs",),
+        choices=get_args(MoreGraphs),
         since="0.3.0",
     ),
     Gate(
@@ -366,6 +340,8 @@ REPLACED: Final[Mapping[str, str]] = MappingProxyType(
         "VLLM_HWPLUGIN_DRAFT_LOOP_GRAPH all one-token steps into one; both are on by default",
         "VLLM_MUSA_DRAFT_COPY_DEFAULT_STREAM": "it worked around a bug of the runner that VLLM_MUSA_EAGLE_RUNNER "
         "chose, which is gone; set nothing",
+        "VLLM_HWPLUGIN_TRTLLM_GRAPHS": f"{MORE_GRAPHS}=trtllm asks for these graphs",
+        "VLLM_HWPLUGIN_DELTA_RULE_GRAPHS": "VLLM_HWPLUGIN_V2_MIXED_GRAPHS=off leaves these graphs out",
     }
 )
 
@@ -450,6 +426,14 @@ def is_on(name: str) -> bool:
         return False
 
 
+def asks_for(graphs: MoreGraphs) -> bool:
+    """Whether `MORE_GRAPHS` names these graphs; False if its value is bad."""
+    try:
+        return graphs in read(MORE_GRAPHS).names
+    except GateError:
+        return False
+
+
 def demands(name: str, environ: Mapping[str, str] | None = None) -> bool:
     """Whether a switch is ``on``: no engine starts without the feature."""
     return (_present(name, os.environ if environ is None else environ) or "").strip().lower() in WORDS_TRUE
@@ -485,8 +469,8 @@ class Settings:
     @property
     def part_errors(self) -> list[str]:
         """Why the switches of parts have bad values; these parts are off."""
-        bad = [gate.name for gate in GATES if gate.of_part and gate.name in self.errors]
-        return [f"{self.errors[name]} It counts as {'off' if self.values[name].gate.switches else 0}" for name in bad]
+        bad = [gate for gate in GATES if gate.of_part and gate.name in self.errors]
+        return [f"{self.errors[gate.name]} It counts as {'off' if gate.switches else 'not set'}" for gate in bad]
 
     def require_process(self) -> None:
         """Raise a GateError that lists the bad values of process-wide variables."""
@@ -532,7 +516,7 @@ class Settings:
 
         lines = []
         for name in sorted(self.environ):
-            if not name.startswith(PREFIX) or name in self.values or name == FINGERPRINT:
+            if not name.startswith(PREFIX) or name in self.values or name == FINGERPRINT or name in REPLACED:
                 continue
             if name.startswith(CATALOGUE_PREFIX):
                 hint = "; a catalogue of your own may have it: its folder must be in VLLM_HWPLUGIN_PATCHES"
@@ -610,7 +594,8 @@ def _parse(gate: Gate, text: str) -> Value:
         paths = [_path(part.strip()) for part in text.split(os.pathsep) if part.strip()]
         return None if None in paths else tuple(dict.fromkeys(filter(None, paths)))
     if gate.kind == "list":
-        return tuple(dict.fromkeys(name for name in (part.strip() for part in text.split(",")) if name))
+        names = tuple(dict.fromkeys(name for name in (part.strip() for part in text.split(",")) if name))
+        return None if gate.choices and not {*names} <= {*gate.choices} else names
     text = text.lower()
     if gate.kind == "bool":
         return text in WORDS_TRUE if text in WORDS_TRUE + WORDS_FALSE else None

@@ -54,10 +54,10 @@ class Builder:
         prompts: the build with any mix of prompts and decodes, if the class also declares `ALWAYS` (FLASH_ATTN also on
             FlashAttention 2 and 4, see `flash_versions`).
         short_prompts: the build of requests of any length up to `reorder_batch_threshold` as decodes. Never run on a
-            GPU, so V2 graphs have it only with VLLM_HWPLUGIN_MLA_PROMPT_GRAPHS.
+            GPU, so V2 graphs have it only with VLLM_HWPLUGIN_MORE_GRAPHS=mla-prompts.
         updated: one-token metadata that vLLM's own update refreshes on the device, if the builder declares it
             (`supports_draft_decode_metadata_update`).
-        asked_for: V2 graphs have it only with VLLM_HWPLUGIN_TRTLLM_GRAPHS.
+        asked_for: V2 graphs have it only with VLLM_HWPLUGIN_MORE_GRAPHS=trtllm.
         why: why nothing more is allowed.
     """
 
@@ -133,7 +133,7 @@ BUILDERS: Final[Mapping[str, Builder]] = {
 
 
 _NEVER_RUN: Final = Builder(
-    why="graphs over its TRTLLM kernels were never run; VLLM_HWPLUGIN_TRTLLM_GRAPHS=1 asks for them"
+    why=f"graphs over its TRTLLM kernels were never run; {gates.MORE_GRAPHS}=trtllm asks for them"
 )
 #: FlashInfer's decode kernels of TensorRT-LLM, by name. A decode batch's metadata names the batch's tensors (from 0.26
 #: on), and for XQA a mask that depends only on the shape. XQA takes several tokens a request as a decode from 0.28 on.
@@ -187,7 +187,7 @@ def _of(builder: Any, causal: bool) -> Builder:
             entry = replace(entry, decode=False, why="it takes several tokens of a request for a prompt")
     else:
         entry = known(type(builder))
-    return _NEVER_RUN if entry.asked_for and not gates.is_on("VLLM_HWPLUGIN_TRTLLM_GRAPHS") else entry
+    return _NEVER_RUN if entry.asked_for and not gates.asks_for("trtllm") else entry
 
 
 def why_not_in_graph(
@@ -237,7 +237,7 @@ def serves_prompts(builder: Any) -> bool:
 
 def longest_as_decode(builder: Any) -> int:
     """Return the most tokens of a decode in mixed graphs, or 0."""
-    if not (known(type(builder)).short_prompts and gates.is_on(gates.MLA_PROMPT_GRAPHS)):
+    if not (known(type(builder)).short_prompts and gates.asks_for("mla-prompts")):
         return 0
     # Up to 0.30 a build does not get the graph's longest request, and the capture's batch has only short ones.
     told = "max_query_len" in inspect.signature(builder._build_decode).parameters

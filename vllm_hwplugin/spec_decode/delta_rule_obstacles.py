@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_hwplugin.base import gates
 from vllm_hwplugin.spec_decode.builders import builder_of
 
 
@@ -32,8 +31,6 @@ def why_no_delta_rule(runner: Any) -> str:
     prefill = builders[0].gdn_prefill_backend if builders else _resolved_prefill(runner)
     if not prefill:
         return ""
-    if not gates.is_on(gates.DELTA_RULE_GRAPHS):
-        return f"{gates.DELTA_RULE_GRAPHS} is off"
     if runner.speculative_config is None:
         return "there is no drafter"
     if runner.max_num_reqs == 1:

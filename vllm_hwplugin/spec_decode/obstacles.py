@@ -297,10 +297,6 @@ def _host_builders(runner: Any) -> str:
     )
 
 
-def _draft_groups(runner: Any) -> Any:
-    return getattr(runner.speculator, "attn_groups", ())
-
-
 def _not_in_graph(runner: Any) -> str | None:
     """Return why no graph may make the draft's metadata, or None."""
     # A standalone draft model's first pass has more tokens per request than some builders take for a decode.
@@ -308,7 +304,8 @@ def _not_in_graph(runner: Any) -> str | None:
         return None
     standalone = runner.speculative_config.method in STANDALONE_METHODS
     causal = not getattr(runner.speculator, "requires_non_causal", False)
-    return why_not_in_graph(_draft_groups(runner), "chain" if standalone else "one_token", causal=causal)
+    groups = getattr(runner.speculator, "attn_groups", ())
+    return why_not_in_graph(groups, "chain" if standalone else "one_token", causal=causal)
 
 
 def _plans_by_window(runner: Any) -> bool:

@@ -250,7 +250,7 @@ def test_graphs_of_text_take_more_than_one_token_per_request_over_kernels_for_im
         return found
 
     assert support(FlashAttentionBackend) == "UNIFORM_SINGLE_TOKEN_DECODE"
-    monkeypatch.setenv(gates.IMAGE_SPAN_GRAPHS, "1")
+    monkeypatch.setenv(gates.MORE_GRAPHS, "image-spans")
     assert support(FlashAttentionBackend) == "UNIFORM_BATCH"
     for size in ("data_parallel_size", "pipeline_parallel_size"):
         setattr(parallel, size, 2)

@@ -131,7 +131,7 @@ def text_support(causal_builder: type, vllm_config: Any, support: AttentionCGSup
     parallel = vllm_config.parallel_config
     knows = parallel.data_parallel_size == parallel.pipeline_parallel_size == 1
     serves = single and knows and is_flash_attn(causal_builder) and vllm_config.use_v2_model_runner
-    return AttentionCGSupport.UNIFORM_BATCH if serves and gates.is_on(gates.IMAGE_SPAN_GRAPHS) else support
+    return AttentionCGSupport.UNIFORM_BATCH if serves and gates.asks_for("image-spans") else support
 
 
 def is_mixed(desc: Any) -> bool:
