@@ -42,6 +42,7 @@ Parts of a step that run in graphs with the plugin, on Model Runner V2: **S** sa
   0.32 and 0.33. No launch was started for it; [model-runner-v2.md](model-runner-v2.md#how-it-is-known) says what ran.
 - Your engine's log line and `vllm-hwplugin doctor` say what your engine has.
 - On B200 FLASHINFER runs TRTLLM kernels, whose graphs `VLLM_HWPLUGIN_MORE_GRAPHS=trtllm` asks for.
+- With DP8 a drafter with experts has D with `VLLM_HWPLUGIN_MORE_GRAPHS=shared-experts`.
 - X of a model that takes images is for batches of text. X over FlashAttention 2 and 4 was never run on a GPU.
 - On H100 {basic} of {all} launches have sampling and inputs in graphs, and {mixed} batches with prompts; {named} with
   `--gdn-prefill-backend triton` where the target has a gated delta rule.

@@ -32,7 +32,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import loader
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
-from vllm_hwplugin.base.gates import PLAIN_DECODE
+from vllm_hwplugin.base.gates import MORE_GRAPHS, PLAIN_DECODE
 from vllm_hwplugin.spec_decode import obstacles
 from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, Part, why_not
 
@@ -419,6 +419,8 @@ def test_ranks_that_share_a_drafts_experts_draft_in_graphs_that_exchange_the_sam
     pytest.importorskip("vllm.v1.worker.gpu.dp_utils", exc_type=ImportError)
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
     made = change(runner_v2(), "vllm_config.parallel_config.data_parallel_size", 2)
+    assert refused(made, runner_v2, "=shared-experts asks for them") == Part.V2_DRAFTING
+    monkeypatch.setenv(MORE_GRAPHS, "shared-experts")
     assert not refused(made, runner_v2, "draft's experts")
     if path.isupper():
         monkeypatch.setenv(path, value)

@@ -17,7 +17,7 @@ from .errors import HwpluginError
 
 Kind = Literal["switch", "bool", "path", "paths", "list", "choice"]
 Value = bool | str | tuple[str, ...] | None
-MoreGraphs = Literal["trtllm", "image-spans", "mla-prompts"]
+MoreGraphs = Literal["trtllm", "image-spans", "mla-prompts", "shared-experts"]
 
 PREFIX: Final = "VLLM_HWPLUGIN"
 
@@ -265,10 +265,11 @@ GATES: Final[tuple[Gate, ...]] = (
         (),
         "Graphs that are off by default (Model Runner V2). trtllm: inputs and drafts over FlashInfer's TRTLLM kernels "
         "(trtllm-gen, XQA, sparse MLA), vLLM's default on Blackwell; not run on a GPU. image-spans: decode and mixed "
-        "batches with a drafter over TRITON_FLASH_ATTN (Gemma 4 31B and 26B-A4B on Hopper and newer), for steps with "
-        "no part of an image (vLLM 0.30 and newer); not run on a GPU. mla-prompts: mixed batches of MLA over "
+        "batches with a drafter over TRITON_FLASH_ATTN (Gemma 4 31B and 26B-A4B on Hopper and newer), for steps "
+        "without a part of an image (vLLM 0.30 and newer); not run on a GPU. mla-prompts: mixed batches of MLA over "
         "FLASH_ATTN_MLA, for steps without a request of more than 512 new tokens (vLLM 0.31 and newer, Hopper); run on "
-        "an H200, speed not measured.",
+        "an H200, speed not measured. shared-experts: drafts of drafters with experts under data parallelism (vLLM "
+        "0.30 and newer); not run on several GPUs.",
         affects=("graphs",),
         choices=get_args(MoreGraphs),
         since="0.3.0",

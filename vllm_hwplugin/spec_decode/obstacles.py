@@ -260,6 +260,8 @@ def _exchanges_otherwise(runner: Any) -> str:
     """Return why graphs cannot hold passes over shared experts, or ""."""
     if not shares_experts(runner):
         return ""
+    if not gates.asks_for("shared-experts"):
+        return f"graphs of such passes never ran on several GPUs; {gates.MORE_GRAPHS}=shared-experts asks for them"
     spec, parallel = runner.speculative_config, runner.vllm_config.parallel_config
     if spec.method in MASK_METHODS | STANDALONE_METHODS:
         return f"{spec.method} has other passes"

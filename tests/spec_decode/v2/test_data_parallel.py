@@ -21,6 +21,7 @@ from torch.distributed import ReduceOp
 from vllm.config.compilation import CUDAGraphMode
 
 from tests.cpu_seconds import patience
+from vllm_hwplugin.base.gates import MORE_GRAPHS
 from vllm_hwplugin.spec_decode import graph_recording, ranks
 from vllm_hwplugin.spec_decode.ranks import Beyond
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs, tail_capture, tail_graph
@@ -215,6 +216,7 @@ def both(
 ) -> Iterator[tuple[Ranks, Ranks]]:
     """Unpatched vLLM, and vLLM with the plugin, whose ranks ask each other by `votes`."""
     with host_of_graphs() as monkeypatch:
+        monkeypatch.setenv(MORE_GRAPHS, "shared-experts")
         made = (Ranks(tree, one, monkeypatch, experts, mode=mode, drafts=drafts) for one in (None, votes or Votes()))
         yield next(made), next(made)
 
