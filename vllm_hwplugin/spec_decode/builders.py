@@ -53,7 +53,7 @@ class Builder:
         decode: the build with several tokens per request.
         prompts: the build with any mix of prompts and decodes, if the class also declares `ALWAYS` (FLASH_ATTN also on
             FlashAttention 2 and 4, see `flash_versions`).
-        short_prompts: the build of requests of any length up to `reorder_batch_threshold` as decodes. Never run on a
+        short_prompts: the build of requests of any length up to `reorder_batch_threshold` as decodes. Not measured on a
             GPU, so V2 graphs have it only with VLLM_HWPLUGIN_MORE_GRAPHS=mla-prompts.
         updated: one-token metadata that vLLM's own update refreshes on the device, if the builder declares it
             (`supports_draft_decode_metadata_update`).
