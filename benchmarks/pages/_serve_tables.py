@@ -37,6 +37,8 @@ _BY_ENGINE = (
 )
 _FULL = "*"
 _ONE_ROUND = "†"
+#: Utilization of a core over a whole round that fills it in the round's middle.
+_FULL_CORE = 0.9
 _WAITS = (
     f" {_FULL}: the API server process was CPU-bound, so requests queued there ([what to "
     "set](docs/benchmarks.md#when-the-api-server-is-the-limit))."
@@ -163,7 +165,7 @@ class _Load(NamedTuple):
     @property
     def is_full(self) -> bool:
         """Whether the server's only process filled a core, so that requests queued there."""
-        return bool(self.after.get("cpu", {}).get("server", 0) >= 1)
+        return bool(self.after.get("cpu", {}).get("server", 0) >= _FULL_CORE)
 
     @property
     def cell(self) -> str:
