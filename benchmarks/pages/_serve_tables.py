@@ -236,13 +236,13 @@ def features(files: Sequence[Found], variable: str) -> str:
     names += ["TTFT P99", "rounds", "measured"]
     lines = []
     files = [file for file in _with(variable, files) if file.results["settings"]["shape"] is not None]
-    without = {file.results["settings"]["sides"][0] for file in files}
+    without = {_without(case) for file in files for case in file.results["cases"]}
     for file in files:
         settings = file.results["settings"]
         value = settings["patched_environment"][variable]
         for case in file.results["cases"]:
             target = f"{_target(settings)}, {_drafter(file, case)}"
-            for load in (_Load(file, *both) for both in _pairs(case, settings["sides"][0], "mrv2-patched")):
+            for load in (_Load(file, *both) for both in _pairs(case, _without(case), "mrv2-patched")):
                 ratios = (load.speedup, load.ratio("itl_ms"), load.ratio("ttft_ms"), load.ratio("ttft_ms", "p99"))
                 at, rounds = (str(load.before[name]) for name in ("concurrency", "rounds"))
                 lines.append([target, f"`{value}`", at, *(f"{ratio:.2f}" for ratio in ratios), rounds, file.day])
@@ -263,7 +263,7 @@ def accepted(files: Sequence[Found], variable: str) -> str:
     for file in files:
         settings = file.results["settings"]
         for case in file.results["cases"]:
-            for before, after in _pairs(case, settings["sides"][0], "mrv2-patched"):
+            for before, after in _pairs(case, _without(case), "mrv2-patched"):
                 left, right = (load["acceptance_length"] for load in (before, after))
                 row = [f"{_target(settings)}, {_drafter(file, case)}", f"`{settings['patched_environment'][variable]}`"]
                 row += [f"{before['temperature']:g}", str(after["drafts"])]
@@ -274,6 +274,11 @@ def accepted(files: Sequence[Found], variable: str) -> str:
 
 def _with(variable: str, files: Sequence[Found]) -> list[Found]:
     return [file for file in over_http(files) if variable in file.results["settings"]["patched_environment"]]
+
+
+def _without(case: Mapping[str, Any]) -> str:
+    """Return a case's side without the feature: the plugin's, or unpatched vLLM."""
+    return "mrv2-plugin" if "mrv2-plugin" in case["sides"] else STOCK_OF["mrv2-patched"]
 
 
 def api_servers(files: Sequence[Found]) -> str:

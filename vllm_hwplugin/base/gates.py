@@ -93,9 +93,10 @@ class Gate(NamedTuple):
             return "an absolute path"
         if self.kind == "paths":
             return f"absolute paths separated by {os.pathsep!r}"
+        choices = ", ".join(self.choices)
         if self.kind == "list":
-            return f"names separated by commas{': ' * bool(self.choices)}{', '.join(self.choices)}"
-        return ", ".join(self.choices)
+            return f"names separated by commas: {choices}" if choices else "names separated by commas"
+        return choices
 
 
 class GateValue(NamedTuple):

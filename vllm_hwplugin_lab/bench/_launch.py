@@ -245,6 +245,10 @@ class TimeLimit:
         """Return the seconds left, at least 0; infinite without a limit."""
         return max(0.0, self._end - time.monotonic())
 
+    def reached(self) -> TimeIsUp:
+        """Return the error of a run that is at its limit."""
+        return TimeIsUp(f"the time limit of {self.seconds:g} s")
+
 
 class Session(Child):
     """A child that follows commands; after a failure it ignores them."""
@@ -277,7 +281,7 @@ class Session(Child):
         in_time = self.follow(min(timeout, left), until=lambda heard: heard["event"] == event, on_event=self._on_event)
         if not in_time:
             if left < timeout and not self._limit.left():
-                raise TimeIsUp(f"the time limit of {self._limit.seconds:g} s")
+                raise self._limit.reached()
             self.error = f"no answer {event!r} after {timeout:.0f} s; killed"
             # Immediately: it would disturb the sides that are still measured.
             self._ended = self.end(self.error)

@@ -101,7 +101,7 @@ def turn(file: Path | None, limit: TimeLimit, *, alone: bool) -> Iterator[None]:
                 fcntl.flock(opened, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
             except BlockingIOError as taken:
                 if not limit.left():
-                    raise TimeIsUp(f"the time limit of {limit.seconds:g} s") from taken
+                    raise limit.reached() from taken
                 time.sleep(_POLL)
             else:
                 break
