@@ -33,22 +33,32 @@ def _write(folder: Path, config: Mapping[str, Any]) -> Path:
     return folder
 
 
-def dflash2(folder: Path) -> dict[str, Any]:
-    """A draft that walks through candidates, beside the small trained target."""
+def like_dflash(folder: Path, method: str, more: Mapping[str, Any], walk: Mapping[str, Any]) -> dict[str, Any]:
+    """A draft with DFlash's layers beside the small trained target."""
     trained = json.loads((loads.SMALL / "dflash" / "config.json").read_text())
-    walk = {"conv_kernel_size": 2, "conv_group_size": 64, "selector_rank": 16, "selector_top_k": 4}
-    config = {**trained, "architectures": ["DFlash2DraftModel"], "block_size": 1 + DRAFTS}
-    config["dflash_config"] = {**trained["dflash_config"], **walk}
+    config = {**trained, **more, "dflash_config": {**trained["dflash_config"], **walk}}
     draft = _write(folder / "draft", config)
     return loads.dummies(
         loads.SMALL / "target",
         {
-            "method": "dflash",
+            "method": method,
             "model": str(draft),
             "num_speculative_tokens": DRAFTS,
             "draft_sample_method": "probabilistic",
         },
     )
+
+
+def dflash2(folder: Path) -> dict[str, Any]:
+    """A draft that walks through candidates."""
+    walk = {"conv_kernel_size": 2, "conv_group_size": 64, "selector_rank": 16, "selector_top_k": 4}
+    return like_dflash(folder, "dflash", {"architectures": ["DFlash2DraftModel"], "block_size": 1 + DRAFTS}, walk)
+
+
+def dspark(folder: Path) -> dict[str, Any]:
+    """A draft whose blocks begin with a token to predict, and which samples them one after another."""
+    more = {"architectures": ["Qwen3DSparkModel"], "block_size": DRAFTS, "markov_rank": 16}
+    return like_dflash(folder, "dspark", more, {})
 
 
 def lilicorr(folder: Path) -> dict[str, Any]:
@@ -229,9 +239,17 @@ def runs(
         ),
         "schedule": Load(scheduled(), growing(), autotuned=False),
         "head adapters": with_adapters(Engine("eagle3"), folder / "adapter", ["o_proj", "lm_head"]),
-        # What makes attention of any batch stays, so this is the last one.
+        # What makes attention of any batch stays, so these are the last ones.
         "adapters, prompts": with_adapters(
             Engine("eagle3", graphs_of=(1, 2, 4, 6, 16)), folder / "other adapter", ["o_proj"], "any batch"
+        ),
+        "dspark": Load(
+            {**Engine(None, graphs_of=(4, 8, 16, 24, 64)).on_musa(), "num_gpu_blocks_override": 60}
+            | dspark(folder / "dspark"),
+            loads.by_temperature(),
+            initialised=True,
+            autotuned=False,
+            unknown="any batch",
         ),
     }
     graphs = {gate_of(feature): "on" for feature in ("engine-report", "v2-graph-addresses", *GRAPHS)}
@@ -249,6 +267,14 @@ def test_graphs_change_nothing(name: str, runs: dict[str, tuple[Run, Run]]) -> N
     # Three requests are padded to four.
     assert found.widths() >= {1, 2, 3, 4}
     assert found.counted["v2-tail-graph drafting"]["served"] == found.counted["v2-step-inputs inputs"]["served"] > 3
+
+
+def test_dspark_drafts_in_graphs_of_decodes_and_of_prompts(runs: dict[str, tuple[Run, Run]]) -> None:
+    expected, found = runs["dspark"]
+    loads.assert_same(expected, found)
+    assert 0 < expected.accepted()[1] < expected.accepted()[0]
+    decodes, drafted = found.counted["v2-step-inputs inputs"], found.counted["v2-tail-graph drafting"]["served"]
+    assert drafted == decodes["served"] + decodes["prompt"] > decodes["served"] > 3
 
 
 def test_graphs_draft_each_number_of_the_schedule(runs: dict[str, tuple[Run, Run]]) -> None:

@@ -45,6 +45,7 @@ def config_of(k: int = 3, seqs: int = 1024, batched: int = 8192, method: str = "
         method=method,
         num_speculative_tokens=k,
         num_speculative_tokens_per_batch_size=more.get("tiers"),
+        enable_adaptive_verification=more.get("adaptive"),
         uses_dynamic_speculative_decoding=lambda: False,
     )
     return SimpleNamespace(

@@ -183,6 +183,7 @@ def test_what_is_decided_is_on_record_and_stays(entry: run_records.RunRecord, mo
         ),
         ({"lora": object()}, "with LoRA each of them is captured several times"),
         ({"tiers": [(1, 8, 3)]}, "the number of drafts changes from step to step"),
+        ({"adaptive": True}, "adaptive verification verifies any number of drafts"),
     ],
 )
 def test_sizes_that_are_left_to_vllm(entry: run_records.RunRecord, more: dict[str, Any], reason: str) -> None:

@@ -187,8 +187,11 @@ def _why_left(vllm_config: Any) -> str | None:
         return "with sequence parallelism they must also be multiples of the tensor parallel size"
     if vllm_config.lora_config is not None:
         return "with LoRA each of them is captured several times"
-    if getattr(vllm_config.speculative_config, "num_speculative_tokens_per_batch_size", None):
+    spec = vllm_config.speculative_config
+    if getattr(spec, "num_speculative_tokens_per_batch_size", None):
         return "the number of drafts changes from step to step"
+    if getattr(spec, "enable_adaptive_verification", False):
+        return "adaptive verification verifies any number of drafts"
     return None
 
 

@@ -64,6 +64,17 @@ DRAFTERS: Final = (
     Drafter("DFlash2", "dflash", "", ("DFlash2Speculator",), v1=_V2_ONLY, since="0.28", combines=True, masks=True),
     Drafter("LiLiCorr", "dflash", "", ("LiLiCorrSpeculator",), v1=_V2_ONLY, since="0.31", combines=True, masks=True),
     Drafter("XPress", "dflash", "", ("XPressSpeculator",), v1=_V2_ONLY, since="0.33", combines=True, masks=True),
+    Drafter(
+        "DSpark",
+        "dspark",
+        "",
+        ("DSparkSpeculator",),
+        v1=_V2_ONLY,
+        since="0.25",
+        combines=True,
+        masks=True,
+        tried=True,
+    ),
     Drafter("n-gram", "ngram", "NgramProposer", _NGRAM, v1=_NO_MODEL, since="0.32", cached=False),
     Drafter("n-gram", "ngram_gpu", "NgramProposerGPU", _NGRAM, v1=_NO_MODEL, since="0.32", cached=False),
     Drafter(
@@ -74,7 +85,6 @@ DRAFTERS: Final = (
         v1=_OWN_CODE,
         v2=_OWN_CODE,
     ),
-    Drafter("DSpark", "dspark", "", ("DSparkSpeculator",), v1=_V2_ONLY, v2=_OWN_CODE, combines=True, masks=True),
     Drafter("Medusa", "medusa", "MedusaProposer", v1=_OWN_CODE, v2=_V1_ONLY, cached=False),
     Drafter("suffix decoding", "suffix", "SuffixDecodingProposer", v1=_NO_MODEL, v2=_V1_ONLY, cached=False),
 )
