@@ -30,7 +30,7 @@ from tests.cpu_seconds import patience
 from vllm_hwplugin.base.cachedir import write_atomically
 from vllm_hwplugin.patching import load_catalogue
 
-from . import simulated
+from . import forks, simulated
 from .load_child import ROOT, digest_of
 
 T = TypeVar("T")
@@ -238,10 +238,16 @@ def run_child(module: str, jobs: Mapping[str, Any], found: Path, environment: Ma
     folder.mkdir()
     asked, log = folder / "jobs.json", folder / "log"
     asked.write_text(json.dumps({name: asdict(job) for name, job in jobs.items()}))
-    command = [sys.executable, "-m", module, str(asked), str(found)]
-    with log.open("wb") as output:
-        done = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=patience(600))
-    assert done.returncode == 0, f"{folder.name}: {log.read_text(errors='replace')[-6000:]}"
+    command = [module, str(asked), str(found)]
+    if "MUSA_SIM_LIBRARY" in environment:
+        status = forks.run(command, environment, log, patience(600))
+    else:
+        with log.open("wb") as output:
+            python = [sys.executable, "-m", *command]
+            status = subprocess.run(
+                python, env=environment, stdout=output, stderr=output, timeout=patience(600)
+            ).returncode
+    assert status == 0, f"{folder.name}: {log.read_text(errors='replace')[-6000:]}"
 
 
 def at_once(calls: Mapping[str, Callable[[], T]]) -> dict[str, T]:
