@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,14 @@ from tests.cpu_seconds import patience
 from vllm_hwplugin_lab import bench
 
 from .. import releases
-from . import checkpoints, loads, simulated
+from . import checkpoints, forks, loads, simulated
 from .loads import Engine, Load, Process, Run
 from .test_engines import V1, requests, texts
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
 
-_PLAIN, _EAGLE3 = Engine(None, graphs_of=(1, 2)), Engine("eagle3", "FULL", graphs_of=(1, 2))
+_PLAIN, _EAGLE3 = Engine(None, graphs_of=(1,)), Engine("eagle3", "FULL", graphs_of=(1, 2))
 ENGINES = {"experts": _EAGLE3, "FP8 blocks": _PLAIN, "W4A16": _PLAIN}
 
 
@@ -62,7 +63,8 @@ def runs(
 def _run(newest: tuple[str, Path], folder: Path) -> Texts:
     models, asked, eager = _models(folder / "models"), requests(tokens=8, prompts=2), Engine(None).on_cpu()
     # The interpreter takes seconds for each step of a quantized model.
-    few = dict.fromkeys(models, requests(tokens=6, prompts=1)) | {"experts": asked}
+    short = [replace(one, prompt=one.prompt[:16]) for one in requests(tokens=6, prompts=1)]
+    few = dict.fromkeys(models, short) | {"experts": asked}
     there = {
         kind: Load({**ENGINES[kind].on_musa(), "model": str(model)}, few[kind]) for kind, (model, _) in models.items()
     }
@@ -163,11 +165,10 @@ OF_SCALED_MM = ("FP8, tensor", "FP8, channel")
 
 def layers(asked: list[str], folder: Path, vllm: tuple[str, Path] | None = None, **variables: str) -> dict[str, bool]:
     """Assert the kernel and the result of each; return whether it falls back."""
-    file = folder / "errors.json"
-    command = [sys.executable, "-m", "tests.musa_sim.layers_child", str(file), *asked]
+    file, log = folder / "errors.json", folder / "log"
+    command = ["tests.musa_sim.layers_child", str(file), *asked]
     environment = {**simulated.environment(folder, vllm=vllm), "VLLM_LOGGING_LEVEL": "ERROR", **variables}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-6000:]
+    assert forks.run(command, environment, log, patience(300)) == 0, log.read_text()[-6000:]
     found = json.loads(file.read_text())
     for one, (kernel, error, _) in found.items():
         expected, most = LAYERS[one.rsplit(" ", 2)[0]]

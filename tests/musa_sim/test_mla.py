@@ -7,7 +7,8 @@ Prompts come in pieces, and one out of the prefix cache, so that new tokens see 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,8 @@ def requests() -> list[Request]:
     ]
 
 
-def options(model: Path) -> dict[str, Any]:
-    engine = Engine(None, graphs_of=(3, 6, 12), more={"max_model_len": 256, "max_num_seqs": 4})
+def options(model: Path, graphs_of: Sequence[int] = (3, 6, 12)) -> dict[str, Any]:
+    engine = Engine(None, graphs_of=graphs_of, more={"max_model_len": 256, "max_num_seqs": 4})
     made = {**engine.on_musa(), "model": str(model), "skip_tokenizer_init": True}
     # The backend says how many tokens a page has.
     made.pop("block_size", None)
@@ -146,8 +147,10 @@ def test_fp8_blocks_and_bfloat16_are_served(musa_host: None, newest: tuple[str, 
     config = json.loads((twin / "config.json").read_text()) | checkpoints.FP8_BLOCKS
     (tmp_path / "blocks" / "config.json").write_text(json.dumps(config))
     dense = write(tmp_path / "dense", first_k_dense_replace=LAYERS + 1, torch_dtype="bfloat16")
+    # Triton's interpreter takes a second for each step of a quantized model.
+    alone = [replace(requests()[1], params={"temperature": 0.0, "max_tokens": 16})]
     asked = {
-        "FP8 blocks": Load(options(tmp_path / "blocks"), requests()),
+        "FP8 blocks": Load(options(tmp_path / "blocks", graphs_of=(3,)), alone),
         "bfloat16": Load({**options(dense), "dtype": "bfloat16"}, requests()),
     }
     runs = Process(asked, loads.musa(tmp_path / "host", newest, **V1)).run(tmp_path / "engines")
@@ -155,8 +158,8 @@ def test_fp8_blocks_and_bfloat16_are_served(musa_host: None, newest: tuple[str, 
         assert run.attention == ["MusaFlashMLABackend"]
         assert run.counts["draft_phases_in_graphs"] == run.counts["draft_phases"] > 0
     assert texts(runs["bfloat16"]) == checkpoints.in_float32(dense, requests())
-    # Activations are rounded to FP8 as well. Without attention, five of 24 tokens are the most probable.
-    ranks = checkpoints.ranks_in_float32(twin, requests(), texts(runs["FP8 blocks"]))
+    # Activations are rounded to FP8 as well. Without attention in decodes, three of 16 tokens are the most probable.
+    ranks = checkpoints.ranks_in_float32(twin, alone, texts(runs["FP8 blocks"]))
     assert ranks.count(0) > len(ranks) / 2
     assert max(ranks) < VOCABULARY / 100
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import filelock
@@ -125,7 +126,9 @@ def test_every_kernel_of_a_hybrid_and_of_mla_with_mtp_and_of_quantized_checkpoin
         "hybrid": Load(made, test_hybrids.ASKED[:2], delta_rule=True, autotuned=False, initialised=True),
         "MLA": Load(test_mla.options(test_mla.write(tmp_path / "mla")), test_mla.requests()[:1], autotuned=False),
         "FP8 blocks": Load(
-            {**Engine(None, graphs=None).on_musa(), "model": str(model)}, requests(2, 1), autotuned=False
+            {**Engine(None, graphs=None).on_musa(), "model": str(model)},
+            [replace(requests(2, 1)[0], prompt=[5, 6, 7])],
+            autotuned=False,
         ),
     }
     Process(asked, loads.musa(tmp_path / "host", vllm, **noted, **V1)).run(tmp_path / "run")
