@@ -9,21 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.program import program
-from vllm_hwplugin.cli import _app
-from vllm_hwplugin_workshop.cli import patches
-
-
-@pytest.mark.parametrize(
-    "arguments", [*((name,) for name in _app.COMMANDS), *(("patches", name) for name in patches.COMMANDS)]
-)
-def test_help_is_whole_and_has_two_examples(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 80 columns; `drift` and `patches` have it without any extra."""
-    monkeypatch.setenv("COLUMNS", "80")
-    result = program(*arguments, "--help")
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert max(map(len, result.stdout.splitlines())) <= 80
-    if arguments[0] not in ("bench", "demo", "probe"):
-        assert result.stdout.partition("Examples:\n")[2].count("  vllm-hwplugin ") == 2
 
 
 @pytest.mark.parametrize(("arguments", "missing"), [(["bench"], "typer"), (["probe", "--help"], "rich")])

@@ -21,12 +21,10 @@ from tests.cpu_seconds import patience
 from tests.program import Terminal, program
 from vllm_hwplugin.base import cachedir, gates, run_records
 from vllm_hwplugin.base.errors import HwpluginError
-from vllm_hwplugin.cli import _diagnosis, _doctor, _host, _summary
+from vllm_hwplugin.cli import _diagnosis, _doctor, _summary
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.patching._installed import Installed, NotInstalled
-from vllm_hwplugin.spec_decode.capture_sizes import UNSERVED
 
-GATE = "VLLM_HWPLUGIN_DFLASH_CONTEXT_NORM"
 PATCH = """
 id = "greeting"
 title = "A kinder greeting"
@@ -94,43 +92,6 @@ def diagnose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., _
 Diagnose = Callable[..., _diagnosis.Diagnosis]
 
 
-@pytest.mark.parametrize("spoilt", [1, 2])
-def test_without_a_place_for_copies_nothing_is_live(
-    diagnose: Diagnose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoilt: int
-) -> None:
-    """A container with a read-only root, whose folder for temporary files anybody can change."""
-    monkeypatch.setattr(cachedir, "SHARED_MEMORY", tmp_path / "shm")
-    (tmp_path / "shm").mkdir(mode=0o700)
-    for name in ("cache", f"vllm-hwplugin-{os.geteuid()}", f"shm/vllm-hwplugin-{os.geteuid()}")[: 1 + spoilt]:
-        (tmp_path / name).mkdir()
-        (tmp_path / name).chmod(0o777)
-    found = diagnose()
-    assert [row.state for row in found.features] == ["live" if spoilt == 1 else "refused"]
-    assert found.exit_code == spoilt - 1
-    # Each folder is named once: in a warning, or in the problem where none is left.
-    said = [*found.problems, *found.warnings]
-    assert sum(line.count("can be written to by others") for line in said) == 1 + spoilt
-    assert len(found.problems) == spoilt - 1
-    assert diagnose(VLLM_HWPLUGIN="0").exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("environ", "name"),
-    [
-        ({GATE: "on", "VLLM_MUSA_DRAFT_FULL_WRAP": "0"}, "VLLM_MUSA_DRAFT_FULL_WRAP"),
-        ({"VLLM_HWPLUGIN_PLATFORM": "cuda"}, "VLLM_HWPLUGIN_PLATFORM"),
-        ({"VLLM_HWPLUGIN_STRIKT": "1"}, "VLLM_HWPLUGIN_STRIKT"),
-    ],
-)
-def test_what_a_user_should_know_is_a_warning_and_no_failure(
-    diagnose: Diagnose, environ: dict[str, str], name: str
-) -> None:
-    found = diagnose(**environ)
-    (line,) = set(found.warnings) - set(diagnose().warnings)
-    assert name in line
-    assert found.exit_code == 0
-
-
 @pytest.mark.parametrize("allowed", ["", "musa,musa_custom_ops"])
 def test_a_plugin_that_vllm_is_told_not_to_load_is_a_problem(diagnose: Diagnose, allowed: str) -> None:
     assert diagnose(VLLM_PLUGINS=allowed).exit_code == 1
@@ -159,23 +120,18 @@ def _last_engine_rows(found: _diagnosis.Diagnosis) -> list[tuple[str, ...]]:
 def test_the_last_engines_states_uses_and_decisions_are_shown(diagnose: Diagnose, tmp_path: Path) -> None:
     """Of a live feature, whether the engine uses it; of what is no feature, what was decided."""
     folder = cachedir.private_folder(tmp_path / "cache" / "records")
-    names = ("used", "unused", "stayed", "unknown", "served", "passed-over", "prompts")
+    names = ("used", "unused", "unknown", "served", "passed-over")
     uses = {
         "used": {"used": True, "reason": ""},
         "unused": {"used": False, "reason": "Model Runner V2"},
-        "stayed": {"used": False, "reason": "no graphs"},
-        **{name: {"used": True, "reason": ""} for name in names[4:]},
+        **{name: {"used": True, "reason": ""} for name in names[3:]},
     }
     steps = {
         "served drafting": {"served": 7, "prompt": 1, "fewer_drafts": 2},
-        "served sampling": {"sampling_parameters": 10},
         "passed-over inputs": {"prompt": 1, "not_captured": 2},
-        "prompts inputs": {"prompt": 1},
     }
     decisions = {
         "platform": "CudaPlatform",
-        "stayed": "as in stock: no graphs",
-        "attention, heads of 512": "the plugin's FLASH_ATTN: faster",
         "operation topk_softmax": "the plugin's kernel",
     }
     states = {name: {"state": "live", "reason": ""} for name in names}
@@ -189,21 +145,11 @@ def test_the_last_engines_states_uses_and_decisions_are_shown(diagnose: Diagnose
         ("platform", "", "CudaPlatform"),
         ("used", "patched in, active", ""),
         ("unused", "patched in, not used", "Model Runner V2"),
-        ("stayed", "patched in, not used", "as in stock: no graphs"),
         ("unknown", "live", ""),
-        (
-            "served",
-            "patched in, active",
-            "drafting: 7 of 10 steps served (fewer drafts 2, prompt 1); "
-            "sampling: 0 of 10 steps served (sampling parameters 10)",
-        ),
+        ("served", "patched in, active", "drafting: 7 of 10 steps served (fewer drafts 2, prompt 1)"),
         ("passed-over", "patched in, not used", "inputs: 0 of 3 steps served (not captured 2, prompt 1)"),
-        ("prompts", "patched in, active", "inputs: 0 of 1 steps served (prompt 1)"),
-        ("attention, heads of 512", "", "the plugin's FLASH_ATTN: faster"),
         ("topk_softmax", "", "the plugin's kernel"),
     ]
-    (process,) = found.as_json()["last_engine"]
-    assert (process["uses"], process["steps"]) == (uses, steps)
 
 
 #: No process has such a high id.
@@ -248,30 +194,6 @@ def test_another_engine_can_be_asked_for(diagnose: Diagnose, tmp_path: Path) -> 
         assert [item.pid for item in diagnose(engine=pid).last_engine] == shown
     with pytest.raises(HwpluginError, match="60"):
         diagnose(engine=60)
-
-
-def test_the_summary_is_short_and_has_what_an_operator_asks(diagnose: Diagnose, tmp_path: Path) -> None:
-    own = os.getpid()
-    folder = cachedir.private_folder(tmp_path / "cache" / "records")
-    _engines(folder, own)
-    found = diagnose(VLLM_HWPLUGIN_STRICT="1")
-    lines = list(_summary.summary(found))
-    assert len(lines) <= 8
-    text = "\n".join(lines)
-    # Of an engine of another environment no more than where it is.
-    for wanted in (str(own), "/elsewhere", "s ago", "VLLM_HWPLUGIN_STRICT=1", "1 patched in"):
-        assert wanted in text
-    assert "VLLM_HWPLUGIN_OPS" not in text
-    assert "no graphs" not in text
-    assert found.vllm is not None
-    root = str(Path(found.vllm["path"]).parent)
-    said = "5 and 6 of 6 requests"
-    started = found.last_engine[0].started
-    _write_record(folder, f"2-{own}.json", pid=own, started=started, vllm_root=root, decisions={UNSERVED: said})
-    lines = list(_summary.summary(diagnose(VLLM_HWPLUGIN_STRICT="1")))
-    assert len(lines) <= 9
-    for wanted in ("25%", "prompt 75%", "no graphs: not", said):
-        assert wanted in "\n".join(lines)
 
 
 #: Ids of processes that run: this one, and the one that started it.
@@ -406,50 +328,6 @@ def test_control_characters_of_a_record_do_not_reach_the_terminal(diagnose: Diag
         assert b"\\x1b[2J\\x1b]0;title\\x07\\u202e\\udc80good" in shown
         assert b"\x1b[2J" not in shown
         assert b"\x1b]" not in shown
-
-
-@pytest.fixture
-def accelerator(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """`accelerator("cuda")`: the host has an NVIDIA GPU."""
-
-    def set_kind(kind: str) -> None:
-        monkeypatch.setattr(_host, "find_platform", lambda: _host.Platform(kind, (), "a test"))
-
-    return set_kind
-
-
-def _platform_row(found: _diagnosis.Diagnosis) -> str:
-    (row,) = [value for name, value in next(_doctor.sections(found)).rows if name == "platform class"]
-    return row
-
-
-def test_the_platform_class_of_an_nvidia_host_is_shown(
-    diagnose: Diagnose, accelerator: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accelerator("cuda")
-    cuda_build = Installed("vllm", "0.32.0", Path("/nowhere"))
-    diagnose()
-    monkeypatch.setattr(_diagnosis, "find_installed", lambda: cuda_build)
-    found = _diagnosis.diagnose({})
-    assert found.platform_class["class"] == "vllm_hwplugin.platforms.cuda.CudaPlatform"
-    assert _platform_row(found).startswith("vllm_hwplugin.platforms.cuda.CudaPlatform: ")
-    other = importlib.metadata.EntryPoint("vendor", "vendor:platform", "vllm.platform_plugins")
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [other] * (group == other.group))
-    for environ, warned in (({}, 1), ({"VLLM_HWPLUGIN_PLATFORM": "cuda"}, 1), ({"VLLM_PLUGINS": "hwplugin"}, 0)):
-        assert sum("vendor" in line for line in _diagnosis.diagnose(environ).warnings) == warned
-
-
-@pytest.mark.parametrize(
-    ("environ", "reason"),
-    [
-        ({"VLLM_HWPLUGIN": "0"}, "VLLM_HWPLUGIN=0"),
-        ({"VLLM_HWPLUGIN_PLATFORM": "off"}, "VLLM_HWPLUGIN_PLATFORM=off"),
-        ({"VLLM_HWPLUGIN_PLATFORM": "perhaps"}, "an environment variable has an invalid value"),
-        ({"version": None}, "vLLM is not installed"),
-    ],
-)
-def test_why_there_is_no_platform_class(diagnose: Diagnose, environ: dict[str, str], reason: str) -> None:
-    assert dict(diagnose(**environ).platform_class) == {"class": None, "reason": reason}
 
 
 @pytest.mark.parametrize("group", ["vllm.general_plugins", "vllm.platform_plugins"])

@@ -121,7 +121,6 @@ def test_a_host_whose_packages_go_together_has_nothing_to_say(doctor: Doctor) ->
     ("package", "changes", "words"),
     [
         ("triton", {"triton": "3.2.0"}, "Triton 3.2.0 cannot compile vLLM's kernels (TRITON_ATTN"),
-        ("triton", {"triton": "3.3.0"}, "Triton 3.3.0 cannot compile vLLM's kernels (TRITON_ATTN"),
         ("triton", {"triton": None}, "Triton is not installed"),
         ("triton", {"triton": "3.6.0"}, "Triton 3.6.0 has known bugs"),
         (
@@ -131,7 +130,6 @@ def test_a_host_whose_packages_go_together_has_nothing_to_say(doctor: Doctor) ->
         ),
         # The index's own project of that name.
         ("mate", {"mate": "0.2.0", "files": {"mate/mha_interface.py": None}}, "mate 0.2.0 is another project"),
-        ("mate", {"mate": "0.1.3"}, "mate 0.1.3 is too old"),
         (
             "mate",
             {"mate": None, "files": {"mate/__init__.py": None, "mate/mha_interface.py": None}},
@@ -140,12 +138,9 @@ def test_a_host_whose_packages_go_together_has_nothing_to_say(doctor: Doctor) ->
         ("torch_musa", {"torch_musa": "2.9.1"}, "torch_musa 2.9.1 requires torch 2.9, found 2.11.0.post2"),
         ("torch_musa", {"torch": "2.9.1", "torch_musa": "2.9.1"}, f"expected {MIN_TORCH} or later"),
         ("mate-mubin", {"mate_mubin": None}, "mate 0.2.7 downloads its kernels"),
-        ("torchada", {"torchada": "0.1.48"}, "torchada 0.1.48 is older"),
         ("torch", {"vllm": "0.33.0"}, "no torch_musa is known for it: use vLLM before 0.33"),
         ("torch", {"vllm": "0.28.0", "torch": "2.9.1", "torch_musa": "2.9.1"}, "install torch and torch_musa 2.11.0"),
-        ("torch", {"torch": "2.9.1", "torch_musa": "2.9.1"}, "install torch and torch_musa 2.11.0.post2"),
         ("apache-tvm-ffi", {"apache_tvm_ffi": "0.1.11"}, "apache-tvm-ffi is the public build, and mate needs MUSA's"),
-        ("numpy", {"numpy": "2.2.6"}, "numpy is 2.2.6, and Moore Threads' image has 1.26"),
         ("Python", {"torch_musa": None, "vllm": "0.32.0"}, "torch_musa's wheels are for 3.10 only: make"),
         ("mthreads-ml-py", {"mthreads_ml_py": "2.2.11"}, "mthreads-ml-py 2.2.11 has one handle"),
     ],

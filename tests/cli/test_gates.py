@@ -27,20 +27,6 @@ def test_lists_every_variable_with_the_value_in_force(monkeypatch: pytest.Monkey
     assert rows["VLLM_HWPLUGIN_NWOR_MODE"][1:3] == ["off", "default"]
 
 
-def test_the_variable_that_decides_is_named_also_where_its_value_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_MUSA_DFLASH_FULL_WRAP", "nonsense")
-    monkeypatch.setenv("VLLM_HWPLUGIN_DRAFT_FULL_GRAPH", "auto")
-    monkeypatch.setenv("VLLM_MUSA_DRAFT_FULL_WRAP", "0")
-    rows = {row[0]: row for line in program("gates").output.splitlines() for row in [line.split("\t")]}
-    assert rows["VLLM_HWPLUGIN_DFLASH_FULL_GRAPH"][1:3] == ["invalid: nonsense", "alias VLLM_MUSA_DFLASH_FULL_WRAP"]
-    value, source = rows["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"][1:3]
-    assert value == "auto"
-    assert source.startswith("environment (VLLM_MUSA_DRAFT_FULL_WRAP=0 is not followed")
-    found = json.loads(program("doctor", "--json").stdout)
-    sources = {row["name"]: row["source"] for row in found["gates"]}
-    assert sources["VLLM_HWPLUGIN_DFLASH_FULL_GRAPH"] == "alias VLLM_MUSA_DFLASH_FULL_WRAP"
-
-
 @pytest.mark.parametrize("name", ["VLLM_HWPLUGIN_OPS_SKIP", "VLLM_HWPLUGIN_STRICT", "VLLM_MUSA_DRAFT_FULL_WRAP"])
 @pytest.mark.parametrize("command", ["gates", "doctor"])
 def test_no_value_floods_or_drives_the_terminal(command: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

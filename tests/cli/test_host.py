@@ -3,17 +3,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NoReturn
 
-import pytest
-
 from vllm_hwplugin.cli import _host
-from vllm_hwplugin.ops.compile import toolchain
-from vllm_hwplugin.ops.compile.ninja import find_ninja
 
 
 def _answering(**answers: str) -> _host.Run:
@@ -58,21 +52,3 @@ def test_a_host_without_an_accelerator_is_a_cpu_host(tmp_path: Path) -> None:
     # Who has the package has perhaps a GPU, too.
     assert found.kind == "cpu"
     assert "libmtml.so" in found.evidence
-
-
-def test_the_tools_are_those_that_a_build_would_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler on PATH comes before the one in the usual place, and ninja may lie beside Python alone."""
-    for folder in ("usual", "path"):
-        compiler = tmp_path / folder / "bin" / "nvcc"
-        compiler.parent.mkdir(parents=True)
-        compiler.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.88\n")
-        compiler.chmod(0o755)
-    monkeypatch.setattr(
-        toolchain, "HOMES", {"nvcc": (("CUDA_HOME",), str(tmp_path / "usual")), "mcc": ((), "/nowhere")}
-    )
-    monkeypatch.setitem(sys.modules, "ninja", SimpleNamespace(BIN_DIR=str(tmp_path)))
-    environ = {"PATH": str(tmp_path / "path/bin")}
-    found = {tool.name: tool for tool in _host.find_tools(environ=environ)}
-    nvcc = toolchain.find("nvcc", environ)
-    assert (found["nvcc"].path, found["nvcc"].version) == (nvcc.path, str(nvcc.version))
-    assert found["ninja"].path == find_ninja(environ) == str(tmp_path / "ninja")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from vllm_hwplugin.base.gates import Settings
-from vllm_hwplugin.cli import _diagnosis
 from vllm_hwplugin.cli._host import Tool
 from vllm_hwplugin.cli._operations import operation_problems, operation_rows
 from vllm_hwplugin.ops.compile.built import Built
@@ -73,17 +72,3 @@ def test_on_where_it_cannot_be_is_one_problem_that_names_the_way_out() -> None:
     assert f"VLLM_HWPLUGIN_OPS_SKIP={','.join(OPS)}, or" in problem
     names = ",".join(OPS)
     assert operation_problems("cpu", Settings({"VLLM_HWPLUGIN_OPS": "on", "VLLM_HWPLUGIN_OPS_SKIP": names})) == ()
-
-
-def test_a_wrong_name_in_the_skip_list_is_said_as_a_process_takes_it(tmp_path: Path) -> None:
-    environ = {"VLLM_HWPLUGIN_CACHE_DIR": str(tmp_path), "VLLM_HWPLUGIN_OPS_SKIP": "rope"}
-
-    def said(strict: str, ops: str) -> list[str]:
-        found = _diagnosis.diagnose({**environ, "VLLM_HWPLUGIN_STRICT": strict, "VLLM_HWPLUGIN_OPS": ops})
-        lines = {"problem": found.problems, "warning": found.warnings}
-        return [kind for kind, some in lines.items() if any("no kernel for rope" in line for line in some)]
-
-    # As a process of vLLM takes it.
-    assert [said("0", "auto"), said("1", "auto"), said("0", "on"), said("1", "off")] == [
-        *(["warning"], ["problem"], ["problem"], ["warning"])
-    ]
