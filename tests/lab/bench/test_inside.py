@@ -46,9 +46,3 @@ def test_another_runner_is_not_measured_under_a_wrong_name(monkeypatch, asked, m
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
     with pytest.raises(_inside.WrongRunner, match=f"MODEL_RUNNER={asked}, but vLLM runs {module}"):
         _inside.check_runner(runner(module))
-
-
-def engine(of):
-    worker = Bag(worker=Bag(model_runner=of))
-    core = Bag(engine_core=Bag(model_executor=Bag(driver_worker=worker)))
-    return Bag(llm_engine=Bag(engine_core=core, vllm_config=Bag(cache_config=Bag(num_gpu_blocks=7))))

@@ -13,7 +13,6 @@ def outcome(label, error=None):
     event = {"event": "measured", "workload": "batch 1", "seconds": 1.0, "tokens": 4}
     event |= {"steps": 2, "drafts": 2, "accepted_per_position": [1, 1], "host_us": 500.0}
     ready = {"event": "ready", "seconds": 7.0, "graph_modes": {"drafter": "FULL"}}
-    ready |= {"platform": "a.B", "model_runner": "V1", "entry_points": {"g": {"n": "m:f"}}}
     job = Job(label, True, {}, {}, (workload,))
     return Outcome(job, () if error else (ready, event), 9.0, error, "last words" if error else "")
 
@@ -25,15 +24,9 @@ def test_results_survive_the_file_and_a_case_grows_side_by_side(gpu_host, settin
     files.add_case(results, case, settings, {"stock": outcome("s"), "patched": outcome("p", "exit code 1")})
     back = files.read_results(files.results_text(results))
     assert back == results
-    assert back["host"]["name"] == "NVIDIA H200"
-    assert back["settings"]["batches"] == [1, 8]
     (entry,) = back["cases"]
     assert entry["synthetic_acceptance_length"] == 2.5
     assert entry["sides"]["stock"]["batches"]["1"]["acceptance_length"] == 2.0
-    assert entry["sides"]["stock"]["graph_modes"] == {"drafter": "FULL"}
-    assert entry["sides"]["stock"]["platform"] == "a.B"
-    assert entry["sides"]["stock"]["model_runner"] == "V1"
-    assert entry["sides"]["stock"]["entry_points"] == {"g": {"n": "m:f"}}
     assert entry["sides"]["patched"]["error"] == "exit code 1"
     assert entry["sides"]["patched"]["log_tail"] == "last words"
     assert entry["sides"]["patched"]["batches"] == {"1": None}

@@ -140,18 +140,10 @@ def client(monkeypatch):
     found = ModuleType("vllm.benchmarks.serve")
     found.add_cli_args = lambda parser: None
     found.ASYNC_REQUEST_FUNCS = {"openai": "over HTTP"}
-    found.get_samples = own = lambda args, tokenizer: "its own"
-    found.SampleRequest = lambda prompt, length, tokens, request_id: (prompt, length, tokens, request_id)
-    found.asked = []
-    template = {"chat_template": "yes", "apply_chat_template": lambda messages, **_: f"<{messages[0]['content']}>"}
-
-    class Tokenizer(SimpleNamespace):
-        def __call__(self, text, **_):
-            return SimpleNamespace(input_ids=list(map(ord, text)))
+    found.get_samples, found.asked = None, []
 
     async def main_async(args):
-        found.asked.append((args.words, found.get_samples(args, Tokenizer(**template))))
-        found.sent_by = found.ASYNC_REQUEST_FUNCS
+        found.asked.append(args.words)
         return {
             "duration": 2.0,
             "input_lens": [3, 3, 3],
@@ -162,7 +154,7 @@ def client(monkeypatch):
             "errors": ["", "", "no answer"],
         }
 
-    found.main_async, found.own = main_async, own
+    found.main_async = main_async
     parsers = ModuleType("vllm.utils.argparse_utils")
     parsers.FlexibleArgumentParser = Parser
     benchmarks = ModuleType("vllm.benchmarks")
@@ -175,25 +167,13 @@ def client(monkeypatch):
 def test_a_load_goes_through_vllms_own_client(client):
     load = {"client": ["--seed", "1"], "prompts": None, "chat": True, "output_len": 5, "requests": 3}
     found = _server.run_load(HTTP, "M", load)
-    ((words, samples),) = client.asked
+    (words,) = client.asked
     detailed = ["--save-detailed", "--num-prompts", "3", "--seed", "1"]
     assert words == ["--base-url", "http://server", "--model", "M", *detailed]
-    assert samples == "its own"
     assert found["seconds"] == 2.0
     assert found["began"] == pytest.approx(time.time(), abs=1.0)
     assert [(one["ttft"], one["tokens"]) for one in found["requests"]] == [(0.1, 4), (0.2, 2), (None, 0)]
     assert [one["start"] for one in found["requests"]] == pytest.approx([0.5, 0.0, 1.0], abs=0.1)
-
-
-@pytest.mark.parametrize(("chat", "text"), [(True, "<ab>"), (False, "ab")])
-def test_prompts_of_a_file_take_the_place_of_the_clients(client, chat, text):
-    load = {"client": [], "prompts": ["ab", [7, 8, 9]], "chat": chat, "output_len": 5, "requests": 3}
-    _server.run_load(HTTP, "M", load)
-    ((_, samples),) = client.asked
-    ids = list(map(ord, text))
-    # There are fewer than requests, so the first one comes again.
-    assert samples == [(ids, len(ids), 5, "0"), ([7, 8, 9], 3, 5, "1"), (ids, len(ids), 5, "2")]
-    assert client.get_samples is client.own
 
 
 def test_a_shapes_text_has_its_tokens_again(tmp_path):

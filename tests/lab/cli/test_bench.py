@@ -44,7 +44,7 @@ def crash(job):
 def run(monkeypatch, tmp_path):
     file = tmp_path / "r.json"
 
-    def call(arguments, outcome=answer, host=GPU, instead=None):
+    def call(arguments, outcome=answer, host=GPU):
         asked = []
 
         def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, rest, lock, module, on_event, keep):
@@ -58,7 +58,7 @@ def run(monkeypatch, tmp_path):
             keep(found)
             return found
 
-        monkeypatch.setattr(_sides, "measure_in_turn", instead or in_turn)
+        monkeypatch.setattr(_sides, "measure_in_turn", in_turn)
         monkeypatch.setattr(command, "detect_host", lambda: host)
         monkeypatch.setenv("COLUMNS", "200")
         result = program("bench", "--json", str(file), *arguments)
@@ -135,49 +135,6 @@ def test_a_crash_is_in_the_results_and_counts_by_its_own_runner(run, failed, cod
     assert errors == failed
 
 
-def phases(job, us, number):
-    rows = [(0, "step", 1.0, us), (1, "A.run", 1.0, us - 100)]
-    event = {"event": "phases", "round": number, "host_us": 500.0 + number, "seconds": 0.2, "steps": 100, "drafts": 10}
-    return [{**event, "workload": one.name, "accepted_per_position": [9, 6], "rows": rows} for one in job.workloads]
-
-
-def test_a_profile_looks_at_all_sides_in_turn_in_their_callers_processes(run, tmp_path):
-    asked = []
-
-    def in_turn(jobs, measurements, *, rounds, at_once, timeout, limit, rest, lock, module, on_event, keep):
-        asked.append((jobs, measurements, rounds, at_once, module, limit.seconds))
-        found = {}
-        for side, job in jobs.items():
-            events = [event for number, us in enumerate((950.0, 900.0, 990.0)) for event in phases(job, us, number)]
-            events += [{"event": "profiled", "workload": one.name, "gpu_busy_ms": 0.5} for one in job.workloads]
-            used = {"v2-tail-graph": {"used": True, "reason": "r"}, "nwor": {"used": False, "reason": "r"}}
-            record = {"role": "worker", "features": {}, "uses": used, "decisions": {"graphs": "of 1 to 4 requests"}}
-            record |= {"fingerprint": "f00d", "notes": [], "error": None}
-            found[side] = Outcome(job, tuple(events), 2.0, records=(record,))
-        keep({side: dataclasses.replace(one, stopped="later") for side, one in found.items()})
-        return found
-
-    folder = tmp_path / "new" / "traces"
-    options = ["--shape", "0.6b", "--batch", "4", "--rounds", "3", "--time-limit", "240", "--profile", str(folder)]
-    result, found, _ = run(options, instead=in_turn)
-    assert result.exit_code == 0, result.output
-    ((jobs, (one,), rounds, at_once, module, seconds),) = asked
-    assert (list(jobs), rounds, at_once, seconds) == (ALL, 3, True, 240)
-    assert (one.answer, module) == ("phases", "vllm_hwplugin_lab.bench._engine")
-    assert {job.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] for job in jobs.values()} == {"0"}
-    assert [entry["side"] for entry in found["engines"]] == ALL
-    decided = [side["processes"]["decisions"] for side in found["cases"][0]["sides"].values()]
-    assert decided == [{"graphs": "of 1 to 4 requests"}] * len(ALL)
-    assert found["cases"][0]["stopped"] is None
-    entry = found["engines"][1]
-    assert entry["trace"] == str(folder / "0.6b-eagle3-k=3-patched-batch-4.json.gz")
-    assert folder.is_dir()
-    # Of the quickest round, and nothing of another.
-    assert [us for _, _, _, us in entry["phases"]] == [900.0, 800.0]
-    assert (entry["host_us"], entry["rounds"], entry["step_ms"]) == (501.0, 3, 2.0)
-    assert (entry["features"], entry["profile"]) == (["v2-tail-graph"], {"gpu_busy_ms": 0.5})
-
-
 def test_a_run_that_is_stopped_leaves_what_it_has_and_begins_no_other_case(run):
     def outcome(job, rounds):
         return dataclasses.replace(answer(job, 1), stopped="the time limit of 60 s")
@@ -194,10 +151,7 @@ def test_a_run_that_is_stopped_leaves_what_it_has_and_begins_no_other_case(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shape", "9b"], "choose from tiny, 0.6b, 1.7b"),
-        (["--method", "ngram"], "choose from eagle3, dflash"),
         (["--vllm-env", "A"], "is not KEY=VAL"),
-        (["--vllm-arg", "=1"], "is not KEY=VAL"),
         (["--side", "mrv3"], "choose from stock, patched, mrv2, mrv2-patched"),
         (["--batch", "97"], "holds 96 prompts, expected 97"),
     ],

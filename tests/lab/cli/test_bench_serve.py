@@ -161,16 +161,11 @@ def test_engines_start_alone_where_their_caches_do_not_fit_together(run, memory,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*CASE, "--shape", "tiny"], "remove it or them"),
         ([*CASE, "--model", "M"], "only for --shape tiny"),
-        ([*CASE, "--acceptance-length", "2"], "trained weights decide it"),
         (["--target", "T", "--method", "eagle3"], "eagle3 needs a drafter"),
-        (["--target", "T", "--method", "none", "--k", "3"], "--method none drafts no tokens"),
         (["--url", "http://127.0.0.1:9", *CASE], "running server decides it"),
         ([*CASE, "--no-http", "--api-server-count", "2"], "--no-http starts no API server"),
         ([*CASE[:-1], "p-eagle", "--side", "mrv2"], "Model Runner V2 runs p-eagle in no supported vLLM"),
-        ([*CASE, "--prompts", "/nowhere.jsonl"], "does not exist"),
-        (["--target", "/nowhere", "--method", "mtp"], "/nowhere: no such folder"),
     ],
 )
 def test_bad_options_start_nothing(run, arguments, message):

@@ -69,22 +69,13 @@ def random():
     return torch.Generator().manual_seed(0)
 
 
-def test_arguments_are_as_the_case_says(random):
+def test_outputs_begin_as_what_no_kernel_writes(random):
     for one in cases.CASES.values():
-        if one.tokens != 8:
-            continue
-        for operand, value in zip(one.arguments, _ops_bench.arguments(one, "cpu", random), strict=True):
-            if not isinstance(operand, Operand):
-                assert value is operand
-                continue
-            assert (tuple(value.shape), value.dtype) == (operand.shape, getattr(torch, operand.dtype))
-            if operand.transposed:
-                assert value.stride() == (1, value.shape[0])
-            if operand.role == "out":
+        values = zip(one.arguments, _ops_bench.arguments(one, "cpu", random), strict=True) if one.tokens == 8 else ()
+        for operand, value in values:
+            if isinstance(operand, Operand) and operand.role == "out":
                 number = value.to(torch.float32)
                 assert bool((number.isnan() | (number == -1)).all()), operand.name
-            elif operand.fill == "positions":
-                assert bool(((value >= 0) & (value < cases.POSITIONS)).all())
 
 
 def test_of_many_rows_the_first_the_last_and_others_are_compared(random):
