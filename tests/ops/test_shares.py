@@ -194,7 +194,6 @@ ONE, EIGHT = (1,), (8,)
         ),
         # Where results take long next to the keys there are fewer.
         (EIGHT * 8, (2048,) * 8, [11] * 8),
-        (EIGHT * 8, (65536,) * 8, [16] * 8),
         # Each request has 16 tiles: 16 splits would leave a result for each tile, and two rounds are no longer.
         (EIGHT * 8, (1024,) * 8, [8] * 8),
     ],

@@ -45,23 +45,6 @@ def build(
     return call
 
 
-def test_each_kernel_gets_a_folder(build: Any, tmp_path: Path) -> None:
-    libraries, said = build()
-    assert libraries == ["sample/sample.so"]
-    assert sorted(path.name for path in (tmp_path / "target/sample").iterdir()) == ["built.json", "sample.so"]
-    assert said == ["sample is built by nvcc 13.0.88 for -gencode=arch=compute_90,code=sm_90"]
-
-
-def test_a_broken_compiler_leaves_nothing_and_says_why(build: Any, nvcc: Any, tmp_path: Path) -> None:
-    build()
-    nvcc.set("broken")
-    libraries, said = build()
-    assert libraries == []
-    assert said[0].startswith("sample is not built ahead of time: ")
-    assert "error: the compiler is broken" in said[0]
-    assert not (tmp_path / "target").exists()
-
-
 def test_no_compiler_no_architecture_and_a_bad_gate_are_said(
     build: Any, torch_cuda: TorchBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

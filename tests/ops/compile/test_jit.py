@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,12 +89,6 @@ def test_what_the_compiler_takes_from_its_surroundings_makes_another_library(pro
     assert len(libraries) == len(surroundings)
 
 
-def test_a_compiler_sees_the_variables_that_the_key_was_made_of(provide: Provide, nvcc: Any) -> None:
-    nvcc.path.write_text(nvcc.path.read_text().replace('echo "$@"', 'echo "$@" $NVCC_APPEND_FLAGS'))
-    provide({**os.environ, "NVCC_APPEND_FLAGS": "--use_fast_math"})
-    assert all(call.endswith("--use_fast_math") for call in nvcc.calls)
-
-
 @pytest.fixture
 def together(nvcc: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None], int], None]:
     """`together(ask, count)` asks in so many threads; the compiler goes on when all of them wait for the lock."""
@@ -159,11 +153,7 @@ def test_who_has_waited_for_a_build_that_failed_does_not_repeat_it(provide: Prov
     assert sum("another process's build failed just now" in one for one in said) == 4
     assert all("the compiler is broken" in one for one in said)
     nvcc.set("broken", False)
-    assert sorted(path.name for path in provide().parent.iterdir()) == [
-        "built.json",
-        "lock",
-        "sample.so",
-    ]
+    assert provide().exists()
 
 
 def test_a_compiler_that_hangs_is_ended_with_all_that_ninja_started(
@@ -322,17 +312,6 @@ def test_a_library_that_cannot_be_loaded_is_a_failure_too(
     assert jit.ensure(kernel) is False
 
 
-def test_beside_a_cpu_build_nothing_is_tried(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any
-) -> None:
-    with pytest.raises(KernelUnavailable, match="is a CPU build"):
-        jit.provide(kernel, dataclasses.replace(torch_cuda, cuda=None))
-    excluding = dataclasses.replace(kernel, excluded=MappingProxyType({"mcc": "not ported"}))
-    with pytest.raises(KernelUnavailable, match="sample is not built by mcc: not ported"):
-        jit.provide(excluding, dataclasses.replace(torch_cuda, cuda=None, musa="50100"))
-    assert nvcc.calls == []
-
-
 def test_a_library_of_the_wheel_is_taken_where_it_suits(
     provide: Provide, plan: MakePlan, kernel: KernelSpec, torch_cuda: TorchBuild, nvcc: Any, csrc: Path
 ) -> None:
@@ -353,16 +332,8 @@ def test_a_library_of_the_wheel_is_taken_where_it_suits(
     assert not suits(cuda=None, musa="50100")
     assert not suits(capabilities=((9, 0), (8, 0)))
     assert not suits(capabilities=())
-    for changed in (csrc / kernel.name / "sample.cu", csrc / "common" / "shared.h"):
-        changed.parent.mkdir(exist_ok=True)
-        before = changed.read_text() if changed.exists() else None
-        changed.write_text("// changed\n")
-        assert not suits(), changed
-        if before is None:
-            changed.unlink()
-        else:
-            changed.write_text(before)
-        assert suits()
+    (csrc / kernel.name / "sample.cu").write_text("// changed\n")
+    assert not suits()
 
 
 # -- whether a kernel can be had, asked before it is needed ------------------------------------------------------------
@@ -390,18 +361,6 @@ def test_a_kernel_that_can_be_built_has_no_obstacle_and_is_not_built(
 
 
 @pytest.mark.usefixtures("no_device")
-def test_a_device_that_the_kernel_is_not_for_is_an_obstacle(
-    own_cache: Path, kernel: KernelSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The variable is about libraries for other hosts.
-    hopper = dataclasses.replace(kernel, cuda_arch=("9.0a",))
-    for listed in "9.0", "8.0":
-        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
-        assert jit.obstacle(hopper, (8, 9)) == "sample is only for 9.0a, and the device is 8.9"
-        assert jit.obstacle(hopper, (9, 0)) == ""
-
-
-@pytest.mark.usefixtures("no_device")
 def test_without_a_compiler_only_a_library_of_the_wheel_is_no_obstacle(
     own_cache: Path, kernel: KernelSpec, plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,20 +372,6 @@ def test_without_a_compiler_only_a_library_of_the_wheel_is_no_obstacle(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert jit.obstacle(kernel, (9, 0)) == ""
     assert jit.obstacle(kernel, (8, 0)).startswith("no nvcc in CUDA_HOME, on PATH or in")
-
-
-@pytest.mark.usefixtures("no_device")
-def test_without_ninja_only_what_was_built_is_no_obstacle(
-    own_cache: Path, kernel: KernelSpec, torch_cuda: TorchBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = jit.provide(kernel, torch_cuda)
-    if (host_compiler := shutil.which("gcc")) is not None:
-        (tmp_path / "gcc").symlink_to(host_compiler)
-    monkeypatch.setitem(sys.modules, "ninja", None)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert jit.obstacle(kernel, (9, 0)) == ""
-    library.unlink()
-    assert "ninja is neither on PATH nor installed" in jit.obstacle(kernel, (9, 0))
 
 
 def test_torch_musa_is_found_where_torch_says_that_it_serves_musa(

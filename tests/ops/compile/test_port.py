@@ -14,7 +14,7 @@ import pytest
 
 from vllm_hwplugin.ops.compile import jit, port
 from vllm_hwplugin.ops.compile.plan import BuildPlan
-from vllm_hwplugin.ops.compile.port import Port, left_over
+from vllm_hwplugin.ops.compile.port import Port
 from vllm_hwplugin.ops.compile.spec import KernelSpec, KernelUnavailable
 from vllm_hwplugin.ops.compile.torch_build import TorchBuild
 
@@ -76,26 +76,6 @@ def test_the_text(rules: Port, source: str, ported: str) -> None:
     assert rules.text(ported) == ported
 
 
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        ("musaStream_t s; // cudaStream_t once\n/* asm */ accumulate(current, cube);", ()),
-        ("cudaMalloc(&p); cudaMalloc(&q);", ("cudaMalloc",)),
-        ("__nv_bfloat16 x = __NV_E4M3;", ("__nv_bfloat16", "__NV_E4M3")),
-        ("#ifdef __CUDA_ARCH__", ("__CUDA_ARCH__",)),
-        ("aoti_torch_get_current_cuda_stream(0)", ("aoti_torch_get_current_cuda_stream",)),
-        ("tensors[0].is_cuda()", ("is_cuda",)),
-        ('asm volatile("")', ("asm",)),
-        (
-            "cuuint64_t a; CU_TENSOR_MAP b; cuTensorMapEncodeTiled(a);",
-            ("cuuint64_t", "CU_TENSOR_MAP", "cuTensorMapEncodeTiled"),
-        ),
-    ],
-)
-def test_what_is_left(text: str, left: tuple[str, ...]) -> None:
-    assert left_over(text) == left
-
-
 def texts(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
@@ -149,14 +129,3 @@ def test_mcc_builds_from_the_copy(own_cache: Path, kernel: KernelSpec, musa: Tor
     assert not copy.exists()
     assert jit.provide(kernel, musa) == library
     assert len(nvcc.calls) == 2
-
-
-@pytest.mark.usefixtures("ninja")
-def test_what_cannot_be_ported_is_not_compiled(
-    own_cache: Path, kernel: KernelSpec, musa: TorchBuild, nvcc: Any, csrc: Path
-) -> None:
-    (csrc / "common").mkdir()
-    (csrc / "common" / "shared.h").write_text("cudaMalloc(&p);\n")
-    with pytest.raises(KernelUnavailable, match=r"common cannot be ported .* no name for cudaMalloc in shared\.h"):
-        jit.provide(kernel, musa)
-    assert nvcc.calls == []
