@@ -48,13 +48,10 @@ def test_other_line_ends_are_kept() -> None:
     ("text", "message"),
     [
         ("", "no '--- a/... +++ b/...' header found"),
-        (HEAD, "no hunks for vllm/v1/alpha.py"),
-        (HEAD + HUNK.replace("-2,3", "-2,4"), "Hunk is shorter than expected"),
         (HEAD + HUNK.replace("+2,4", "+2,3"), "d.diff: not a unified diff (Hunk is longer than expected)"),
         (HEAD + HUNK + "\n", "counts 3 and 4 lines, the hunk has 4 and 5"),
         (HEAD + HUNK + "@@ -9 +9 @\n-x\n+y\n", "line 10 ('-x') belongs to no hunk: the '@@' header above"),
         (HEAD + HUNK + "@@ -4 +5 @@\n-three\n+3\n", "hunk 2 of vllm/v1/alpha.py starts at line 4, inside or before"),
-        (HEAD + HUNK.replace("-two\n+2\n+and a half\n", "*two\n"), "Hunk diff line expected: *two"),
         (HEAD + HUNK.removesuffix("\n"), "the last line has no newline"),
         (HEAD + HUNK.replace("class A:", "0.24"), "hunk 1 of a/vllm/v1/alpha.py: '0.24' behind its '@@' is no range"),
         (HEAD + "@@ -5,0 +6 @@\n+x\n", "no context to match"),
@@ -63,9 +60,7 @@ def test_other_line_ends_are_kept() -> None:
         (HEAD + "@@ -1 +1 @@\n\\ No newline at end of file\n-x\n+y\n", "starts with '\\ No newline"),
         (HEAD.replace("/vllm/", "/vllm/../torch/") + HUNK, "expected the same 'vllm/....py' on both sides"),
         (HEAD.replace("b/vllm/v1/alpha", "b/vllm/v1/beta") + HUNK, "'b/vllm/v1/beta.py'; expected the same"),
-        (HEAD.replace("vllm/", "torch/") + HUNK, "expected the same 'vllm/....py' on both sides"),
         ("--- /dev/null\n+++ b/vllm/new.py\n@@ -0,0 +1 @@\n+x\n", "new code goes into vllm_hwplugin"),
-        ("--- a/vllm/old.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n", "patches edit existing files"),
         ("diff --git a/vllm/a.py b/vllm/b.py\nsimilarity index 100%\n", "patches edit existing files"),
         (
             "diff --git a/vllm/a.py b/vllm/a.py\nold mode 100644\nnew mode 100755\n",

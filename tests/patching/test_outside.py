@@ -14,7 +14,6 @@ import pytest
 from vllm_hwplugin import __version__
 from vllm_hwplugin.patching import PatchingError, load_catalogue
 from vllm_hwplugin.patching.outside import Found, find_outside, load_outside
-from vllm_hwplugin.patching.texts import CatalogueError
 
 from .madeup import GATES, Project
 
@@ -26,7 +25,6 @@ LIBRARY = {
         def answer():
             return "stock"
         """,
-    "acme_lib/more.py": "VALUE = 1\n",
 }
 LIBRARY_EDIT = {"acme_lib/core.py": [('"stock"', '"patched"')]}
 STEP = {"vllm/v1/alpha.py": [("return value + 1", "return value + 100")]}
@@ -147,15 +145,6 @@ def test_a_feature_of_another_platform_or_without_its_package_is_not_needed(acme
     acme.run("import vllm.platforms", "install()", **strict, ACME_NEWER="off")
 
 
-@pytest.mark.parametrize(
-    "more", ["platform = []", 'platform = "npu"', 'with = "a b"', "with = \"a; sys_platform == 'x'\""]
-)
-def test_a_condition_that_cannot_be_read_leaves_the_catalogue_out(acme: Project, more: str) -> None:
-    acme.feature("step", STEP, gate=None, catalogue=acme.folder / "acme", more=more)
-    with pytest.raises(CatalogueError, match=r"patch\.toml: (platform|with) is "):
-        load_outside(acme.folder / "acme")
-
-
 def test_a_package_is_found_by_its_entry_point_and_never_imported(acme: Project) -> None:
     package = "acme_patches/carried"
     acme.distribution(
@@ -176,18 +165,6 @@ def test_a_package_is_found_by_its_entry_point_and_never_imported(acme: Project)
     assert states == str({str(acme.folder / "other"): "refused", "acme/fix": "off"}) + "\n"
 
 
-def drifted(project: Project) -> None:
-    """Of two files, one does not fit: none is patched."""
-    both = LIBRARY_EDIT | {"acme_lib/more.py": [("VALUE = 1", "VALUE = 2")]}
-    catalogue = project.folder / "acme"
-    project.feature("fix", both, gate=None, catalogue=catalogue, versions=">=2,<3", more='distribution = "acme-lib"')
-    project.write("acme_lib/more.py", "VALUE = 3\n")
-
-
-def uninstalled(project: Project) -> None:
-    (project.site / "Acme.Lib-2.1.0.dist-info").rename(project.site / "gone")
-
-
 def newer(project: Project) -> None:
     (project.site / "Acme.Lib-2.1.0.dist-info" / "METADATA").write_text("Name: Acme.Lib\nVersion: 3.0\n")
 
@@ -200,8 +177,6 @@ def not_its_own(project: Project) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (drifted, "hunk 1 of acme_lib/more.py"),
-        (uninstalled, "no acme-lib is installed"),
         (newer, "acme-lib 3.0 is not a version it was made for"),
         (not_its_own, "acme-lib has no acme_lib/core.py"),
     ],
@@ -287,13 +262,11 @@ def test_names_that_are_taken(acme: Project) -> None:
     ("file", "old", "new", "message"),
     [
         ("catalogue.toml", '"acme"', '"vllm-hwplugin"', "the plugin's own"),
-        ("catalogue.toml", '"acme"', '"Acme_1"', "has more than lower case, digits and single dashes"),
         ("fix/patch.toml", "requires = []", f'gate = "{GATES[0]}"', "is no name for a switch"),
         ("fix/patch.toml", "requires = []", 'requires = ["none"]', "requires 'acme/none', which is no feature here"),
         ("fix/patch.toml", "<3", "!=3", "has no end"),
         ("fix/patch.toml", "requires", f"{'a.' * 20_000}a = 1\nrequires", "bytes, expected at most 32768"),
         ("fix/patch.toml", '"acme-lib"', '"vllm_hwplugin"', "other than the plugin"),
-        ("fix/patch.toml", '"acme-lib"', '"vllm"', "expected the same 'vllm/....py'"),
         ("fix/edit.diff", "acme_lib/core.py", "vllm/core.py", "expected the same '....py'"),
     ],
 )

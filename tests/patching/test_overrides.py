@@ -69,19 +69,15 @@ def test_a_class_as_declared_fits(old: str, new: str) -> None:
     ("old", "new", "said"),
     [
         ("def prepare(self, batch, desc", "def prepare(self, batch", "takes (self, batch, *, eager), expected (self, "),
-        ("desc, *, eager=False", "desc, flag=0, *, eager=False", "takes (self, batch, desc, flag, *, eager)"),
         ("desc, *, eager=False", "desc, /, *eager, **more", "takes (self, batch, desc, /, *eager, **more)"),
         ("def prepare", "def make", "prepare is defined 0 times"),
-        ("def size", "def prepare", "prepare is defined 2 times"),
         ("    def prepare", "    @cached\n    def prepare", "is @cached, expected a plain method"),
         ("    def prepare", "    async def prepare", "is async, expected a plain method"),
         ("self.prepare(batch, 1)", "batch", "step uses self.model.run of what is overridden, expected self.prepare, "),
-        ("self.prepare(batch, 1)", "self.prepare(self.prepare(batch, 1), 1)", "uses self.prepare, self.prepare, "),
         ("return self.model.run(made)", "return self.prepare(self.model.run(made), 1)", "self.prepare, self.model.run"),
         ("return 1", "return self.prepare(1, 2)", "size uses self.prepare of what is overridden, expected nothing"),
         ("return 1", "return getattr(self, 'prepare')(1, 2)", "size uses self.prepare"),
         ("return 1", "model = self.model\n        return model.run()", "size uses self.model.run"),
-        ("return 1", "return [one for one in (lambda: self.prepare(1, 2))()]", "size uses self.prepare"),
         ("return 1", "return super(Runner, self).size", "Runner names itself"),
         ("import torch", "import torch\n\ndef other():\n    global Runner\n    Runner = 1", "gives the name Runner to"),
         ("def step", "def steps", "Runner has no step"),
@@ -111,7 +107,6 @@ OTHER = TEXT.replace("return 1", "return self.prepare(1, 2)")
         (TEXT, "", "0.32.0", "live"),
         # Its hunk fits each of these.
         (OTHER, TEXT, "0.32.0", "refused"),
-        (OTHER, TEXT, "0.99.0", "refused"),
         # A start does not read a text that the tests of this release have read.
         (OTHER, OTHER, "0.32.0", "live"),
         (OTHER, OTHER, "0.25.1", "refused"),
@@ -160,15 +155,8 @@ def test_overrides_are_read_from_the_catalogue(project: Project) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('class = "Runner"', "", "class is None, expected a text"),
         ('"self, value"', "1", "step is 1, expected a text"),
-        (
-            "[overrides.methods]\nstep",
-            "[overrides.calls]\nstep",
-            "step is 'self, value', expected a list of expressions",
-        ),
         ('[overrides.methods]\nstep = "self, value"', "", "expected [overrides.methods], [overrides.calls] or both"),
-        ("alpha", "beta", "no diff of the feature changes vllm/v1/beta.py"),
         ("also", "but", "[[overrides]]: unknown key 'but'"),
     ],
 )
@@ -203,11 +191,6 @@ RUNNER = "vllm/v1/worker/gpu/model_runner.py"
         (
             "    def get_model(",
             "    def peek(self):\n        return self.sample(None, None, None)\n\n    def get_model(",
-            1,
-        ),
-        (
-            "        self.postprocess_sampled(\n",
-            "        if self.fast:\n            return\n        self.sample_tokens(\n",
             1,
         ),
         ("    def sample(\n        self,\n", "    def sample(\n        self,\n        logits,\n", 1),

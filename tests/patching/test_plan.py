@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.patching import Catalogue, Feature, find_unneeded, make_plan
-from vllm_hwplugin.patching.texts import NotNeeded, Plan, Source, UnreadableFile
+from vllm_hwplugin.patching.texts import Plan, Source
 
 from .texts import ALPHA, GATE, GATE_2, OTHER, PATH, Memory, feature, file_diff
 
@@ -40,27 +39,6 @@ def test_live() -> None:
     assert verdict.exact
 
 
-def test_on_that_cannot_be_is_an_error() -> None:
-    """`auto` in its place is not."""
-    source = Memory({PATH: ALPHA})
-    assert plan_of(ONE, source=source).errors == ()
-    (error,) = plan_of(ONE, TWO, source=source, **{GATE: "on", GATE_2: "on"}).errors
-    assert error == (
-        f"{GATE}=on, but one cannot be patched into vLLM 0.32.0: target-missing: vLLM has no {OTHER}; set {GATE}=auto "
-        "to run without it"
-    )
-
-
-@pytest.mark.parametrize("choice", ["auto", "on"])
-def test_what_vllm_has_or_does_not_need_is_no_error(choice: str) -> None:
-    not_needed = ONE._replace(versions=Versions("<0.32.0"), not_needed=(NotNeeded(Versions(">=0.32.0"), "mended"),))
-    plan = plan_of(not_needed, **{GATE: choice})
-    assert (states(plan), plan.features["one"].reason, plan.errors) == ({"one": "not-needed"}, "mended", ())
-    upstream = {PATH: ALPHA.replace("line 3\n", "line three\n"), OTHER: BETA.replace("row 9\n", "row nine\n")}
-    plan = plan_of(ONE, source=Memory(upstream), **{GATE: choice})
-    assert (states(plan), plan.files, plan.errors) == ({"one": "upstream"}, {}, ())
-
-
 def test_requirement() -> None:
     needs = TWO._replace(requires=("one",))
     assert states(plan_of(ONE, needs)) == {"one": "live", "two": "live"}
@@ -87,37 +65,6 @@ def test_what_requires_a_feature_that_was_switched_off_is_off_too(drifted: bool)
     both = feature(file_diff(BETA, BETA + "z\n", OTHER), name="three")._replace(requires=("two", "one"), gate=GATE_2)
     unwanted = make_plan(Catalogue((ONE, TWO, both)), source, {GATE: "off"}, refused={"two": "imported too early"})
     assert states(unwanted) == {"one": "off", "two": "refused", "three": "off"}
-
-
-def test_strict_names_every_feature_that_is_refused_and_its_way_out() -> None:
-    source = Memory({PATH: ALPHA.replace("line 15\n", "LINE 15\n")})
-    plan = make_plan(Catalogue((ONE, TWO)), source, {GATE_2: "on"}, strict=True)
-    (one, two) = plan.errors
-    assert one.startswith("VLLM_HWPLUGIN_STRICT=1, but one cannot be patched into vLLM 0.32.0: target-missing: ")
-    assert one.endswith(f"set {GATE}=off to run without it")
-    assert two.startswith(f"{GATE_2}=on, but two cannot be patched into")
-
-
-def test_a_file_that_cannot_be_read_loses_its_own_features_alone() -> None:
-    class Torn(Memory):
-        def read(self, path: str) -> str | None:
-            if path == OTHER:
-                raise UnreadableFile(f"{path} is torn")
-            return super().read(path)
-
-    for version in ("0.32.0", "0.40.0"):
-        plan = plan_of(ONE, TWO, source=Torn(BOTH.files, version=version), try_unlisted=True)
-        assert states(plan) == {"one": "refused", "two": "live"}
-        assert f"{OTHER} is torn" in plan.features["one"].reason
-
-
-@pytest.mark.parametrize("version", ["0.33.1", "0.40.0", "0.19.0", "x"])
-def test_unlisted_version_gets_nothing(version: str) -> None:
-    plan = plan_of(ONE, TWO, source=Memory(BOTH.files, version=version), **{GATE: "on"})
-    assert states(plan) == {"one": "refused", "two": "refused"}
-    assert (plan.files, len(plan.errors)) == ({}, 1)
-    assert plan.features["two"].reason.startswith(f"vLLM {version} is not a version it was made for (")
-    assert "VLLM_HWPLUGIN_TRY_UNLISTED=1" in plan.features["two"].reason
 
 
 def test_fingerprint_names_what_is_in_force() -> None:

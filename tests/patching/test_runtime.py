@@ -30,12 +30,6 @@ def tree(folder: Path) -> dict[str, tuple[str, int]]:
     }
 
 
-def test_installing_imports_no_vllm(patched: Project) -> None:
-    assert (
-        patched.run("install(); print([n for n in sys.modules if n.partition('.')[0] in ('vllm', 'torch')])") == "[]\n"
-    )
-
-
 @pytest.mark.parametrize("variables", [{GATES[0]: "off"}, {"VLLM_HWPLUGIN": "0"}])
 def test_a_gate_that_is_off_gives_stock_code(patched: Project, variables: dict[str, str]) -> None:
     code = """
@@ -204,33 +198,6 @@ def test_a_whole_feature_that_cannot_be_patched_in_place_is_given_up_alone(proje
     assert line.startswith("state, needs: not patched in, vLLM runs unpatched there: vllm.v1.alpha was imported")
     (written,) = (json.loads(path.read_text()) for path in project.cache.glob("records/*.json"))
     assert written["features"]["state"]["state"] == "refused"
-
-
-def test_gates_and_fingerprint_are_in_the_compile_key(patched: Project) -> None:
-    code = """
-        import vllm.envs as envs
-        install(); install()
-        factors = envs.compile_factors()
-        print(factors["VLLM_HWPLUGIN_FINGERPRINT"], _runtime.current_plan().fingerprint, "VLLM_PORT" in factors)
-        print(factors["VLLM_HWPLUGIN_DRAFT_FULL_GRAPH"])
-        """
-    key, version, plan, kept = patched.run(code).splitlines()[0].split()
-    assert key == plan != "none"
-    assert version == __version__
-    assert kept == "True"
-    off = patched.run(code, **{GATES[0]: "off"}).splitlines()
-    assert off == ["none none True", "off"]
-
-
-def test_gates_are_registered_when_vllm_comes_later(patched: Project) -> None:
-    code = """
-        install()
-        import vllm.envs as envs
-        assert "VLLM_HWPLUGIN" not in envs.environment_variables
-        import vllm.v1.alpha
-        print("VLLM_HWPLUGIN_FINGERPRINT" in envs.environment_variables)
-        """
-    assert patched.run(code) == "True\n"
 
 
 SAID = """

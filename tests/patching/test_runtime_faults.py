@@ -16,23 +16,6 @@ FAILS = """
 """
 
 
-def test_after_a_lost_race_no_finder_comes_back(project: Project) -> None:
-    edits = {**EDITS, "vllm/v1/alpha.py": [("LIMIT = 3", "LIMIT = 4")]}
-    project.feature("state", edits)
-    code = f"""
-        real = _runtime.CopyFinder
-        def overtaken(*arguments):
-            # What another thread imports after the modules were looked at and before the finder is there.
-            import vllm.v1.alpha
-            return real(*arguments)
-        _runtime.CopyFinder = overtaken
-        assert install().features["state"]["state"] == "refused"
-        install()
-        assert not {FINDERS}
-        """
-    assert project.run(code, CHECK).strip() == STOCK
-
-
 def test_an_error_after_code_was_swapped_takes_it_back_and_the_record_says_so(patched: Project) -> None:
     code = f"""
         import vllm.envs
