@@ -27,14 +27,6 @@ def test_place_and_similarity(block: list[str], line: int, similarity: float) ->
     assert (found.line, found.similarity) == (line, pytest.approx(similarity))
 
 
-def test_diff_shows_the_difference_only() -> None:
-    block = [*LINES[4000:4004], "changed\n", *LINES[4005:4010]]
-    found = nearest(LINES, block, stated=10)
-    assert found is not None
-    shown = [line for line in found.diff.splitlines()[3:] if not line.startswith(" ")]
-    assert shown == ["-changed", "+" + LINES[4004].rstrip("\n")]
-
-
 def test_equal_places_the_nearest_to_the_stated_line_is_meant() -> None:
     lines = ["a\n", "b\n", "c\n", *LINES[:50], "a\n", "b\n", "c\n", *LINES[50:90], "a\n", "b\n", "c\n"]
     found = nearest(lines, ["a\n", "x\n", "c\n"], stated=60)

@@ -18,14 +18,9 @@ from .made import git_diff
 #: A file of vLLM, what changed it, from which release to the next, and the first release that takes the change.
 CHANGES = [
     ("vllm/config/vllm.py", "0.20.0", "0.20.1", "0.20.0"),
-    ("vllm/model_executor/kernels/linear/mixed_precision/__init__.py", "0.22.0", "0.22.1", "0.20.0"),
-    ("vllm/model_executor/models/registry.py", "0.22.0", "0.22.1", "0.20.0"),
     ("vllm/compilation/passes/fusion/allreduce_rms_fusion.py", "0.25.0", "0.25.1", "0.20.0"),
-    ("vllm/v1/worker/cpu_worker.py", "0.22.1", "0.23.0", "0.20.0"),
     ("vllm/v1/spec_decode/llm_base_proposer.py", "0.25.1", "0.26.0", "0.21.0"),
-    ("vllm/v1/spec_decode/dflash.py", "0.26.0", "0.27.0", "0.20.0"),
     ("vllm/v1/spec_decode/llm_base_proposer.py", "0.27.1", "0.28.0", "0.25.0"),
-    ("vllm/v1/worker/cpu_worker.py", "0.29.0", "0.30.0", "0.22.0"),
     ("vllm/v1/attention/selector.py", "0.30.0", "0.31.0", "0.26.0"),
     ("vllm/v1/worker/gpu/spec_decode/eagle/speculator.py", "0.31.0", "0.32.0", "0.23.0"),
 ]

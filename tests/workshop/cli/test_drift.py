@@ -138,23 +138,6 @@ def test_could_not_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target
     assert result.stdout == ""
 
 
-@pytest.mark.usefixtures("catalogue")
-def test_markdown(small_tree: Callable[..., Path], tmp_path: Path) -> None:
-    tree = small_tree()
-    run(f"{tree}@0.33.0", f"{tree}@0.25.0", "--markdown", str(tmp_path / "page.md"))
-    page = (tmp_path / "page.md").read_text()
-    rows = [
-        "| feature | 0.25.0 | 0.33.0 |",
-        "| [`context`](#context) | - | ✅ |",
-        "| [`graphs`](#graphs) | ✅ | ✅ |",
-    ]
-    assert [line for line in page.splitlines() if line.startswith("| ")] == rows
-    assert "- 0.25.0: not needed (the fault came with 0.26.0)" in page
-    assert str(tmp_path) not in page
-    run(f"{tree}@0.25.0", f"{tree}@0.33.0", "--markdown", str(tmp_path / "again.md"))
-    assert (tmp_path / "again.md").read_text() == page
-
-
 def test_the_hunks_that_fit_best_have_the_smallest_share_of_trouble(
     small_tree: Callable[..., Path], catalogue: Path
 ) -> None:

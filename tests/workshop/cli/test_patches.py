@@ -38,10 +38,3 @@ def test_diff(small_tree: Callable[..., Path]) -> None:
     assert lines[1].startswith(f"+++ b/{ADD}")
     assert [line for line in lines[2:] if line.startswith(("-", "+"))] == ["-    return a + b", "+    return b + a"]
     assert lines[2].startswith("@@ -6,")
-
-
-def test_unknown_feature() -> None:
-    for command in ("show", "diff"):
-        result = run(command, "grpahs")
-        assert result.exit_code == 2
-        assert result.stderr == "error: unknown feature grpahs; expected one of context, graphs\n"

@@ -166,29 +166,6 @@ def test_a_change_that_fits_no_version_begins_in_a_work_tree(trees: list[str], c
     assert plan("0.32.0").files[PATH].text == RIGHT
 
 
-def test_a_version_is_taken_out_of_the_range_that_held_it(
-    trees: list[str], change: Path, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And `patch.toml` stays as it was written. The feature is named as `patches` lists it."""
-    monkeypatch.setenv("VLLM_HWPLUGIN_PATCHES", str(here / "mine"))
-    run("import", str(change), "--into", "mine", *trees[:4])
-    file = Path("mine/add-whole-numbers/patch.toml")
-    text = '# Ours.\nid = "add-whole-numbers"\ntitle = "It"\nwhat = """\n[[variant]]\nversions = 1\n"""\n'
-    text += 'origin = "us"\nremoval = "never"\nversions = ">=0.28.0,<0.33.0"  # Ours, too.\n'
-    Path("mine/catalogue.toml").write_text('name = "ours"\n')
-    file.write_text(text)
-    result = run("edit", "ours/add-whole-numbers", "--vllm", tree("0.31.0"), "--into", "work")
-    assert result.exit_code == 0, result.output
-    (Path("work") / PATH).write_text("# newer\n" + NEW.replace("int(total)", "float(total)"))
-    assert run("save", "work").exit_code == 0
-    assert file.read_text() == text
-    (feature,) = outside.load_outside(Path("mine")).features
-    (diff,) = feature.files
-    assert {str(hunk.versions) for hunk in diff.hunks} == {"<0.31 || >=0.32", ">=0.31,<0.32"}
-    assert plan("0.30.0").files[PATH].text == NEW
-    assert "float(total)" in plan("0.31.0").files[PATH].text
-
-
 @pytest.mark.parametrize(
     ("path", "text"),
     [

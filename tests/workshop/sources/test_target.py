@@ -53,21 +53,6 @@ def test_version_is_not_taken_for_a_folder(
     assert isinstance(open_target("./0.33.0@0.33.0", index), TreeSource)
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("./nowhere", "no such file or folder"),
-        ("absent.whl", "no such file or folder"),
-        ("latest", "not a wheel file, an unpacked tree or a version"),
-        ("vllm>=0.33", "not a wheel file, an unpacked tree or a version"),
-        ("nowhere@0.33.0", "not a wheel file, an unpacked tree or a version"),
-    ],
-)
-def test_meaningless(index: Index, target: str, message: str) -> None:
-    with pytest.raises(SourceError, match=f"^{target}: {message}"):
-        open_target(target, index)
-
-
 # -- folders and wheel files -------------------------------------------------------------------------------------------
 
 
