@@ -6,7 +6,6 @@ The kernel itself is tested in tests/attention/paged and, on a GPU, in tests/gpu
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -168,31 +167,6 @@ def test_halves_of_a_batch_have_a_scratch_each(version: str, vllm_tree: Tree) ->
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-@ends
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"head_size": 520}, "head_size is 520, expected a multiple of 8 up to 512"),
-        ({"head_size": 260}, "head_size is 260, expected a multiple of 8 up to 512"),
-        ({"head_size": 12}, "head_size is 12, expected a multiple of 8 (from 32 )?up to 512"),
-        ({"head_size": 512, "kv_cache_dtype": "fp8"}, "kv_cache_dtype is fp8, expected auto or float16 or bfloat16"),
-        ({"head_size": 512, "kv_cache_dtype": "float16"}, "the KV cache is float16; use --kv-cache-dtype auto"),
-        ({"head_size": 512, "block_size": 24}, "block_size is 24, expected a multiple of 16"),
-        ({"head_size": 256, "block_size": 24}, "block_size is 24, expected a multiple of 16"),
-        ({"head_size": 512, "dtype": torch.float32}, "dtype is float32, expected float16 or bfloat16"),
-        ({"head_size": 512, "attn_type": "encoder_only"}, "attn_type is encoder_only, expected decoder"),
-        ({"head_size": 512, "use_mm_prefix": True}, "does not declare mm_prefix: .*--language-model-only"),
-        ({"head_size": 512, "use_per_head_quant_scales": True}, "does not declare per_head_quant_scales"),
-        ({"head_size": 512, "device_capability": (7, 5)}, r"compute capability is \(7, 5\), expected 8.0 or later"),
-    ],
-)
-def test_the_selector_is_told_what_is_wrong(version: str, asked: dict[str, Any], words: str, vllm_tree: Tree) -> None:
-    with released(version, vllm_tree(version), paged=paged(), flash=(3,)) as load:
-        made = load(OWN).CudaFlashAttentionBackend
-        found = made.validate_configuration(**arguments(made, **asked))
-        assert re.search(words, "; ".join(found)), found
 
 
 @pytest.mark.parametrize("asked", ["use_rswa", "use_dcp", "use_pcp", "use_adaptive_verification"])

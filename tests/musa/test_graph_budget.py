@@ -39,11 +39,9 @@ def config(layers: int, drafter: SimpleNamespace | None = None, lora: Any = None
 @pytest.mark.parametrize(
     ("made", "kept"),
     [
-        (config(34), 50),
         (config(36), 47),
         (config(36, model(1)), 36),
         (config(36, model(28)), 23),
-        (config(80), 21),
         (config(36, model(1), piecewise=False), 51),
         (config(36, lora=SimpleNamespace(max_loras=1)), 23),
         (config(36, lora=SimpleNamespace(max_loras=4, specialize_active_lora=True)), 9),

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -252,26 +251,3 @@ def test_a_layer_that_needs_more_than_mate_has_is_refused(own: Any, monkeypatch:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"FLASHMLA on MUSA supports .*; use TRITON_MLA"):
             own.MusaFlashMLAImpl(**{**asked, **changes})
-
-
-# -- what vLLM is told of the prompts
-
-
-@pytest.mark.parametrize("theirs", [False, True])
-def test_prompts_are_registered_unless_another_plugin_has_its_own(
-    theirs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    api = importlib.import_module(f"{OWN}._vllm_api")
-    calls: list[tuple[Any, str]] = []
-    member = SimpleNamespace(is_overridden=lambda: theirs)
-    registry: Any = ModuleType(api._MLA_PREFILLS)
-    registry.MLAPrefillBackendEnum = SimpleNamespace(FLASH_ATTN=member)
-    monkeypatch.setitem(sys.modules, registry.__name__, registry)
-    caplog.set_level(logging.WARNING, "vllm.hwplugin")
-    monkeypatch.setattr(api.logger, "propagate", True)
-    # As up to 0.22.
-    api.register_mla_prefill.__wrapped__("its.Class")
-    assert "0.23 or later" in caplog.text
-    registry.register_mla_prefill_backend = lambda *given: calls.append(given)
-    api.register_mla_prefill.__wrapped__("its.Class")
-    assert calls == ([] if theirs else [(member, "its.Class")])

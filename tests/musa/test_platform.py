@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
-import importlib
 import logging
 import os
 import sys
@@ -20,7 +19,6 @@ from vllm_hwplugin.base import run_records
 from vllm_hwplugin.musa import _vllm_api
 
 from ..conftest import versions
-from ..platforms import standins
 from ..platforms.realvllm import Load, own
 
 FIRST, LAST = "0.20.0", "0.33.0"
@@ -124,28 +122,6 @@ def test_a_configuration_gets_worker_and_passes_and_dflash_comes_last(platform: 
     assert made.parallel_config.worker_cls == "vllm_hwplugin.musa.worker.MusaWorker"
     assert vars(made.compilation_config.pass_config) == {"fuse_norm_quant": False, "eliminate_noops": True}
     assert made.scheduler_config.disable_chunked_mm_input is False
-
-
-def test_a_worker_that_the_user_chose_stays_also_without_a_model(platform: Any, dflash: list[str]) -> None:
-    made = config()
-    made.model_config = None
-    made.parallel_config.worker_cls = "theirs.Worker"
-    platform.check_and_update_config(made)
-    assert made.parallel_config.worker_cls == "theirs.Worker"
-
-
-@pytest.mark.parametrize(("knobs", "warm_up"), [(True, True), (False, False)])
-def test_kernels_are_compiled_in_advance_where_triton_lets_vllm_look_at_them(
-    knobs: bool, warm_up: bool, platform: Any, dflash: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING, "vllm.hwplugin")
-    importlib.import_module("vllm.triton_utils").triton = SimpleNamespace(**({"knobs": None} if knobs else {}))
-    made = config()
-    made.kernel_config = SimpleNamespace(enable_jit_warmup=True)
-    platform.check_and_update_config(made)
-    platform.check_and_update_config(made)
-    assert made.kernel_config.enable_jit_warmup is warm_up
-    assert ["triton.knobs" in line for line in caplog.messages] == [True] * (not knobs)
 
 
 @pytest.mark.parametrize(
@@ -306,12 +282,3 @@ def test_the_worker_is_vllms_own_with_the_device_it_looks_for(
     monkeypatch.setattr(torch.musa, "get_device_capability", lambda: (2, 2))  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"this GPU has MUSA 2\.2, expected 3\.1"):
         worker.init_device()
-
-
-def test_a_host_that_torchada_takes_for_another_is_an_error_with_the_way_out(
-    real_vllm: Load, musa_host: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real_vllm(LAST)
-    monkeypatch.setitem(sys.modules, "torchada", standins.torchada("cuda"))
-    with pytest.raises(ImportError, match=r"expected musa.*VLLM_HWPLUGIN_PLATFORM=off"):
-        own("vllm_hwplugin.musa.platform")

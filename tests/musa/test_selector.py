@@ -114,28 +114,6 @@ def test_a_triton_that_cannot_compile_a_backend_is_not_chosen_for_it_unless_it_i
     )
 
 
-@pytest.mark.parametrize(
-    "triton",
-    [backend("TRITON_ATTN", "non-causal attention not supported"), backend("TRITON_ATTN", error=ImportError("triton"))],
-)
-def test_flex_is_taken_where_triton_is_not_fit(triton: Any) -> None:
-    assert attention.choose(None, Config(), None, members(triton, FLASH, FLEX)) == "vllm.made.up.FLEX_ATTENTIONBackend"
-
-
-@pytest.mark.parametrize(("name", "mla"), [("FLASHINFER", False), ("TRITON_MLA", False), ("TRITON_ATTN", True)])
-def test_a_backend_for_other_devices_is_refused_with_those_that_work(name: str, mla: bool) -> None:
-    with pytest.raises(
-        ValueError,
-        match=f"{name} is not supported on MUSA: expected {'FLASHMLA or TRITON_MLA' if mla else 'FLASH_ATTN'}",
-    ):
-        attention.choose(backend(name), Config(use_mla=mla), None, members(TRITON, FLEX, MLA))
-
-
-def test_sparse_attention_is_refused_first() -> None:
-    with pytest.raises(ValueError, match="sparse MLA attention is not supported on MUSA"):
-        attention.choose(None, Config(use_mla=True, use_sparse=True), None, members(MLA))
-
-
 def test_what_holds_for_text_only_is_not_chosen_unless_it_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,7 +19,6 @@ from .test_triton_gaps import vendors
 
 FILES = (*REAL.values(), "vllm/device_allocator/", "vllm/v1/worker/", "vllm/v1/sample/", "vllm/distributed/")
 every_version = pytest.mark.parametrize("version", versions(*FILES))
-COMMUNICATORS = "vllm/distributed/device_communicators"
 
 
 @pytest.fixture
@@ -163,22 +162,3 @@ def test_an_old_triton_does_not_sample(version: str, musa_vllm: Callable[..., An
     # And arguments that share memory are counted as Triton numbers them.
     assert jit._make_pointer_alias_spec is not vendors
     assert monkeypatch.delitem(sys.modules, "triton.backends.mtgpu.musa_testing") is None
-
-
-@every_version
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_gathering_is_a_sum(version: str, dim: int, musa_vllm: Callable[..., Any], monkeypatch: Any) -> None:
-    import torch
-
-    musa_vllm(version, *(f"{COMMUNICATORS}/{name}.py" for name in ("base_device_communicator", "cuda_communicator")))
-    module = own("vllm_hwplugin.musa.communicator")
-    parts = torch.randn(3, 2, 4, 5).half()
-    total = torch.zeros_like(torch.cat(parts.unbind(), dim))
-    monkeypatch.setattr(module.dist, "all_reduce", lambda tensor, group: tensor.copy_(total.add_(tensor)))
-    members = []
-    for rank in range(3):
-        member = module.MusaCommunicator.__new__(module.MusaCommunicator)
-        member.world_size, member.rank_in_group, member.device_group = 3, rank, None
-        members.append(member.gather(parts[rank], 2, dim))
-    assert members[:2] == [None, None]
-    assert torch.equal(members[2], torch.cat(parts.unbind(), dim))

@@ -38,7 +38,6 @@ def test_nothing_is_against_an_engine_as_it_is_by_default() -> None:
         ({"kv_transfer_config": object()}, Version("0.24.0"), None),
         ({"use_ubatching": True}, NEWEST, "micro-batches"),
         ({"pipeline_parallel_size": 2}, NEWEST, "pipeline parallelism"),
-        ({"decode_context_parallel_size": 2}, NEWEST, "context parallelism"),
         ({"prefill_context_parallel_size": 2}, NEWEST, "context parallelism"),
         ({"disable_cascade_attn": False}, NEWEST, "cascade attention"),
         ({"speculative_config": SimpleNamespace(speculative_token_tree="[(0,), (1,)]")}, OLDEST, "a tree of drafts"),

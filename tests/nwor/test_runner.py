@@ -232,16 +232,6 @@ def test_a_draft_that_a_graph_has_not_taken_out_ends_the_step(checked: None) -> 
         nwor.replayed(runner, numbers(2))
 
 
-def test_what_cannot_be_kept_for_want_of_memory_says_how_much_it_is(checked: None) -> None:
-    runner = attached()
-    kept = 4 * DRAFTS * 2 * HEADS * SIZE * 4 / 2**20
-    with (
-        mock.patch.object(nwor, "ReferenceRows", side_effect=torch.OutOfMemoryError("no memory")),
-        pytest.raises(nwor.NoRoom, match=f"overwrite {kept:.1f} MiB, which are kept twice .* max_num_seqs"),
-    ):
-        runner.run([[16]])
-
-
 def test_an_engine_that_keeps_rejected_drafts_serves_as_stock(restoring: None, notes: dict[str, str]) -> None:
     runner = attached(pipeline_parallel_size=2)
     runner.run([[16, 17, 18, 19]])

@@ -33,34 +33,13 @@ FITS: tuple[str, ...] = ()
     [
         ("on", Asked(9, foreign=True), Baseline("FLASH_ATTN"), FITS, False, "another plugin"),
         ("on", Asked(9, "TRITON_ATTN"), Baseline("TRITON_ATTN"), FITS, False, "TRITON_ATTN is named"),
-        ("on", Asked(12), Baseline("FLASHINFER"), FITS, True, "VLLM_HWPLUGIN_ATTENTION=on"),
         ("on", Asked(9, obstacle="no nvcc"), Baseline("TRITON_ATTN"), FITS, True, "=on; on Triton kernels: no nvcc"),
         ("auto", Asked(9), Baseline("TRITON_ATTN"), FITS, True, "faster than vLLM's TRITON_ATTN .* 9.x: docs/"),
         ("auto", Asked(9, obstacle="no nvcc"), Baseline("TRITON_ATTN"), FITS, False, "not available: no nvcc"),
-        (
-            "auto",
-            Asked(9, obstacle="no nvcc"),
-            Baseline(None),
-            FITS,
-            True,
-            "no backend that fits; on Triton .*: no nvcc",
-        ),
-        (
-            "auto",
-            Asked(9, obstacle="no nvcc"),
-            Baseline("FLASH_ATTN", "no cutlass"),
-            FITS,
-            True,
-            "cutlass; on Triton",
-        ),
         ("auto", Asked(9), Baseline("FLASH_ATTN"), FITS, False, "not known to be faster than FLASH_ATTN"),
-        ("auto", Asked(9, "FLASH_ATTN"), Baseline("FLASH_ATTN"), FITS, False, "not known to be faster than FLASH"),
         ("auto", Asked(9, "FLASH_ATTN"), Baseline("FLASH_ATTN", "no cutlass"), FITS, True, "cannot run here"),
-        ("auto", Asked(9), Baseline("FLASHINFER"), FITS, False, "not known to be faster than FLASHINFER"),
         ("auto", Asked(10), Baseline("FLASH_ATTN"), FITS, False, "not known .* compute capability 10.x"),
-        ("auto", Asked(10), Baseline("FLASH_ATTN", "no cutlass"), FITS, True, "cannot run here: no cutlass"),
         ("auto", Asked(8, "FLASH_ATTN"), Baseline(None), FITS, True, "vLLM has no backend that fits"),
-        ("auto", Asked(8), Baseline(None), FITS, True, "vLLM has no backend that fits"),
         ("auto", Asked(9), Baseline("FLASH_ATTN"), ("no fp8",), False, "does not fit: no fp8"),
     ],
 )
@@ -69,18 +48,6 @@ def test_decide(gate: str, asked: Asked, stock: Baseline, refused: tuple[str, ..
     assert found.own is own
     assert re.search(reason, found.reason)
     assert found.error == ""
-
-
-@pytest.mark.parametrize(
-    ("gate", "stock", "words"),
-    [
-        ("auto", Baseline(None), "the plugin's FLASH_ATTN does not fit: no fp8; no sink"),
-        ("on", Baseline("TRITON_ATTN"), "VLLM_HWPLUGIN_ATTENTION=on, but the plugin's FLASH_ATTN does not fit: no fp8"),
-    ],
-)
-def test_a_start_without_a_backend_ends_with_the_reasons(gate: str, stock: Baseline, words: str) -> None:
-    found = decide(gate, Asked(9), stock, ("no fp8", "no sink"))
-    assert words in found.error
 
 
 # -- under vLLM's own choice -------------------------------------------------------------------------------------------

@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import logging
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_hwplugin.base import run_records
-from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.platforms import _flash_attn_version
 
 from ..conftest import versions
@@ -21,8 +18,6 @@ from .realvllm import REAL, Load, own
 
 FILES = (*REAL.values(), "vllm/config/vllm.py", "vllm/model_executor/models/config.py")
 every_version = pytest.mark.parametrize("version", versions(*FILES))
-MODELS = "vllm/model_executor/models/config.py"
-Tree = Callable[[str], Any]
 
 
 class Architecture(SimpleNamespace):
@@ -86,14 +81,6 @@ def test_a_version_that_cannot_run_is_taken_back_with_one_warning(
     assert noted[1].startswith("flash_attn_version=4 is reset: no cutlass")
 
 
-@pytest.mark.parametrize("version", [None, 2, 3])
-def test_another_version_stays_and_the_device_is_not_asked(version: int | None, told: dict[str, str]) -> None:
-    made = config(version)
-    _flash_attn_version.check_and_update_config(made, lambda: pytest.fail("asked"))
-    assert made.attention_config.flash_attn_version == version
-    assert told == {}
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -144,18 +131,3 @@ def test_the_platform_class_does_it_after_vllm(
     assert made.attention_config.flash_attn_version is None
     assert dflash[:2] == ["vLLM's defaults", "note_user_sizes"]
     assert dflash[2:] == ["check_and_update_config", "set sizes", "end a compile range"]
-
-
-@every_version
-def test_vllm_sets_the_version_before_the_platforms_turn(version: str, vllm_tree: Tree) -> None:
-    tree = vllm_tree(version)
-    (cls,) = [
-        node for node in ast.parse(tree.read("vllm/config/vllm.py")).body if getattr(node, "name", "") == "VllmConfig"
-    ]
-    assert isinstance(cls, ast.ClassDef)
-    (made,) = [ast.unparse(node) for node in cls.body if getattr(node, "name", "") == "__post_init__"]
-    turn = made.index("current_platform.check_and_update_config(self)")
-    assert made.index("self.try_verify_and_update_config()") < turn
-    assert "try_verify_and_update_config" not in made[turn:]
-    assert "flash_attn_version" not in made
-    assert ("flash_attn_version = 4" in tree.read(MODELS)) == (SUPPORTED.index(version) >= SUPPORTED.index("0.24.0"))

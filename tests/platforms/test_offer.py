@@ -37,14 +37,6 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     return set_up
 
 
-@pytest.mark.parametrize(("name", "value"), [("VLLM_HWPLUGIN", "0"), ("VLLM_HWPLUGIN_PLATFORM", "off")])
-def test_switched_off(host: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    host("cuda")
-    monkeypatch.setenv(name, value)
-    assert plugin.platform() is None
-    assert f"{name}={value}" in str(_offer.decision())
-
-
 def test_strict_mode_stops_the_process_that_was_refused_the_class_it_named_and_no_other(
     host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,16 +66,6 @@ def test_a_bad_value_is_logged_once_and_offers_nothing(
     assert f"{name}=perhaps" in entry.getMessage().replace("'", "")
 
 
-def test_auto_steps_aside_with_one_warning(host: Any, caplog: pytest.LogCaptureFixture) -> None:
-    others = {"idle": None, "broken": ImportError("no driver"), "failing": RuntimeError("no device")}
-    host("cuda", rivals=[point("vendor", "vendor.Platform"), *(point(*item) for item in others.items())])
-    assert [plugin.platform(), plugin.platform()] == [None, None]
-    (entry,) = caplog.records
-    assert entry.levelno == logging.WARNING
-    for words in ("platform plugin vendor offers", "VLLM_PLUGINS=hwplugin", "PLATFORM=off", "patches stay active"):
-        assert words in entry.getMessage()
-
-
 @pytest.mark.parametrize(
     ("value", "counts"), [("hwplugin", False), ("", False), ("x, vendor", False), ("vendor", True)]
 )
@@ -93,18 +75,6 @@ def test_a_rival_that_vllm_would_not_load_does_not_count(
     host("cuda", rivals=[point("vendor", "vendor.Platform")])
     monkeypatch.setenv("VLLM_PLUGINS", value)
     assert (plugin.platform() is None) == counts
-
-
-def test_a_named_class_is_offered_beside_a_rival_with_an_error(
-    host: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    host("cuda", rivals=[point("vendor", "vendor.Platform")])
-    monkeypatch.setenv("VLLM_HWPLUGIN_PLATFORM", "cuda")
-    assert plugin.platform() == CLASSES["cuda"]
-    (entry,) = caplog.records
-    assert entry.levelno == logging.ERROR
-    for words in ("chooses CUDA", "Only one platform plugin can be activated", "VLLM_PLUGINS=hwplugin"):
-        assert words in entry.getMessage()
 
 
 def test_the_record_says_what_was_offered_and_what_vllm_runs_on(host: Any) -> None:

@@ -17,7 +17,6 @@ from vllm_hwplugin.attention.paged import (  # noqa: E402
     Scratch,
     _hopper,
     paged_attention,
-    refuse,
     refuse_heads,
 )
 from vllm_hwplugin.attention.paged._arguments import Arguments, check  # noqa: E402
@@ -62,10 +61,6 @@ def test_what_fits_passes() -> None:
         ({"query": torch.zeros(3, 8, 512, dtype=torch.float32)}, "queries are torch.float32, expected"),
         ({"out": torch.zeros(2, 8, 512, dtype=HALF)}, "out has shape .2, 8, 512.; expected .3, 8, 512"),
         ({"keys": torch.zeros(4, 16, 512, dtype=HALF)}, "keys have shape \\(4, 16, 512\\), expected \\[blocks"),
-        (
-            {"values": torch.zeros(4, 16, 1, 512, dtype=HALF)},
-            "values has shape .4, 16, 1, 512.; expected .4, 16, 2, 512",
-        ),
         ({"keys": torch.zeros(4, 16, 2, 512), "values": torch.zeros(4, 16, 2, 512)}, "expected the queries' type"),
         ({"values": torch.zeros(4, 16, 2, 512)}, "values is torch.float32; expected torch.bfloat16"),
         (
@@ -79,15 +74,9 @@ def test_what_fits_passes() -> None:
         ({"query": torch.zeros(3, 8, 516, dtype=HALF)[..., :512]}, "query has strides"),
         ({"out": torch.zeros(3, 8, 1024, dtype=HALF)[..., ::2]}, "out has strides"),
         ({"query": torch.zeros(3 * 8 * 512 + 1, dtype=HALF)[1:].view(3, 8, 512)}, "multiple of 16 bytes"),
-        ({"query_start_loc": torch.tensor([0, 3], dtype=torch.int32)}, "query_start_loc has shape .2,.; expected .3,"),
         ({"seq_lens": torch.tensor([5, 6])}, "seq_lens is torch.int64"),
         ({"block_table": torch.zeros(1, 3, dtype=torch.int32)}, "block_table has shape .1, 3.; expected .2, 3"),
-        (
-            {"seq_lens": torch.tensor([5, 6], dtype=torch.int32, device="meta")},
-            "seq_lens is on meta; expected query's device, cpu",
-        ),
         ({"out": torch.zeros(3, 8, 512, dtype=HALF, device="meta")}, "out is on meta; expected query's device, cpu"),
-        ({"sinks": torch.zeros(8, device="meta")}, "sinks is on meta; expected query's device, cpu"),
         ({"sinks": torch.zeros(8, dtype=HALF)}, "sinks is torch.bfloat16; expected torch.float32"),
         ({"sinks": torch.zeros(2)}, "sinks has shape .2,.; expected .8,"),
     ],
@@ -129,27 +118,11 @@ def test_no_other_gpu_gets_the_kernel_for_hopper(capability: tuple[int, int], mo
 
 
 @pytest.mark.parametrize(
-    ("layer", "words"),
-    [
-        ((520, HALF, HALF, 16), "head size is 520, expected a multiple of 8 up to 512"),
-        ((500, HALF, HALF, 16), "head size is 500"),
-        ((0, HALF, HALF, 16), "head size is 0"),
-        ((512, torch.float32, torch.float32, 16), "queries are torch.float32"),
-        ((512, HALF, torch.float8_e4m3fn, 16), "the KV cache is torch.float8_e4m3fn"),
-        ((512, HALF, HALF, 8), "a page has 8 tokens"),
-    ],
-)
-def test_a_layer_that_cannot_be_run_is_refused(layer: tuple[Any, ...], words: str) -> None:
-    assert words in str(refuse(*layer))
-
-
-@pytest.mark.parametrize(
     ("heads", "words"),
     [
         ((65, 1), "65 query heads and 1 KV heads, expected a multiple, and at most 64 times"),
         ((8, 3), "8 query heads and 3 KV heads"),
         ((8, 0), "8 query heads and 0 KV heads"),
-        ((0, 1), "0 query heads and 1 KV heads"),
     ],
 )
 def test_query_heads_that_cannot_share_are_refused(heads: tuple[int, int], words: str) -> None:
