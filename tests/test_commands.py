@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-import tomllib
 
 from tests.program import program
 from vllm_hwplugin.cli._app import COMMANDS
@@ -107,13 +106,6 @@ def test_the_program_has_the_command_and_its_options(words: tuple[str, ...], mon
 def test_make_has_the_target(words: tuple[str, ...]) -> None:
     done = subprocess.run([*words, "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_package_has_the_extras_that_pip_is_told() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = {name for words in ALL if words[0] == "pip" for name in re.findall(r"\[(\w+)\]", " ".join(words))}
-    assert named
-    assert named <= set(extras)
 
 
 def test_pythons_modules_are_there_and_so_are_the_tests_that_pytest_is_told() -> None:

@@ -81,12 +81,3 @@ def test_prometheus_reads_each_expression(tmp_path: Path) -> None:
     texts = [re.sub(r"\$\w+", lambda name: "5m" if "interval" in name[0] else ".*", text) for text in expressions()]
     rules = [{"record": f"vllm:number_{number}", "expr": text} for number, text in enumerate(texts)]
     promtool("check", tmp_path / "rules.yaml", {"groups": [{"name": "all", "rules": rules}]})
-
-
-def test_the_snippets_of_the_page_are_yaml() -> None:
-    page = (DOCS / "operations.md").read_text()
-    snippets = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    compose, values = map(yaml.safe_load, snippets)
-    assert compose["services"]["vllm"]["environment"]["VLLM_HWPLUGIN"] == "1"
-    assert values["extraEnv"] == [{"name": "VLLM_HWPLUGIN", "value": "1"}]
-    assert values["extraInitContainers"][0]["command"] == ["vllm-hwplugin", "doctor"]

@@ -132,18 +132,10 @@ def test_the_sdist_builds_the_same_wheel(built: tuple[Path, Path, Path]) -> None
     assert "Makefile" not in names
 
 
-def test_the_metadata_says_what_it_should(built: tuple[Path, Path, Path]) -> None:
-    content = _content(built[2])
-    info = f"vllm_hwplugin-{__version__}.dist-info"
-    metadata = content[f"{info}/METADATA"].decode()
-    assert f"Version: {__version__}\n" in metadata
-    assert "License-Expression: Apache-2.0\n" in metadata
+def test_the_users_own_vllm_stays_as_it_is(built: tuple[Path, Path, Path]) -> None:
+    metadata = _content(built[2])[f"vllm_hwplugin-{__version__}.dist-info/METADATA"].decode()
     needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
-    assert not [line for line in needed if "vllm" in line or "torch" in line], "the user's own vLLM must stay as it is"
-    points = content[f"{info}/entry_points.txt"].decode()
-    assert "[vllm.general_plugins]\nhwplugin = vllm_hwplugin.plugin:register" in points
-    assert "[vllm.platform_plugins]\nhwplugin = vllm_hwplugin.plugin:platform" in points
-    assert "vllm-hwplugin = vllm_hwplugin.cli:main" in points
+    assert not [line for line in needed if "vllm" in line or "torch" in line]
 
 
 def test_the_installed_wheel_diagnoses_its_host(elsewhere: Path) -> None:

@@ -60,18 +60,6 @@ def test_switched_off_it_leaves_a_record_and_does_not_import_the_engine(tmp_path
     assert {(item.vllm_version, item.vllm_root) for item in records} == {("0.32.0+cpu", str(tmp_path))}
 
 
-def test_switched_off_its_variables_are_known_to_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """vLLM warns of, or in strict validation refuses, every VLLM_ variable that its table does not have."""
-    envs = ModuleType("vllm.envs")
-    envs.environment_variables = {}  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm.envs", envs)
-    monkeypatch.setenv("VLLM_HWPLUGIN", "0")
-    monkeypatch.setenv("VLLM_HWPLUGIN_CACHE_DIR", str(tmp_path))
-    plugin.register()
-    run_records.forget()
-    assert {gate.name for gate in gates.GATES} <= envs.environment_variables.keys()
-
-
 def test_a_bad_master_switch_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     handed_on: list[gates.Settings] = []
     monkeypatch.setattr(patching, "install", handed_on.append)

@@ -15,7 +15,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 import tomllib
 
 ROOT = Path(__file__).parents[1]
@@ -144,19 +143,3 @@ def test_each_file_without_d401_still_needs_that() -> None:
     )
     broken = {str(Path(place["filename"]).relative_to(ROOT)) for place in json.loads(done.stdout)}
     assert [name for name in patterns if not any(fnmatch(file, name) for file in broken)] == []
-
-
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        ('"""Served by the plugin alone."""', "alone"),
-        ("x = 1  # Stock vLLM.", "stock"),
-        ("found = 1", "names"),
-        ('def sizes():\n    """Sizes that are captured."""', None),
-        ('def sizes():\n    """Of the graphs, the sizes."""', "summaries"),
-        ("print(f'{1} is left alone')", "alone"),
-        ("x = 'alone'  # `alone`", None),
-    ],
-)
-def test_what_counts(text: str, rule: str | None) -> None:
-    assert [place.rule for place in places("vllm_hwplugin/x.py", text)] == ([rule] if rule else [])
