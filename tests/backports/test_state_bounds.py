@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -24,32 +24,34 @@ FILES = ("fused_recurrent.py", "fused_sigmoid_gating.py", "mamba_ssm.py", "causa
 WITH_A_CHECK = "_selective_scan_update_kernel"
 
 
-#: By a module, and its text on both sides, what its kernels read: most versions have the same text.
-ANSWERS: dict[tuple[str, str, str], dict[str, Any]] = {}
+@pytest.fixture(scope="module")
+def answers(request: Any, vllm_tree: Callable[[str], Any], tmp_path_factory: Any) -> dict[tuple[str, str], Any]:
+    """By version and side, what its kernels read. One process tries each text once: most versions have the same."""
+    texts: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for version in [item.callspec.params["version"] for item in request.session.items if item.parent is request.node]:
+        tree = vllm_tree(version)
+        paths = [path for path in tree.paths(*FOLDERS) if path.endswith(FILES) and "/cpu/" not in path]
+        for side, choices in (("vLLM", OFF), ("patched", {})):
+            texts[version, side] = [
+                (path.removesuffix(".py").replace("/", "."), text_of(tree, path, **choices)) for path in paths
+            ]
+    each_text = dict.fromkeys(chain.from_iterable(texts.values()))
+    known = {each: f"{number} {each[0]}" for number, each in enumerate(each_text)}
+    sides = {named: {name: text} for (name, text), named in known.items()}
+    found = sample(sides, tmp_path_factory.mktemp("states"), "cpu", "state_bounds_child")
+    return {
+        side: {kernel: read for each in modules for kernel, read in found[known[each]].items()}
+        for side, modules in texts.items()
+    }
 
 
 @pytest.mark.parametrize("version", versions(*FOLDERS, f"{OPS}/mamba/ops/causal_conv1d.py"))
-def test_a_request_goes_on_from_its_own_state(version: str, vllm_tree: Callable[[str], Any], tmp_path: Path) -> None:
-    tree = vllm_tree(version)
-    paths = [path for path in tree.paths(*FOLDERS) if path.endswith(FILES) and "/cpu/" not in path]
-    modules = {
-        (path.removesuffix(".py").replace("/", "."), text_of(tree, path, **OFF), text_of(tree, path)) for path in paths
-    }
-    if new := modules - ANSWERS.keys():
-        sides = {"vLLM": {name: text for name, text, _ in new}, "patched": {name: text for name, _, text in new}}
-        found = sample(sides, tmp_path, "cpu", "state_bounds_child")
-        for module in new:
-            ANSWERS[module] = {
-                side: {name: read for name, read in found[side].items() if name.startswith(f"{module[0]} ")}
-                for side in sides
-            }
-    answers = {
-        side: {name: read for module in modules for name, read in ANSWERS[module][side].items()}
-        for side in ("vLLM", "patched")
-    }
-    kernels = [name for name in answers["vLLM"] if not name.endswith(WITH_A_CHECK)]
+def test_a_request_goes_on_from_its_own_state(version: str, answers: dict[tuple[str, str], Any]) -> None:
+    unpatched, patched = answers[version, "vLLM"], answers[version, "patched"]
+    kernels = [name for name in unpatched if not name.endswith(WITH_A_CHECK)]
     assert len(kernels) >= 3
-    for name in answers["vLLM"]:
+    assert patched.keys() == unpatched.keys()
+    for name in unpatched:
         foreign = {"1": False, "4": False, "0": name in kernels, "5": True}
-        assert answers["vLLM"][name] == foreign, name
-        assert answers["patched"][name] == dict.fromkeys(foreign, False), name
+        assert unpatched[name] == foreign, name
+        assert patched[name] == dict.fromkeys(foreign, False), name
