@@ -179,3 +179,13 @@ def test_a_file_system_that_fails_once_ends_no_import(
     if call == "lstat":
         with pytest.raises(ImportError, match=os.strerror(error)):
             importlib.import_module(ALPHA)
+
+
+def test_another_tree_under_the_same_name_ends_the_import(finder: CopyFinder, tmp_path: Path) -> None:
+    package = importlib.import_module(PACKAGE)
+    other = tmp_path / "other" / PACKAGE / "v1"
+    other.mkdir(parents=True)
+    (other / "__init__.py").touch()
+    package.__path__ = [str(other.parent)]
+    with pytest.raises(ImportError, match="start again with one finder_sample on the path"):
+        importlib.import_module(f"{PACKAGE}.v1")

@@ -62,3 +62,20 @@ def test_a_module_that_only_the_new_text_imports_is_on_record_as_served(project:
     # It cannot be taken back, so after an error the process must not go on.
     last = project.start(FAILS, code).stderr.splitlines()[-1]
     assert "vllm.v1.pack run patched already: start again with VLLM_HWPLUGIN=0" in last
+
+
+def test_after_a_lost_race_no_finder_comes_back(project: Project) -> None:
+    edits = {**EDITS, "vllm/v1/alpha.py": [("LIMIT = 3", "LIMIT = 4")]}
+    project.feature("state", edits)
+    code = f"""
+        real = _runtime.CopyFinder
+        def overtaken(*arguments):
+            # What another thread imports after the modules were looked at and before the finder is there.
+            import vllm.v1.alpha
+            return real(*arguments)
+        _runtime.CopyFinder = overtaken
+        assert install().features["state"]["state"] == "refused"
+        install()
+        assert not {FINDERS}
+        """
+    assert project.run(code, CHECK).strip() == STOCK
