@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run what matters most on one GPU, newest runner first, in ten minutes: `python -m tests.gpu [FILE [TEST...]]`.
 
-Token and draft equality of Eagle3, DFlash, MTP and `draft_model` under a load, with images and adapters too, batches of
-up to 256 requests, mixed graphs, failed captures at a start, the KV cache after rejected drafts, and every kernel.
+Token and draft equality of Eagle3, DFlash, DSpark, MTP and `draft_model` under a load, with images and adapters too,
+batches of up to 256 requests, mixed graphs, failed captures at a start, the KV cache after rejected drafts, and every kernel.
 Results, versions, device and commit go to FILE as JSON. The exit status is pytest's.
 """
 
@@ -34,6 +34,7 @@ TESTS: Final = (
     "test_v2_graphs.py::test_nor_do_full_graphs_of_mixed_batches[eagle3]",
     "test_v2_graphs.py::test_nor_do_full_graphs_of_mixed_batches_with_adapters",
     "test_images.py",
+    "test_v2_graphs.py::test_nor_with_dspark",
     "test_v2_graphs.py::test_nor_with_drafters_that_vllm_has_no_graph_for[draft_model-0.31.0]",
     "test_v2_graphs.py::test_nor_with_a_schedule_of_numbers_of_drafts[eagle3]",
     "test_shapes.py::test_v2[MLA]",

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Load
-from ..musa_sim.test_drafters import adapter
+from ..musa_sim.test_drafters import adapter, dspark
 from .engines import needs, vllm_version
 from .mixed_load import CASES, METHODS, SMALL, compare, options, run_each
 
@@ -99,6 +99,13 @@ def test_nor_do_full_graphs_of_mixed_batches_with_adapters(tmp_path: Path) -> No
             if token != others:
                 # Later tokens follow from it.
                 break
+
+
+def test_nor_with_dspark(tmp_path: Path) -> None:
+    needs("0.26")
+    made = {**options("dflash", "FULL_AND_PIECEWISE"), **dspark(tmp_path / "draft")}
+    features = [*graphs("dflash"), "v2-mixed-graphs"]
+    compare(Load(made, [*loads.mixed(), *loads.two_alone()]), tmp_path, "V2", features)
 
 
 @pytest.mark.parametrize(("method", "since"), [("ngram", "0.32.0"), ("draft_model", "0.31.0")])

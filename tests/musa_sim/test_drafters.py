@@ -33,15 +33,17 @@ def _write(folder: Path, config: Mapping[str, Any]) -> Path:
     return folder
 
 
-def like_dflash(folder: Path, method: str, more: Mapping[str, Any], walk: Mapping[str, Any]) -> dict[str, Any]:
-    """A draft with DFlash's layers beside the small trained target."""
+def dflash2(folder: Path) -> dict[str, Any]:
+    """A draft that walks through candidates, beside the small trained target."""
     trained = json.loads((loads.SMALL / "dflash" / "config.json").read_text())
-    config = {**trained, **more, "dflash_config": {**trained["dflash_config"], **walk}}
+    walk = {"conv_kernel_size": 2, "conv_group_size": 64, "selector_rank": 16, "selector_top_k": 4}
+    config = {**trained, "architectures": ["DFlash2DraftModel"], "block_size": 1 + DRAFTS}
+    config["dflash_config"] = {**trained["dflash_config"], **walk}
     draft = _write(folder / "draft", config)
     return loads.dummies(
         loads.SMALL / "target",
         {
-            "method": method,
+            "method": "dflash",
             "model": str(draft),
             "num_speculative_tokens": DRAFTS,
             "draft_sample_method": "probabilistic",
@@ -49,16 +51,28 @@ def like_dflash(folder: Path, method: str, more: Mapping[str, Any], walk: Mappin
     )
 
 
-def dflash2(folder: Path) -> dict[str, Any]:
-    """A draft that walks through candidates."""
-    walk = {"conv_kernel_size": 2, "conv_group_size": 64, "selector_rank": 16, "selector_top_k": 4}
-    return like_dflash(folder, "dflash", {"architectures": ["DFlash2DraftModel"], "block_size": 1 + DRAFTS}, walk)
+def with_head(folder: Path, method: str, config: Mapping[str, Any], head: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return options of the small trained target and DFlash draft, with more weights in the draft."""
+    draft = _write(folder / "draft", config)
+    trained = load_file(loads.SMALL / "dflash" / "model.safetensors")
+    more = {name: value.to(torch.bfloat16) for name, value in head.items()}
+    save_file({**trained, **more}, draft / "model.safetensors")
+    speculation = {"method": method, "model": str(draft), "num_speculative_tokens": DRAFTS}
+    options = loads.dummies(loads.SMALL / "target", speculation)
+    del options["load_format"]
+    return options
 
 
 def dspark(folder: Path) -> dict[str, Any]:
-    """A draft whose blocks begin with a token to predict, and which samples them one after another."""
-    more = {"architectures": ["Qwen3DSparkModel"], "block_size": DRAFTS, "markov_rank": 16}
-    return like_dflash(folder, "dspark", more, {})
+    """A draft whose blocks begin with a token to predict, and which samples their tokens one after another."""
+    trained = json.loads((loads.SMALL / "dflash" / "config.json").read_text())
+    config = {**trained, "architectures": ["Qwen3DSparkModel"], "block_size": DRAFTS, "markov_rank": 16}
+    chance = torch.Generator().manual_seed(0)
+    head = {
+        f"markov_head.markov_w{part}.weight": 0.2 * torch.randn((trained["vocab_size"], 16), generator=chance)
+        for part in (1, 2)
+    }
+    return with_head(folder, "dspark", config, head)
 
 
 def lilicorr(folder: Path) -> dict[str, Any]:
@@ -112,18 +126,7 @@ def lilicorr(folder: Path) -> dict[str, Any]:
     weights = {name: 0.2 * torch.randn(size, generator=chance) for name, size in sizes.items()}
     norms = ("layers.0.attn_norm", "layers.0.mlp_norm", "output_norm", "anchor_norm")
     weights |= {f"{name}.weight": torch.ones(narrow) for name in norms} | {"feature_norm.weight": torch.ones(5)}
-    draft = _write(folder / "draft", config)
-    save_file(
-        {
-            **load_file(loads.SMALL / "dflash" / "model.safetensors"),
-            **{f"lilicorr.{name}": value.to(torch.bfloat16) for name, value in weights.items()},
-        },
-        draft / "model.safetensors",
-    )
-    speculation = {"method": "dflash", "model": str(draft), "num_speculative_tokens": DRAFTS}
-    options = loads.dummies(loads.SMALL / "target", speculation)
-    del options["load_format"]
-    return options
+    return with_head(folder, "dflash", config, {f"lilicorr.{name}": value for name, value in weights.items()})
 
 
 def gemma4(folder: Path) -> dict[str, Any]:
@@ -247,7 +250,6 @@ def runs(
             {**Engine(None, graphs_of=(4, 8, 16, 24, 64)).on_musa(), "num_gpu_blocks_override": 60}
             | dspark(folder / "dspark"),
             loads.by_temperature(),
-            initialised=True,
             autotuned=False,
             unknown="any batch",
         ),
