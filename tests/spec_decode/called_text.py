@@ -143,10 +143,6 @@ class Text:
         spans = {name: range(one.lineno, (one.end_lineno or 0) + 1) for name, one in self._methods.items()}
         return {name for name, span in spans.items() if not lines.isdisjoint(span)}
 
-    def attributes_of(self, name: str) -> set[str]:
-        """The attributes that a method names, of whatever."""
-        return {one.attr for one in ast.walk(self._methods[name]) if isinstance(one, ast.Attribute)}
-
     def run(self, name: str, owner: Seen, **given: Any) -> Any:
         """Call a method of `owner`, with stand-ins for what it names and for the arguments that are not `given`."""
         method = self._methods[name]

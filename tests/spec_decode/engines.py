@@ -260,6 +260,9 @@ class BlockModel(Model):
 class BlockTarget(Model):
     """Its target, which has states of a layer for it."""
 
+    # Which layer, Model Runner V1 asks and says.
+    get_eagle3_default_aux_hidden_state_layers = set_aux_hidden_state_layers = lambda *_: (0,)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = super().forward(*args, **kwargs)
         return hidden, [hidden.flip(1)]
@@ -326,7 +329,7 @@ def config_of(
         get_hidden_size=lambda: HIDDEN,
         get_vocab_size=lambda: VOCAB,
         get_inputs_embeds_size=lambda: HIDDEN,
-        hf_config=types.SimpleNamespace(num_hidden_layers=0, mask_token_id=VOCAB - 1),
+        hf_config=types.SimpleNamespace(num_hidden_layers=0, mask_token_id=VOCAB - 1, ptd_token_id=VOCAB - 1),
         architectures=[],
         max_model_len=None,
         uses_mrope=False,
@@ -338,6 +341,8 @@ def config_of(
         num_speculative_tokens=drafts,
         num_speculative_tokens_per_batch_size=schedule,
         draft_model_config=draft,
+        target_model_config=None,
+        attention_backend=None,
         rejection_sample_method="standard" if drawn else "strict",
         draft_sample_method="probabilistic" if drawn else "greedy",
         max_num_new_slots_for_drafting=0,
@@ -350,7 +355,7 @@ def config_of(
         fly_entropy_threshold=None,
         fly_entropy_top_k=None,
         uses_dynamic_speculative_decoding=lambda: schedule is not None,
-        parallel_drafting=False,
+        parallel_drafting=blocks,
         disable_padded_drafter_batch=False,
         use_heterogeneous_vocab=False,
         enforce_eager=False,

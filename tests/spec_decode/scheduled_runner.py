@@ -8,12 +8,10 @@ import importlib
 import pkgutil
 import types
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import triton
 from vllm.compilation import cuda_graph
 from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
@@ -22,10 +20,10 @@ from vllm.v1.sample.sampler import Sampler
 from vllm_hwplugin import spec_decode
 from vllm_hwplugin.spec_decode import v1
 
-from ..released import Modules, NotThere, texts
-from .engines import BLOCK, DEVICE, Engine
-from .v2 import plain_triton, scheduled_runner
-from .v2.released_modules import jit
+from ..released import Modules, texts
+from .engines import BLOCK, DEVICE, BlockModel, Engine
+from .v2 import scheduled_runner
+from .v2.released_modules import TRITON_UTILS
 
 #: The runner, the drafter, and what has kernels.
 OWN = (
@@ -33,12 +31,14 @@ OWN = (
     "vllm.v1.worker.gpu_input_batch",
     "vllm.v1.worker.block_table",
     "vllm.v1.spec_decode.eagle",
+    "vllm.v1.spec_decode.dflash",
     "vllm.v1.spec_decode.llm_base_proposer",
     "vllm.v1.spec_decode.utils",
     "vllm.v1.sample.rejection_sampler",
 )
 RUNNER, *_ = OWN
 PROPOSER = "vllm.v1.spec_decode.llm_base_proposer"
+DFLASH = "vllm.v1.spec_decode.dflash"
 #: What takes a device, a checkpoint or a process group.
 STAND_INS: dict[str, Any] = {
     **{
@@ -51,6 +51,8 @@ STAND_INS: dict[str, Any] = {
     "get_pp_group": lambda: types.SimpleNamespace(is_first_rank=True, is_last_rank=True, world_size=1, ranks=[0]),
     "get_tp_group": lambda: types.SimpleNamespace(world_size=1, rank_in_group=0),
     "get_world_group": lambda: types.SimpleNamespace(local_rank=0),
+    "DFlashQwen3ForCausalLM": BlockModel,
+    "supports_eagle3": lambda model: True,
     # Up to 0.22 the runner asks.
     "num_compute_units": lambda device: 1,
 }
@@ -69,14 +71,7 @@ def modules_of(tree: Any, monkeypatch: pytest.MonkeyPatch, **choices: str) -> Mo
     monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda function: function)
     # As on a device; a CPU has a kernel of its own from 0.33 on.
     monkeypatch.setattr(Sampler, "greedy_sample", staticmethod(lambda logits: logits.argmax(dim=-1).view(-1)))
-    kernels = {**vars(triton), "jit": partial(jit, make=plain_triton.Kernel)}
-    triton_utils = {
-        "tl": plain_triton.LANGUAGE,
-        "tldevice": NotThere,
-        "triton": types.SimpleNamespace(**kernels),
-        "HAS_TRITON": True,
-    }
-    return Modules(texts(tree, **choices), OWN, given={"vllm.triton_utils": triton_utils}, stand_ins=STAND_INS)
+    return Modules(texts(tree, **choices), OWN, given={"vllm.triton_utils": TRITON_UTILS}, stand_ins=STAND_INS)
 
 
 def read_by_the_plugin(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +105,7 @@ class Side(Engine):
     def __init__(self, modules: Modules, **how: bool) -> None:
         super().__init__(**how)
         self.config.use_v2_model_runner = False
-        for name in (RUNNER, PROPOSER):
+        for name in (RUNNER, PROPOSER, DFLASH):
             vars(modules.load(name))["set_forward_context"] = self.context
         target, draft = self.models
         runner = self.runner = modules.load(RUNNER).GPUModelRunner(self.config, DEVICE)
@@ -118,15 +113,21 @@ class Side(Engine):
         sampler = runner.sampler.topk_topp_sampler
         sampler.forward = sampler.forward_native if self.native else lambda *given: sampler.forward_native(*given)
         runner._freeze_gc = contextlib.nullcontext
+        # As a published DFlash draft has it.
+        runner.drafter.dflash_causal = False
         runner.drafter.load_model = lambda _: vars(runner.drafter).update(
             model=draft, _draft_attn_layer_names={"draft"}
         )
         vars(modules.load(RUNNER))["get_model_loader"] = scheduled_runner.loader_of(target)
         runner.load_model()
         runner.initialize_kv_cache_tensors = lambda *_, **__: {}
-        runner.initialize_kv_cache(self.kv_cache_config)
-        runner._kv_block_zeroer = self
-        runner.capture_model()
+        self.start()
+
+    def start(self) -> None:
+        """Begin with a KV cache, and capture graphs."""
+        self.runner.initialize_kv_cache(self.kv_cache_config)
+        self.runner._kv_block_zeroer = self
+        self.runner.capture_model()
 
     @contextlib.contextmanager
     def without_graphs(self) -> Iterator[None]:

@@ -26,19 +26,30 @@ from .walks import UNPATCHED
 
 
 class Called(NamedTuple):
-    """A method of a module, what it calls or sets by a feature's hunk, and what decides about its way."""
+    """A method of a module, what it calls or sets by a feature's hunk, what decides about its way, its arguments."""
 
     feature: str
     path: str
     method: str
     hook: str
     facts: Mapping[str, Any] = {}
+    given: Mapping[str, Any] = {}
 
 
 #: Graphs of two sizes.
 SIZES = [SimpleNamespace(num_tokens=size, num_reqs=1) for size in (2, 1)]
 SHAPES = [(CUDAGraphMode.FULL, SIZES)]
 CALLED = (
+    *(
+        Called(
+            "v2-tail-graph",
+            "vllm/v1/worker/gpu/spec_decode/draft_model/speculator.py",
+            f"PlainDraftModelSpeculator.{method}",
+            hook,
+            given={"skip_attn": False},
+        )
+        for method, hook in (("_prefill", "mask_extended(self)"), ("_multi_step_decode", "mask_decode(self)"))
+    ),
     Called(
         "v2-tail-graph",
         "vllm/v1/worker/gpu/spec_decode/dflash/speculator.py",
@@ -126,10 +137,11 @@ def test_a_patched_method_runs_what_was_added(
     stock, patched = text_of(tree, called.path, **UNPATCHED), text_of(tree, called.path)
     owner, _, method = called.method.partition(".")
     text = Text(patched, owner, called.facts)
-    for module, name in ((recording, "mask_block"), (worker_use, "report_worker")):
-        monkeypatch.setattr(module, name, Seen(name, text))
+    monkeypatch.setattr(worker_use, "report_worker", Seen("report_worker", text))
+    for name in ("mask_block", "mask_extended", "mask_decode"):
+        monkeypatch.setattr(recording, name, Seen(name, text))
     added = added_lines(stock, patched)
     # 0.33's worker calls it in another method of this name.
-    text.run(method if method in text.methods_at(added) else f"_{method}", Seen("self", text))
+    text.run(method if method in text.methods_at(added) else f"_{method}", Seen("self", text), **called.given)
     assert "(" not in called.hook or [call for call in text.calls if call.startswith(called.hook)], text.calls
     assert added & text.code <= text.lines

@@ -23,8 +23,6 @@ MOE, BY_BATCH, VERIFIED = "moe_backend", "num_speculative_tokens_per_batch_size"
     [
         ("0.26.0", True, {MOE, BY_BATCH}),
         ("0.30.0", True, {BY_BATCH}),
-        ("0.33.0", True, set()),
-        ("0.30.0", False, {VERIFIED}),
     ],
 )
 def test_settings_that_only_the_other_runner_reads(version: str, v2: bool, expected: set[str], vllm_tree: Any) -> None:

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 
-from .host_runner import FLASH_MLA
+from .metadata_builders import FLASH_MLA
 from .test_obstacles import change, runner_v2
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "launches.md"

@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm_hwplugin.base import gates
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
 
-from .host_runner import FLASH_MLA, builder
+from .metadata_builders import FLASH_MLA, builder
 from .test_obstacles import MIXED, TAIL, change, group, refused, runner_v2
 
 

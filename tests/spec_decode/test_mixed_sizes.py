@@ -7,7 +7,6 @@ import ast
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +16,12 @@ from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, LARGEST_MIXED
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
-from vllm_hwplugin.spec_decode.v1 import mixed_sizes as v1_mixed_sizes
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
 from vllm_hwplugin.spec_decode.v2 import mixed_sizes as v2_mixed_sizes
 
 from ..conftest import versions
 from .graph_manager import MODE, Manager
-from .sized_configs import V1, V2, config_of, crossed, dispatcher_of, fill_of, made
+from .sized_configs import V2, config_of, crossed, fill_of, made
 
 
 def engine_of(tree: Any, **engine: Any) -> Any:
@@ -53,46 +51,6 @@ def test_graphs_of_mixed_batches_reach_4096_tokens(
     assert manager.made.hidden_states.shape[0] == max(
         desc.num_tokens for descs in manager.made._capture_descs.values() for desc in descs
     )
-
-
-class Runner:
-    """What the V1 runner's dispatchers are for `settled`."""
-
-    def __init__(self, tree: Any, config: Any) -> None:
-        self.compilation_config, self.parallel_config = config.compilation_config, config.parallel_config
-        self.uniform_decode_query_len = config.uniform_decode_query_len
-        self.cudagraph_dispatcher = dispatcher_of(tree, config)
-        self.drafter = SimpleNamespace(cudagraph_dispatcher=dispatcher_of(tree, config))
-
-    def _warmup_and_capture(self, desc: Any, *, cudagraph_runtime_mode: CUDAGraphMode, **_: Any) -> None:
-        raise NotImplementedError
-
-    def captured(self) -> dict[str, int]:
-        """Tokens of the largest graph by mode, as vLLM's `capture_model` would capture them."""
-        found = v1_mixed_sizes.settled(self, self.cudagraph_dispatcher.get_capture_descs())
-        return {mode.name: descs[0].num_tokens for mode, descs in found}
-
-
-@pytest.mark.parametrize(("version", "seqs"), crossed(versions(*V1), [64, 1024]))
-def test_graphs_of_mixed_batches_reach_4096_tokens_on_the_v1_runner(
-    entry: run_records.RunRecord, version: str, seqs: int, vllm_tree: Any
-) -> None:
-    tree = vllm_tree(version)
-    config = engine_of(tree, seqs=seqs)
-    runner = Runner(tree, config)
-    expected = {"PIECEWISE": LARGEST_MIXED, "FULL": min(LARGEST, 4 * seqs)}
-    assert runner.captured() == expected
-    # vLLM has measured what the graphs need, and begins anew.
-    for dispatcher in (runner.cudagraph_dispatcher, runner.drafter.cudagraph_dispatcher):
-        dispatcher.initialize_cudagraph_keys(MODE, config.uniform_decode_query_len)
-    assert runner.captured() == expected
-    # No batch is padded to a graph that was not captured.
-    for dispatcher in (runner.cudagraph_dispatcher, runner.drafter.cudagraph_dispatcher):
-        assert dispatcher.dispatch(LARGEST_MIXED - 1)[0] == CUDAGraphMode.PIECEWISE
-        assert dispatcher.dispatch(LARGEST_MIXED + 1)[0] == CUDAGraphMode.NONE
-        decodes = expected["FULL"]
-        assert dispatcher.dispatch(decodes, uniform_decode=True)[0] == CUDAGraphMode.FULL
-        assert dispatcher.dispatch(decodes + 4, uniform_decode=True)[0] != CUDAGraphMode.FULL
 
 
 #: Those of the drafter's first pass, and of the others.

@@ -37,7 +37,7 @@ from vllm_hwplugin.spec_decode import obstacles
 from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, Part, why_not
 
 from ..obstacles_page import PAGE, TOLD, markdown
-from .host_runner import BACKENDS, FLASH_MLA, FLASHINFER, FLEX, builder
+from .metadata_builders import BACKENDS, FLASH_MLA, FLASHINFER, FLEX, builder
 from .v2.samplers import sampler
 
 

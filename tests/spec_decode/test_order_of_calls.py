@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 
 pytest.importorskip("vllm.v1.worker.gpu_model_runner", exc_type=ImportError)
+
+from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin.base.features import gate_of
 from vllm_hwplugin.base.versions import Versions
@@ -29,10 +31,16 @@ VACATED = {gate_of("backport-vacated-row"): "auto"}
 KINDS = [{name: value for name, value in kind.items() if name != "seed"} for kind in 4 * PLAIN + BEST + MORE]
 
 
+#: A drafter's graphs without one of the whole phase: with a graph of all steps behind the first pass, and without it.
+CHAIN = {gate_of("v1-draft-phase"): "off"}
+PASSES = CHAIN | {gate_of("draft-loop-graph"): "off"}
+
+
 @contextmanager
-def both(tree: Any, **how: bool) -> Iterator[Sides]:
+def both(tree: Any, choices: Mapping[str, str] = {}, **how: Any) -> Iterator[Sides]:
+    """Yield unpatched vLLM, and vLLM with `choices` of the features; `how` are settings of both engines."""
     with host_of_graphs() as monkeypatch:
-        stock, patched = (modules_of(tree, monkeypatch, **choices) for choices in (UNPATCHED | VACATED, {}))
+        stock, patched = (modules_of(tree, monkeypatch, **one) for one in (UNPATCHED | VACATED, choices))
         read_by_the_plugin(patched, monkeypatch)
         # The largest graphs verify their requests in two parts.
         monkeypatch.setattr(draft_phase_graphs, "TOKENS_AT_ONCE", 2 * (1 + DRAFTS))
@@ -48,7 +56,7 @@ def test_nothing_differs_whatever_happens_to_requests(vllm_here: Any, how: dict[
     with both(vllm_here, **how) as sides:
         runner, restored = sides.both[1].runner, list[Any]()
         runner.nwor = SimpleNamespace(restore=restored.append)
-        walks = walk(sides, KINDS, examples=15)
+        walks = walk(sides, KINDS, examples=10)
     # The walks lead there: inputs, sampling and drafting are graphs beside the target's.
     assert sum(graphs - stock == 3 for stock, graphs in sides.replays) > 2 * walks
     phase, inputs = runner.draft_phase, runner.step_inputs._step_counts.outcomes()
@@ -60,6 +68,37 @@ def test_nothing_differs_whatever_happens_to_requests(vllm_here: Any, how: dict[
     assert inputs.keys() >= {"served", "prompt"}
     # A graph that samples leaves the KV cache to nwor, as vLLM's sampler does.
     assert len(restored) == sampling.get("served", 0)
+
+
+@pytest.mark.parametrize(
+    ("choices", "how"),
+    [
+        (CHAIN, {"drafts": 3}),
+        (PASSES, {"mode": CUDAGraphMode.FULL}),
+        (PASSES, {"blocks": True}),
+        ({}, {"blocks": True, "drafts": 1}),
+    ],
+    ids=["chain", "passes", "passes of DFlash", "DFlash"],
+)
+def test_nor_does_it_where_only_a_drafters_passes_have_graphs(
+    vllm_here: Any, choices: dict[str, str], how: dict[str, Any]
+) -> None:
+    if "blocks" in how and Versions("<0.23").covers(vllm_here.version):
+        pytest.skip("TRITON_ATTN, with which the engines here run, has no non-causal metadata")
+    with both(vllm_here, choices, **how) as sides:
+        walks = walk(sides, KINDS, examples=6)
+        # As many tokens as two requests with all their drafts.
+        for token in range(4):
+            for length in (2, 2 * sides.both[0].drafts):
+                sides.add(prompt=[token + 2 * place for place in range(length)], max_tokens=4, temperature=0.0)
+            sides.finish()
+        drafter = sides.both[1].runner.drafter
+    passes = drafter.draft_graphs._step_counts.outcomes()
+    assert passes["served"] > 2 * walks
+    # DFlash's pass over blocks, and graphs of mixed batches, take prompts.
+    assert ("prompt" in passes) == (choices is CHAIN)
+    if choices is CHAIN:
+        assert drafter.draft_loop._step_counts.outcomes()["served"] > 2 * walks
 
 
 def test_a_step_is_left_to_vllm_where_one_thing_is_not_as_before(vllm_here: Any) -> None:

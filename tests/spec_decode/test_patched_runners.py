@@ -125,13 +125,6 @@ HOOKS = r"(nwor|self\.(tail_graphs|step_inputs|draft_phase|nwor_counters))\."
 HELD = {V1: {"draft_phase", "step_inputs"}, METRICS: {"nwor_counters"}}
 
 
-#: What an engine may be without, and what else is so then: a pooling model, and a rank that is not the last.
-OPTIONAL: dict[str, Mapping[str, Any]] = {
-    "sampler": {"sampling_params": None, "is_pooling_model": True},
-    **{name: {} for name in ("speculator", "lora_config", "encoder_runner", "kv_connector")},
-}
-
-
 def without_graphs(path: str, owner: Seen) -> None:
     """Give the owner of the methods what the patched `__init__` does; it has no graphs, and counts nothing."""
     if path == V2:
@@ -177,14 +170,6 @@ def check(path: str, tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             made.calls.clear()
         return made, one, made.run(name, one, **case.given)
 
-    def raises(text: str, name: str, case: Case) -> str:
-        """Of a step, in which nothing of the plugin's serves; of others, what calls it."""
-        try:
-            run(text, name, case, graphs=text is stock or not case.gone)
-        except (AssertionError, AttributeError, TypeError) as error:
-            return repr(error)
-        return ""
-
     stock, patched = (text_of(tree, path, **choices) for choices in (OFF, ON))
     added, ran, code = added_lines(stock, patched), set[int](), set[int]()
     assert Text(patched, owner, {}).methods_at(added) <= CASES[path].keys()
@@ -211,8 +196,4 @@ def check(path: str, tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             stepped, _, _ = run(patched, name, case, graphs=False)
             assert [call for call in stepped.calls if not call.startswith("nwor.")] == own.calls
             ran |= stepped.lines
-        for absent in OPTIONAL.keys() & Text(patched, owner, {}).attributes_of(name):
-            without = dataclasses.replace(case, facts={**case.facts, **OPTIONAL[absent], absent: None})
-            alone = raises(patched, name, without)
-            assert not alone or raises(stock, name, without), f"{name} without {absent}: {alone}"
     assert added & code <= ran, f"lines {sorted((added & code) - ran)} did not run"

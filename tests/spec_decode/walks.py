@@ -16,7 +16,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_hwplugin.patching import load_catalogue
 
-from . import recorded_graph, streams
+from . import recording, streams
 from .engines import BLOCK, MAX_REQS, VOCAB
 from .v2.released_modules import Graph, capture
 
@@ -215,6 +215,6 @@ def host_of_graphs() -> Iterator[pytest.MonkeyPatch]:
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Graph.capturing is not None)
         # Numbers that vLLM has on the host look like the device's here.
-        monkeypatch.setattr(recorded_graph, "_HOST_READS", ())
+        monkeypatch.setattr(recording, "_HOST_READS", ())
         streams.stand_in(monkeypatch)
         yield monkeypatch

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A capture of a size that the plugin added on the V1 runner costs these sizes where it fails, and not the start."""
+"""The sizes that the plugin adds on the V1 runner, and what a capture of such a size costs where it fails."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Container
 from types import SimpleNamespace
 from typing import Any
@@ -15,21 +14,11 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode import graph_recording
+from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, LARGEST_MIXED
 from vllm_hwplugin.spec_decode.v1 import mixed_sizes
 
 from ...conftest import versions
-from ...released import texts
-from ..sized_configs import config_of, dispatcher_of, fill_of, made, methods, round_up_sizes
-
-RUNNER = "vllm/v1/worker/gpu_model_runner.py"
-
-
-@pytest.mark.parametrize("version", versions(RUNNER))
-def test_each_released_runner_captures_by_the_guarded_method(vllm_tree: Any, version: str) -> None:
-    runner = methods(texts(vllm_tree(version))(RUNNER) or "", "GPUModelRunner")
-    assert "_warmup_and_capture" in runner
-    for name in ("_capture_cudagraphs", "profile_cudagraph_memory"):
-        assert "self._warmup_and_capture(" in ast.unparse(runner[name])
+from ..sized_configs import V1, config_of, crossed, dispatcher_of, fill_of, made, round_up_sizes
 
 
 class Runner:
@@ -134,3 +123,22 @@ def test_sizes_that_fail_are_those_of_the_plugin(
             assert full <= set(by_vllm["FULL"])
         runner.begin()
     assert runner.capture() == by_vllm
+
+
+@pytest.mark.parametrize(("version", "seqs"), crossed(versions(*V1), [64, 1024]))
+def test_graphs_of_mixed_batches_reach_4096_tokens(
+    entry: run_records.RunRecord, version: str, seqs: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "mixed")
+    tree, decodes = vllm_tree(version), min(LARGEST, 4 * seqs)
+    runner = Runner(tree, made(config_of(seqs=seqs), fill_of(tree)), (), monkeypatch)
+    for _ in range(2):
+        captured = runner.capture()
+        assert (max(captured["PIECEWISE"]), max(captured["FULL"])) == (LARGEST_MIXED, decodes)
+        # No batch is padded to a graph that was not captured.
+        for dispatcher in (runner.cudagraph_dispatcher, runner.drafter.cudagraph_dispatcher):
+            assert dispatcher.dispatch(LARGEST_MIXED - 1)[0] == CUDAGraphMode.PIECEWISE
+            assert dispatcher.dispatch(LARGEST_MIXED + 1)[0] == CUDAGraphMode.NONE
+            assert dispatcher.dispatch(decodes, uniform_decode=True)[0] == CUDAGraphMode.FULL
+            assert dispatcher.dispatch(decodes + 4, uniform_decode=True)[0] != CUDAGraphMode.FULL
+        runner.begin()

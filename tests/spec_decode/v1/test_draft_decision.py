@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which shapes are captured for a V1 drafter, and which batch is padded to which; `test_drafter_graphs` starts some."""
+"""Which shapes are captured for a V1 drafter, and which batch is padded to which; `test_draft_graphs` starts some."""
 
 from __future__ import annotations
 

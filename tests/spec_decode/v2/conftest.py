@@ -12,8 +12,6 @@ import torch
 @pytest.fixture
 def modules(vllm_tree: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`modules("0.26.0", GATE="off")`: that version's `ReleasedModules`, with graphs that are written down."""
-    # Triton decides by it when a kernel is made.
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     from .released_modules import Graph, ReleasedModules, capture
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)

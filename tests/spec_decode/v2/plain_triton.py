@@ -111,7 +111,7 @@ class Kernel:
     program: tuple[int, ...] = ()
     grid: tuple[int, ...] = ()
 
-    def __init__(self, function: Any, **_: Any) -> None:
+    def __init__(self, function: Any) -> None:
         self._function = function
         self.arg_names = list(inspect.signature(function).parameters)
 

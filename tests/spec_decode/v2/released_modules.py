@@ -1,8 +1,8 @@
-"""Modules of a released Model Runner V2 that run on the host, in Triton's interpreter, with graphs written down.
+"""Modules of a released Model Runner V2 that run on the host, with graphs that are written down.
 
 A module of `vllm.v1.worker.gpu` is executed from the released text, patched or stock, and takes what it imports from
-there the same way. Kernels are Triton's, run by its interpreter, and a graph holds their launches beside the tensor
-operations: a replay repeats both on the same tensors, with the numbers that they had at capture.
+there the same way. `plain_triton` runs its kernels, and a graph holds their launches next to the tensor operations: a
+replay repeats both on the same tensors, with the numbers that they had at capture.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any, ClassVar
 
 import torch
 import triton
-import triton.language
 from torch.utils._python_dispatch import _disable_current_modes
 from vllm.model_executor.offloader.base import NoopOffloader
 
 from ...released import Modules, NotThere, texts
-from ..recorded_graph import Recording
+from ..recording import Recording
 from ..stand_in import StandIn
+from . import plain_triton
 
 RUNNER = "vllm.v1.worker.gpu"
 
 
 class Launches:
-    """A Triton kernel whose launches are run by the interpreter, and written down by the capture that is under way."""
+    """A Triton kernel whose launches the current capture writes down."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel, self.arg_names = kernel, kernel.arg_names
@@ -49,9 +49,18 @@ class Launches:
         return self._kernel(*args, **kwargs)
 
 
-def jit(function: Any = None, *, make: Any = triton.jit, **options: Any) -> Any:
+def jit(function: Any = None, **options: Any) -> Any:
     """`triton.jit`."""
-    return partial(jit, make=make, **options) if function is None else Launches(make(function, **options))
+    return partial(jit, **options) if function is None else Launches(plain_triton.Kernel(function))
+
+
+#: vLLM's module `vllm.triton_utils`.
+TRITON_UTILS: dict[str, Any] = {
+    "tl": plain_triton.LANGUAGE,
+    "tldevice": NotThere,
+    "triton": types.SimpleNamespace(**{**vars(triton), "jit": jit}),
+    "HAS_TRITON": True,
+}
 
 
 class Graph:
@@ -140,7 +149,7 @@ STAND_INS: dict[str, Any] = {
     ),
     "PIN_MEMORY": False,
     "MULTIMODAL_REGISTRY": types.SimpleNamespace(supports_multimodal_inputs=lambda config: False),
-    # Triton's own functions, which its kernel calls, were made before the interpreter was asked for.
+    # Its kernel draws random numbers by Triton's functions, which `plain_triton` does not have.
     "gumbel_sample": best_token,
     "UvaBuffer": PlainUvaBuffer,
     # From 0.29 on a speculator asks the class of the target.
@@ -157,7 +166,6 @@ class ReleasedModules(Modules):
     Args:
         tree: its text.
         more: to stand in for, beside `STAND_INS`.
-        language: of kernels, with `jit` to make them.
         choices: gate -> value; by default every feature is on.
     """
 
@@ -165,18 +173,9 @@ class ReleasedModules(Modules):
         self,
         tree: Any,
         more: Mapping[str, Any] = types.MappingProxyType({}),
-        *,
-        language: Any = triton.language,
-        jit: Any = jit,
         **choices: str,
     ) -> None:
-        triton_utils = {
-            "tl": language,
-            "tldevice": NotThere,
-            "triton": types.SimpleNamespace(**{**vars(triton), "jit": jit}),
-            "HAS_TRITON": True,
-        }
-        given = {"vllm.triton_utils": triton_utils}
+        given = {"vllm.triton_utils": TRITON_UTILS}
         super().__init__(texts(tree, **choices), (RUNNER,), given=given, stand_ins={**STAND_INS, **more})
 
     def __call__(self, name: str) -> types.ModuleType:

@@ -130,8 +130,8 @@ class Side(Engine):
 
     def __init__(self, modules: ReleasedModules, **how: Any) -> None:
         super().__init__(**how)
-        # The last is called otherwise up to 0.31.
-        drafters = ("target_dependent_ar", "autoregressive", "dflash")
+        # Up to 0.31 some have other names.
+        drafters = ("target_dependent_ar", "autoregressive", "dflash", "standalone_ar", "draft_model")
         for name in ("model_runner", "cudagraph_utils", *(f"spec_decode.{one}.speculator" for one in drafters)):
             if modules.has(f"{RUNNER}.{name}"):
                 vars(modules(name))["set_forward_context"] = self.context

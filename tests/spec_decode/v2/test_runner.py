@@ -112,40 +112,6 @@ def patched(tree: Any) -> str:
     return text_of(tree, V2)
 
 
-def test_without_graphs_vllm_is_called_as_by_its_own_lines(tree: Any, patched: str) -> None:
-    stock, expected = runner_of(text_of(tree, V2, **OFF), {})
-    runner, calls = runner_of(patched, {})
-    assert runner.tail_graphs.captured is None
-    # Twice, as vLLM does it from 0.29 on.
-    for name in ("initialize_kv_cache", "initialize_kv_cache", "add_requests", "execute_model", "sample_tokens"):
-        call(runner, name)
-        call(stock, name)
-    assert calls == expected
-    # Of a dummy batch, whose arguments have names.
-    for one in (runner, stock):
-        one._dummy_run(4)
-    assert names_of(calls) == names_of(expected)
-
-
-def test_graphs_sample_and_draft(patched: str) -> None:
-    runner, calls = runner_of(patched, {})
-    runner.tail_graphs = Seen("self.tail_graphs", runner.text)
-    call(runner, "add_requests")
-    call(runner, "sample_tokens")
-    hooks = [item for item in calls if item.startswith("self.tail_graphs.")]
-    expected = [
-        "self.tail_graphs.add_request(self.req_states.req_id_to_index[new.req_id], SamplingParams(",
-        "self.tail_graphs.sample(",
-        "self.tail_graphs.postprocess_sampled(",
-        "self.tail_graphs.propose(",
-        "self.tail_graphs.keep_drafts(",
-        "self.tail_graphs.drafts_of(",
-    ]
-    assert len(hooks) == len(expected)
-    assert all(map(str.startswith, hooks, expected)), hooks
-    assert not {"self.sample", "self.postprocess_sampled", "self.speculator.propose"} & {*names_of(calls)}
-
-
 @pytest.mark.parametrize("last", ["self.speculator.capture", "ModelCudaGraphManager.capture"])
 def test_graphs_are_captured_behind_vllms_once(patched: str, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, calls = runner_of(patched, {} if "speculator" in last else {"speculator": None})

@@ -184,17 +184,6 @@ def test_vllm_clears_the_rows_of_block_tables_that_a_graph_wrote(served: tuple[S
     assert tables._num_dirty_rows == 7
 
 
-def test_the_sampler_is_told_of_requests_and_processors_that_are_not_vllms_own_of_each_step(
-    served: tuple[StepInputs, Tail, Graph],
-) -> None:
-    inputs, _, _ = served
-    inputs.begin_step(scheduled())
-    assert applied(inputs) == []
-    change(inputs, tells_of_each_step=True)
-    inputs.begin_step(scheduled())
-    assert applied(inputs) == ["sampling"]
-
-
 def test_vllm_applies_what_it_has_staged_where_a_step_has_something_new(served: tuple[StepInputs, Tail, Graph]) -> None:
     """And outside of a step, as when it tries the sampler out."""
     inputs, _, _ = served
