@@ -2,7 +2,8 @@
 """Run what matters most on one GPU, newest runner first, in ten minutes: `python -m tests.gpu [FILE [TEST...]]`.
 
 Token and draft equality of Eagle3, DFlash, DSpark, MTP and `draft_model` under a load, with images and adapters too,
-batches of up to 256 requests, mixed graphs, failed captures at a start, the KV cache after rejected drafts, and every kernel.
+batches of up to 256 requests, mixed graphs, failed captures at a start, the KV cache after rejected drafts, and every
+kernel.
 Results, versions, device and commit go to FILE as JSON. The exit status is pytest's.
 """
 

@@ -15,7 +15,7 @@ from packaging.version import Version
 #: Instead of a method: no speculation.
 NO_DRAFTS: Final = "none"
 #: The methods that some shape has a drafter for, and `NO_DRAFTS`.
-METHODS: Final = ("eagle3", "dflash", "mtp", "draft_model", NO_DRAFTS)
+METHODS: Final = ("eagle3", "dflash", "dspark", "mtp", "draft_model", NO_DRAFTS)
 #: Vocabulary of the Eagle3 drafter, as in published drafters for Qwen3.
 DRAFT_VOCABULARY = 32000
 _POSITIONS = 4096
@@ -170,7 +170,7 @@ SHAPES: Final[Mapping[str, Shape]] = {
         heads=32,
         kv_heads=8,
         intermediate=12288,
-        methods={"eagle3": _ALWAYS, "dflash": _ALWAYS, "draft_model": _ALWAYS},
+        methods={"eagle3": _ALWAYS, "dflash": _ALWAYS, "dspark": Version("0.25.0"), "draft_model": _ALWAYS},
     ),
     "8b-fp8-tp2": Shape(
         "Qwen3-8B-FP8 on two GPUs",
@@ -495,7 +495,8 @@ def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[
 
     Args:
         shape: The target. The drafter has its layer sizes, except with `draft_model`.
-        method: `eagle3` (one layer), `dflash` (five layers), `draft_model` (Qwen3-0.6B), `mtp` or `NO_DRAFTS`.
+        method: `eagle3` (one layer), `dflash` and `dspark` (five layers), `draft_model` (Qwen3-0.6B), `mtp` or
+            `NO_DRAFTS`.
         block: Positions that DFlash was trained on: 1 + the drafted tokens.
     """
     target = folder / "target"
@@ -534,6 +535,9 @@ def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[
             "eagle_aux_hidden_state_layer_ids": after,
             "dflash_config": {"mask_token_id": 0, "target_layer_ids": [i - 1 for i in after]},
         }
+    if method == "dspark":
+        # Its head's rank is made up.
+        config |= {"architectures": ["Qwen3DSparkModel"], "block_size": block - 1, "markov_rank": 256}
     _write(drafter, config)
     return target, drafter
 
@@ -578,7 +582,8 @@ def cache_bytes(shape: Shape, method: str, k: int, requests: int, length: int) -
     """
     draft = SHAPES[DRAFT_MODEL] if method == "draft_model" else shape
     of_mtp = 1 if shape.assistant is None else 0
-    drafting = {"dflash": _DFLASH_LAYERS, "draft_model": draft.layers, "mtp": of_mtp, NO_DRAFTS: 0}.get(method, 1)
+    in_blocks = dict.fromkeys(("dflash", "dspark"), _DFLASH_LAYERS)
+    drafting = (in_blocks | {"draft_model": draft.layers, "mtp": of_mtp, NO_DRAFTS: 0}).get(method, 1)
     _, kv_heads, head_dim = draft.draft_heads or (0, draft.kv_heads, draft.head_dim)
     token = shape.kv_bytes or 2 * shape.kv_heads * shape.head_dim * _ELEMENT
     of_draft = token if method == "mtp" else 2 * kv_heads * head_dim * _ELEMENT

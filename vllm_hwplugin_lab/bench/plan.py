@@ -41,6 +41,7 @@ _MRV2_SINCE = {
     "eagle3": Version("0.20.0"),
     "mtp": Version("0.20.0"),
     "dflash": Version("0.24.0"),
+    "dspark": Version("0.25.0"),
     "draft_model": Version("0.31.0"),
     NO_DRAFTS: Version("0.20.0"),
 }
@@ -316,7 +317,10 @@ def why_not_mrv2(methods: Iterable[str], host: Host) -> str | None:
 
 def possible_sides(methods: Iterable[str], host: Host) -> tuple[str, ...]:
     """Return all sides that this host can run with these methods."""
-    return ALL_SIDES if host.device == "cuda" and why_not_mrv2(methods, host) is None else SIDES
+    if host.device != "cuda" or why_not_mrv2(methods, host) is not None:
+        return SIDES
+    # V1 has no DSpark.
+    return MRV2_SIDES if "dspark" in methods else ALL_SIDES
 
 
 def synthetic_length(case: Case, asked: float | None) -> float | None:

@@ -51,6 +51,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "p-eagle": {"method": "eagle3", "parallel_drafting": True},
     "mtp": {"method": "mtp"},
     "dflash": {"method": "dflash"},
+    "dspark": {"method": "dspark"},
     "draft_model": {"method": "draft_model"},
     NO_DRAFTS: {},
 }

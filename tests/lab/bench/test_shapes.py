@@ -19,6 +19,7 @@ DRAFTERS = [(name, method) for name, shape in SHAPES.items() for method in shape
 DRAFT = {
     "eagle3": ("LlamaForCausalLMEagle3", "llama"),
     "dflash": ("DFlashDraftModel", "qwen3"),
+    "dspark": ("Qwen3DSparkModel", "qwen3"),
     "draft_model": ("Qwen3ForCausalLM", "qwen3"),
     ("qwen3_5_text", "mtp"): ("Qwen3_5MTP", "qwen3_5_mtp"),
     ("qwen3_next", "mtp"): ("Qwen3NextMTP", "qwen3_next_mtp"),
