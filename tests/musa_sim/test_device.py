@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,6 +255,50 @@ def compare_stand_ins() -> None:
             expected = kernel()
         assert expected.any()
         torch.testing.assert_close(interpreted, expected, atol=2e-3, rtol=2e-3)
+
+
+#: At the limits of types, and between.
+NUMBERS = (0, 1, 3, -1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 63, 0.5, -0.0, 1e-300, float("inf"), True)
+
+
+@on_the_device
+def test_shortened_operators_are_those_of_the_interpreter() -> None:
+    import numpy
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    from tests.interpreter import OPERATORS
+
+    def made(dtype: Any, shape: tuple[int, ...]) -> Any:
+        values = numpy.array([3, 0, 2**31 - 1, -5, 1, 7, -2, 4][-math.prod(shape) :]).reshape(shape or 1)
+        handle = interpreter.TensorHandle(values.astype(interpreter._get_np_dtype(dtype)), dtype)
+        return tl.tensor(handle, tl.block_type(dtype, shape) if shape else dtype)
+
+    def outcome(operator: Any, *operands: Any) -> Any:
+        try:
+            found = operator(*operands)
+        except Exception as error:
+            return type(error)
+        values = found.handle.data
+        return str(found.type), str(found.handle.dtype), values.dtype, values.shape, values.tobytes()
+
+    types = (tl.int1, tl.int8, tl.int32, tl.uint32, tl.int64, tl.float16, tl.float32, tl.pointer_type(tl.int32))
+    operands = [made(dtype, shape) for dtype in types for shape in ((), (4,), (2, 4))]
+    with warnings.catch_warnings(), numpy.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        for name in OPERATORS:
+            shortened = getattr(tl.tensor, name)
+            for left in operands:
+                for right in (*operands, *NUMBERS):
+                    expected = outcome(shortened.__wrapped__, left, right)
+                    assert outcome(shortened, left, right) == expected, (name, left.type, right)
+        cast = interpreter.TritonSemantic.cast
+        for value in operands:
+            for dtype in types:
+                found, expected = (
+                    outcome(one, interpreter.interpreter_semantic, value, dtype) for one in (cast, cast.__wrapped__)
+                )
+                assert found == expected, (value.type, dtype)
 
 
 def write_keys() -> Any:
