@@ -17,7 +17,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_hwplugin import spec_decode
+from vllm_hwplugin import patching, spec_decode
 from vllm_hwplugin.spec_decode import v1
 
 from ..released import Modules, texts
@@ -69,6 +69,8 @@ def modules_of(tree: Any, monkeypatch: pytest.MonkeyPatch, **choices: str) -> Mo
     monkeypatch.setattr(type(current_platform), "graph_pool_handle", lambda _: object(), raising=False)
     monkeypatch.setattr(cuda_graph, "weak_ref_tensors", lambda tensors: tensors)
     monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda function: function)
+    # DFlash's drafter asks for the plugin's patches, which this process's vLLM lacks.
+    monkeypatch.setattr(patching, "install", lambda: None)
     # As on a device; a CPU has a kernel of its own from 0.33 on.
     monkeypatch.setattr(Sampler, "greedy_sample", staticmethod(lambda logits: logits.argmax(dim=-1).view(-1)))
     return Modules(texts(tree, **choices), OWN, given={"vllm.triton_utils": TRITON_UTILS}, stand_ins=STAND_INS)
