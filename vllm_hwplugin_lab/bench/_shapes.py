@@ -26,6 +26,8 @@ DRAFT_MODEL: Final = "0.6b"
 _ELEMENT = 2
 #: The first supported vLLM.
 _ALWAYS: Final = Version("0.20.0")
+#: The drafters of a Qwen3 without images, and the first vLLM that has each.
+_QWEN3_DRAFTERS: Final = {"eagle3": _ALWAYS, "dflash": _ALWAYS, "dspark": Version("0.25.0")}
 #: The first vLLM whose Model Runner V2 runs hybrids (`_get_v2_model_runner_unsupported_features` of its config).
 _HYBRIDS_ON_V2: Final = Version("0.23.0")
 
@@ -113,7 +115,7 @@ class Shape:
     model: tuple[str, str] = ("qwen3", "Qwen3ForCausalLM")
     rope: Mapping[str, Any] = field(default_factory=lambda: _rope(1000000.0))
     more: Mapping[str, Any] = field(default_factory=dict)
-    methods: Mapping[str, Version] = field(default_factory=lambda: {"eagle3": _ALWAYS, "dflash": _ALWAYS})
+    methods: Mapping[str, Version] = field(default_factory=lambda: _QWEN3_DRAFTERS)
     assistant: Mapping[str, Any] | None = None
     draft_heads: tuple[int, int, int] | None = None
     kv_bytes: int | None = None
@@ -170,7 +172,7 @@ SHAPES: Final[Mapping[str, Shape]] = {
         heads=32,
         kv_heads=8,
         intermediate=12288,
-        methods={"eagle3": _ALWAYS, "dflash": _ALWAYS, "dspark": Version("0.25.0"), "draft_model": _ALWAYS},
+        methods={**_QWEN3_DRAFTERS, "draft_model": _ALWAYS},
     ),
     "8b-fp8-tp2": Shape(
         "Qwen3-8B-FP8 on two GPUs",

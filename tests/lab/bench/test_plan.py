@@ -111,9 +111,3 @@ def test_model_runner_v2_on_a_cpu_is_refused(cpu_host):
     assert possible_sides(["eagle3"], cpu_host) == SIDES
     # On MUSA the platform class leaves it out.
     assert possible_sides(["eagle3"], dataclasses.replace(cpu_host, device="musa")) == SIDES
-
-
-def test_only_model_runner_v2_measures_dspark(gpu_host):
-    newest = dataclasses.replace(gpu_host, vllm="0.33.0")
-    assert possible_sides(["dspark"], newest) == MRV2_SIDES
-    assert possible_sides(["dflash"], newest) == ALL_SIDES

@@ -86,11 +86,12 @@ def test_the_sides_of_a_case_are_measured_together_case_by_case(run):
     [
         ("eagle3", GPU, ALL),
         ("dflash", dataclasses.replace(GPU, vllm="0.20.2"), ALL[:2]),
+        ("dspark --shape 0.6b", GPU, ALL[2:]),
         ("eagle3", CPU, ALL[:2]),
     ],
 )
 def test_all_sides_that_the_host_can_run(run, method, host, sides):
-    _, found, asked = run(["--method", method], host=host)
+    _, found, asked = run(["--method", *method.split()], host=host)
     assert [list(jobs) for jobs, *_ in asked] == [sides]
     # Engines on a CPU get a core each when they start.
     assert [at_once for *_, at_once in asked] == [host is not CPU]
