@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from .sized_configs import (
     crossed,
     fill_of,
     made,
+    methods,
     own_of,
     stock,
 )
@@ -62,6 +64,21 @@ def test_every_decode_batch_up_to_the_bound_has_a_size_of_whole_blocks(engine: t
             assert (size - requests * block) * 8 < requests * block, requests
     # That batch fills its size.
     assert top == 0 or top * block in sizes
+
+
+@given(ENGINES)
+@example((4, 1024, 16384, 512))
+def test_few_sizes_are_added(engine: tuple[int, int, int, int]) -> None:
+    block, seqs, batched, _ = engine
+    own = own_of(*engine)
+    sizes = capture_sizes(block, seqs, batched, own)
+    rounded = {-(-size // block) * block for size in own}
+    assert len([size for size in sizes if size <= max(rounded)]) <= len(own) + 1
+    above = [size for size in sizes if size > max(rounded)]
+    assert len(above) <= 8 * math.ceil(math.log2(max(2.0, LARGEST / max(own)))) + 8
+    # On the GPUs where vLLM takes 1024 requests: two octaves.
+    if engine == (4, 1024, 16384, 512):
+        assert len(above) == 16
 
 
 @given(ENGINES)
@@ -249,6 +266,24 @@ def test_a_fault_leaves_the_sizes_to_vllm_unless_strict(
 
 
 # -- on the released code ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", versions("vllm/config/vllm.py", "vllm/config/compilation.py"))
+def test_vllm_calls_the_hooks_around_its_own_sizes(version: str, vllm_tree: Any) -> None:
+    """The first before it fills in sizes, the second before it makes anything of them."""
+    config = methods(vllm_tree(version).read("vllm/config/vllm.py"), "VllmConfig")
+    body = ast.unparse(config["__post_init__"])
+    calls = [
+        "current_platform.apply_config_platform_defaults(self)",
+        "self._set_cudagraph_sizes()",
+        "current_platform.check_and_update_config(self)",
+        "self.compilation_config.set_splitting_ops_for_v1(",
+    ]
+    assert all(body.count(call) == 1 for call in calls)
+    places = [body.index(call) for call in calls]
+    assert places == sorted(places)
+    assert "cudagraph_capture_sizes" not in body[places[2] :]
+    assert "cudagraph_capture_sizes" not in body[: places[0]]
 
 
 @pytest.mark.parametrize("version", versions("vllm/model_executor/models/config.py"))

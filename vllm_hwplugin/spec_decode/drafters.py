@@ -23,7 +23,8 @@ class Drafter(NamedTuple):
         cached: drafts have keys and values in the KV cache.
         masks: the model drafts all tokens in one pass over masks, after the context's keys were written.
         standalone: the model reads no hidden states of the target.
-        tried: `capture-sizes`, `v1-draft-phase` and the first pass in `v2-mixed-graphs` were tried with its method.
+        tried: `capture-sizes`, `draft-schedule`, `v1-draft-phase` and the first pass in `v2-mixed-graphs` were tried
+            with its method.
     """
 
     name: str

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("vllm.v1.worker.gpu_model_runner", exc_type=ImportError)
 
+from vllm_hwplugin.base.fallback import FeatureRequired
+from vllm_hwplugin.base.features import gate_of
 from vllm_hwplugin.spec_decode.v1 import draft_full_graph, draft_phase, step_inputs
 from vllm_hwplugin.spec_decode.v1.draft_loop_graph import ChainGraphs
 from vllm_hwplugin.spec_decode.v1.draft_phase_graphs import PhaseRecorder
@@ -55,3 +57,15 @@ def test_a_capture_that_raises_costs_its_graphs_and_not_the_start(
     runner = sides.both[1].runner
     served = {"v1-draft-phase": runner.draft_phase._drafting, "v1-step-inputs": runner.step_inputs._step_counts}
     assert {feature for feature, counts in served.items() if "served" not in counts.outcomes()} == lost & served.keys()
+
+
+@pytest.mark.parametrize("capture", ["passes", "inputs"])
+def test_it_ends_the_start_where_its_graphs_are_required(
+    vllm_here: Any, capture: str, used: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (owner, name), *when, lost = CAPTURES[capture]
+    monkeypatch.setattr(owner, name, raising(getattr(owner, name), *when))
+    for feature in lost:
+        monkeypatch.setenv(gate_of(feature), "on")
+    with pytest.raises(FeatureRequired, match="out of memory"), both(vllm_here):
+        pass

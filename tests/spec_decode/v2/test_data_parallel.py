@@ -23,7 +23,8 @@ from vllm.config.compilation import CUDAGraphMode
 from tests.cpu_seconds import patience
 from vllm_hwplugin.base.gates import MORE_GRAPHS
 from vllm_hwplugin.spec_decode import graph_recording, ranks
-from vllm_hwplugin.spec_decode.v2 import mixed_graphs, tail_capture
+from vllm_hwplugin.spec_decode.ranks import Beyond
+from vllm_hwplugin.spec_decode.v2 import mixed_graphs, tail_capture, tail_graph
 from vllm_hwplugin.spec_decode.v2.tail_capture import TailRecorder
 
 from ..engines import DRAFTS, MAX_REQS
@@ -342,15 +343,30 @@ def test_all_ranks_draft_in_graphs_of_experts_or_none(
         load(engines, PLAIN)
 
 
+@pytest.mark.each_vllm("v2-step-inputs")
+def test_ranks_that_exchange_other_tokens_are_noticed(vllm_here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_where_vllm_drafts(vllm_here)
+    monkeypatch.setattr(tail_capture, "later_tokens", lambda runner, num_reqs, query_len: num_reqs)
+    with (
+        both(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY, experts=True) as engines,
+        pytest.raises(AssertionError, match="ranks exchange other tokens"),
+    ):
+        load(engines, PLAIN)
+
+
 @pytest.mark.each_vllm("v2-mixed-graphs")
+@pytest.mark.parametrize("by_target", [True, False])
 def test_a_rank_does_not_draft_in_a_graph_of_experts_where_another_has_a_prompt(
-    vllm_here: Any, monkeypatch: pytest.MonkeyPatch
+    vllm_here: Any, by_target: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if Version(vllm_here.version) < Version("0.33"):
         pytest.skip("vLLM drafts for all requests that the graph holds")
     # A mixed batch's graphs have as many tokens as those of decode batches.
     monkeypatch.setattr(mixed_graphs, "SIZES", (3, 6))
-    with both(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY, experts=True) as engines:
+    if not by_target:
+        monkeypatch.setattr(tail_graph, "draft_ranks", lambda runner, left: Beyond.NONE)
+    control = nullcontext() if by_target else pytest.raises(AssertionError, match="ranks exchange other tokens")
+    with both(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY, experts=True) as engines, control:
         for engine in engines:
             engine.sides[0].add("decodes", [1, 2], max_tokens=20, temperature=0.0)
         for number in range(4):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -205,6 +206,23 @@ def test_stages_replay_the_same_graph_of_a_mixed_batch(vllm_here: Any, mode: CUD
         assert all(graphs for _, graphs in sides.replays)
         assert stock.replays == 0
         assert patched.replays > 8
+
+
+@pytest.mark.each_vllm("v2-mixed-graphs")
+def test_stages_with_other_graphs_are_noticed(vllm_here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without_drafts(vllm_here)
+    offer, votes = mixed_graphs._offer, Votes("get_pp_group")
+
+    def bounded(manager: Any, graphs: list[Any], **settings: Any) -> None:
+        graphs = [replace(graph, num_reqs=1) if votes.here() and graph.num_tokens > 5 else graph for graph in graphs]
+        offer(manager, graphs, **settings)
+
+    monkeypatch.setattr(mixed_graphs, "_offer", bounded)
+    with (
+        pipelines(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY, votes) as sides,
+        pytest.raises(AssertionError, match="stages differ"),
+    ):
+        live_load(sides)
 
 
 def other_layers(votes: Votes, monkeypatch: pytest.MonkeyPatch) -> None:

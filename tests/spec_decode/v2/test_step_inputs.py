@@ -206,3 +206,14 @@ def test_vllm_embeds_where_an_image_is_to_be_encoded(served: tuple[StepInputs, T
         found.append(inputs.prepare_embeddings(vllms, images, batch))
         assert inputs.prepare_embeddings(vllms, images, Batch()) == "vLLM's"
     assert found == [None, "vLLM's", "vLLM's"]
+
+
+def test_the_sampler_is_told_of_requests_and_processors_that_are_not_vllms_own_of_each_step(
+    served: tuple[StepInputs, Tail, Graph],
+) -> None:
+    inputs, _, _ = served
+    inputs.begin_step(scheduled())
+    assert applied(inputs) == []
+    change(inputs, tells_of_each_step=True)
+    inputs.begin_step(scheduled())
+    assert applied(inputs) == ["sampling"]
