@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import runpy
+import shutil
 import signal
 import socket
 import socketserver
@@ -88,7 +89,8 @@ def become(command: list[str], environment: dict[str, str], log: str, seconds: f
 @functools.cache
 def address() -> str:
     """Start the process that the others are forks of, and return where it listens."""
-    path = Path(tempfile.mkdtemp()) / "socket"
+    # A socket's path has at most 107 bytes, and tests may have a long TMPDIR.
+    path = Path(tempfile.mkdtemp(dir="/tmp")) / "socket"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "HF_HUB_OFFLINE": "1"}
     # Triton looks for its backends when it is imported.
     environment["PYTHONPATH"] = os.pathsep.join((str(HERE / "host"), str(HERE.parents[1])))
@@ -125,4 +127,7 @@ if __name__ == "__main__":
     gc.freeze()
     with Server(sys.argv[1], Handler) as server:
         print(time.process_time(), flush=True)
-        server.serve_forever()
+        try:
+            server.serve_forever()
+        finally:
+            shutil.rmtree(Path(sys.argv[1]).parent)
