@@ -4,7 +4,8 @@
 Token and draft equality of Eagle3, DFlash, DSpark, MTP and `draft_model` under a load, with images and adapters too,
 batches of up to 256 requests, mixed graphs, failed captures at a start, the KV cache after rejected drafts, and every
 kernel.
-Results, versions, device and commit go to FILE as JSON. The exit status is pytest's.
+Results, versions, device and commit go to FILE as JSON after each test, and a failure is printed when it happens: a
+run that is stopped has told what it found. The exit status is pytest's.
 """
 
 from __future__ import annotations
@@ -51,19 +52,34 @@ TESTS: Final = (
 )
 #: Cores that an engine's start keeps busy, with the process that waits for it.
 CORES_PER_TEST: Final = 2
+#: Characters of a failure that are printed at once. An engine's log ends there.
+_SHOWN: Final = 3000
 
 
 class Results:
-    """Outcome and seconds of each test, by its name."""
+    """Outcome and seconds of each test, by its name, in a file if one is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path | None) -> None:
         self.tests: dict[str, dict[str, Any]] = {}
+        self._file, self._started = file, time.monotonic()
+        host = detect_host(device="cuda")
+        self._facts = {**provenance(), "gpu": host.name, "driver": host.driver, "vllm": host.vllm, "torch": host.torch}
+
+    @property
+    def seconds(self) -> int:
+        """Since the start."""
+        return round(time.monotonic() - self._started)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         test = self.tests.setdefault(report.nodeid, {"outcome": "unfinished", "seconds": 0.0})
         test["seconds"] = round(test["seconds"] + report.duration, 1)
         if report.when == "call" or report.outcome != "passed":
             test["outcome"] = report.outcome
+        if report.failed:
+            print(f"\n{report.nodeid} after {self.seconds} s:\n{report.longreprtext[-_SHOWN:]}", flush=True)
+        if report.when == "teardown" and self._file is not None:
+            record = {**self._facts, "seconds": self.seconds, "tests": self.tests}
+            self._file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,17 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", metavar="FILE", nargs="?", type=Path, help="write results, versions and device here")
     parser.add_argument("tests", metavar="TEST", nargs="*", help="as pytest names them, below tests/gpu")
     given = parser.parse_args(arguments)
-    results, started = Results(), time.monotonic()
+    results = Results(given.file)
     workers = max(1, min(8, len(os.sched_getaffinity(0)) // CORES_PER_TEST))
     options = ["-q", "-n", str(workers), "--dist", "loadgroup", "--durations", "15", "-p", "no:benchmark"]
     status = pytest.main([*options, *(str(HERE / test) for test in given.tests or TESTS)], plugins=[results])
-    seconds = time.monotonic() - started
-    print(f"{len(results.tests)} tests in {seconds:.0f} s, {workers} at a time")
-    if given.file is not None:
-        host = detect_host(device="cuda")
-        facts = {"gpu": host.name, "driver": host.driver, "vllm": host.vllm, "torch": host.torch}
-        record = {**provenance(), **facts, "seconds": round(seconds), "tests": results.tests}
-        given.file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"{len(results.tests)} tests in {results.seconds} s, {workers} at a time")
     return int(status)
 
 
