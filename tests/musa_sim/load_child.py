@@ -97,8 +97,13 @@ def update_draft(worker) -> None:
     draft._build_fused_kv_buffers()
 
 
+def charge_each_token(worker) -> None:
+    """Have adaptive verification count on a time per token, in place of times that were measured."""
+    worker.model_runner.adaptive_verification.set_cost_curves([(1, 0.5)], [(n, 4 + 0.3 * n) for n in range(1, 65)])
+
+
 #: What a load may call beside methods of the worker.
-CALLS = {"update_draft": update_draft}
+CALLS = {"charge_each_token": charge_each_token, "update_draft": update_draft}
 
 
 class Recorder:
@@ -111,6 +116,7 @@ class Recorder:
         self._scheduler = core.scheduler
         self._runner = core.model_executor.driver_worker.worker.model_runner
         self._drafts: dict[int, dict] = {}
+        self._computed: dict[int, dict] = {}
         self._patches = [
             # In a thread it takes another number of steps each time, and its request waits for it.
             mock.patch.object(core.structured_output_manager, "_use_async_grammar_compilation", False),
@@ -133,7 +139,9 @@ class Recorder:
         def execute_model(scheduler_output, *args, **kwargs):
             self._current = scheduler_output
             self.preempted += len(scheduler_output.preempted_req_ids or ())
-            return original(scheduler_output, *args, **kwargs)
+            output = original(scheduler_output, *args, **kwargs)
+            self._computed[id(scheduler_output)] = computed_by(self._runner)
+            return output
 
         return execute_model
 
@@ -162,11 +170,21 @@ class Recorder:
                         },
                         "sampled": {name_of(one): list(map(int, tokens)) for one, tokens in sampled},
                         "drafts": self._drafts.pop(id(scheduler_output), {}),
+                        "computed": self._computed.pop(id(scheduler_output)),
                     }
                 )
             return original(scheduler_output, model_runner_output)
 
         return update_from_output
+
+
+def computed_by(runner) -> dict[str, int]:
+    """Each request's tokens, where the device decides on them."""
+    if getattr(runner, "adaptive_verification", None) is None or runner.execute_model_state is None:
+        return {}
+    batch = runner.execute_model_state.input_batch
+    counts = batch.query_start_loc[: batch.num_reqs + 1].diff().tolist()
+    return dict(zip(map(name_of, batch.req_ids), counts, strict=True))
 
 
 def drafts_of(runner) -> dict[str, list[int]]:

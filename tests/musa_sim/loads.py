@@ -110,7 +110,8 @@ class Run:
         answers: for each request that was not aborted ``tokens``, ``logprobs`` of each position, why it ``finished``,
             and how many tokens of its prompt were ``cached``.
         steps: for each step, by request, how many tokens were ``scheduled``, how many of them drafts to be
-            ``verified``, the tokens that were ``sampled``, and the ``drafts`` that the next step verifies.
+            ``verified``, the tokens that were ``sampled``, and the ``drafts`` that the next step verifies; with
+            adaptive verification, how many tokens were ``computed``.
         preempted: requests that lost their KV cache to others.
         runner: V1 or V2.
         platform: the class that vLLM runs on.
@@ -336,7 +337,7 @@ def assert_same(expected: Run, found: Run) -> None:
     for name in names:
         batches = [step["scheduled"] for step in expected.steps if name in step["scheduled"]]
         for index, (left, right) in enumerate(zip(expected.of(name), found.of(name), strict=False)):
-            for what in ("scheduled", "verified", "sampled", "drafts"):
+            for what in ("scheduled", "verified", "computed", "sampled", "drafts"):
                 assert left[what] == right[what], (
                     f"request {name}, its step {index}: {what} {right[what]}, expected {left[what]}; tokens scheduled "
                     f"in this step: {batches[index]}"

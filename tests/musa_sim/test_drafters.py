@@ -254,8 +254,19 @@ def runs(
             unknown="any batch",
         ),
     }
-    graphs = {gate_of(feature): "on" for feature in ("engine-report", "v2-graph-addresses", *GRAPHS)}
-    graphs |= {gate_of(feature): "auto" for feature in ("v2-mixed-graphs", "backport-mixed-graphs")}
+    # The fewest requests that are trimmed unevenly: all that is not the target's is vLLM's, kernel by kernel.
+    verified = dspark(folder / "adaptive")
+    verified["speculative_config"]["enable_adaptive_verification"] = True
+    asked["adaptive"] = dataclasses.replace(
+        asked["dspark"],
+        options={**asked["dspark"].options, **verified},
+        requests=[
+            dataclasses.replace(one, params={**one.params, "max_tokens": 10}) for one in asked["dspark"].requests[:4]
+        ],
+        calls=[(0, "charge_each_token")],
+    )
+    graphs = {gate_of(feature): "on" for feature in ("engine-report", "v2-graph-addresses")}
+    graphs |= {gate_of(feature): "auto" for feature in (*GRAPHS, "v2-mixed-graphs", "backport-mixed-graphs")}
     return loads.run_both(asked, loads.UNPATCHED, loads.UNPATCHED | graphs, folder, newest)
 
 
@@ -277,6 +288,19 @@ def test_dspark_drafts_in_graphs_of_decodes_and_of_prompts(runs: dict[str, tuple
     assert 0 < expected.accepted()[1] < expected.accepted()[0]
     decodes, drafted = found.counted["v2-step-inputs inputs"], found.counted["v2-tail-graph drafting"]["served"]
     assert drafted == decodes["served"] + decodes["prompt"] > decodes["served"] > 3
+
+
+def test_drafts_that_the_device_chooses_are_verified_in_graphs(runs: dict[str, tuple[Run, Run]]) -> None:
+    expected, found = runs["adaptive"]
+    loads.assert_same(expected, found)
+    assert 0 < expected.accepted()[1] < expected.accepted()[0]
+    # Steps with a prompt, and steps without: some drafts are left out, not the same number of each request.
+    kept = [[step["computed"][one] for one in step["verified"]] for step in found.steps]
+    assert any(len(set(counts)) > 1 for counts in kept)
+    assert min(map(min, filter(None, kept))) < 1 + DRAFTS
+    assert any(step["verified"] and len(step["verified"]) < len(step["scheduled"]) for step in found.steps)
+    before, after = (run.counts["graph_replays"]["target"] for run in (expected, found))
+    assert before < after == found.counts["steps"]
 
 
 def test_graphs_draft_each_number_of_the_schedule(runs: dict[str, tuple[Run, Run]]) -> None:

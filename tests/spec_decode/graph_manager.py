@@ -16,6 +16,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
+from vllm_hwplugin.spec_decode.v2.mixed_bounds import set_mixed_graphs
 
 from ..released import Modules, texts
 
@@ -76,12 +77,14 @@ class Manager:
         profile: bool = False,
         passes: list[tuple[int, str]] | None = None,
         mode: CUDAGraphMode = MODE,
+        varlen: bool = False,
         **choices: str,
     ) -> None:
         """Args:
         full: tokens of FULL graphs of mixed batches.
         profile: as vLLM captures to estimate the memory.
         passes: where they are taken down.
+        varlen: as vLLM does with adaptive verification.
         """
         name = "vllm.v1.worker.gpu.cudagraph_utils"
         self.passes = [] if passes is None else passes
@@ -96,10 +99,13 @@ class Manager:
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
         spec = config.speculative_config
         self.block = 1 + spec.num_speculative_tokens
-        self.made = module.ModelCudaGraphManager(config, torch.device("cpu"), mode, self.block)
+        more = {"varlen_decode": True} if varlen else {}
+        self.made = module.ModelCudaGraphManager(config, torch.device("cpu"), mode, self.block, **more)
         if full:
             shape = partial(module.BatchExecutionDescriptor, cg_mode=CUDAGraphMode.FULL)
-            mixed_graphs._offer(self.made, [shape(num_tokens=size, num_reqs=min(size, MAX_NUM_REQS)) for size in full])
+            held = {size: min(size, MAX_NUM_REQS) for size in full}
+            mixed_graphs._offer(self.made, [shape(num_tokens=size, num_reqs=reqs) for size, reqs in held.items()])
+            set_mixed_graphs(config.compilation_config, {size: (reqs, size) for size, reqs in held.items()})
         if profile:
             self.made._max_full_descs_to_capture, self.made._capture_mem_samples = 2, []
         batched = config.scheduler_config.max_num_batched_tokens

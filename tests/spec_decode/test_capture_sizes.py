@@ -129,6 +129,15 @@ def test_batches_with_prompts_of_a_small_target_have_larger_sizes_on_v2(
     assert splits_of(config, LARGEST, block) == 4
 
 
+def test_adaptive_verification_keeps_vllms_sizes_and_has_larger_ones(entry: run_records.RunRecord) -> None:
+    """It verifies any number of drafts: whole blocks of 17 tokens would pad a batch of 24 to 34."""
+    config = made(config_of(k=16, seqs=256, adaptive=True, v2=True, method="dspark"), stock)
+    sizes, own = config.compilation_config.cudagraph_capture_sizes, own_of(17, 256, 8192)
+    assert sizes[: len(own)] == own
+    assert sizes[-1] == LARGEST_MIXED
+    assert largest_own(config.compilation_config) == own[-1]
+
+
 def test_where_batches_with_prompts_have_no_graphs_there_are_no_sizes_for_them(entry: run_records.RunRecord) -> None:
     config = made(config_of(mode=CUDAGraphMode.FULL_DECODE_ONLY), stock)
     assert config.compilation_config.max_cudagraph_capture_size == LARGEST
@@ -183,7 +192,6 @@ def test_what_is_decided_is_on_record_and_stays(entry: run_records.RunRecord, mo
         ),
         ({"lora": object()}, "with LoRA each of them is captured several times"),
         ({"tiers": [(1, 8, 3)]}, "the number of drafts changes from step to step"),
-        ({"adaptive": True}, "adaptive verification verifies any number of drafts"),
     ],
 )
 def test_sizes_that_are_left_to_vllm(entry: run_records.RunRecord, more: dict[str, Any], reason: str) -> None:

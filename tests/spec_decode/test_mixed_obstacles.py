@@ -56,7 +56,25 @@ def test_a_drafter_that_graphs_do_not_hold_leaves_the_target_its_graphs() -> Non
     made = change(runner_v2(), "speculative_config.method", "ngram")
     made.speculator = type("AnotherSpeculator", (SimpleNamespace,), {})()
     assert refused(made, runner_v2) == Part.V2_DRAFTING
-    assert refused(change(made, "adaptive_verification", object()), runner_v2, "verified") == TAIL | MIXED
+    assert refused(change(made, "adaptive_verification", object()), runner_v2, "verified") == TAIL
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, ""),
+        ({"vllm_config.parallel_config.data_parallel_size": 2}, "ranks of data parallelism each"),
+        ({"attn_groups": [[group(GDNAttentionMetadataBuilder)]]}, "GDNAttentionMetadataBuilder takes requests by"),
+    ],
+)
+def test_adaptive_verification_has_graphs_where_the_device_knows_the_requests(
+    changed: dict[str, Any], words: str
+) -> None:
+    runner = change(runner_v2(), "adaptive_verification", object())
+    for path, value in changed.items():
+        change(runner, path, value)
+    reason = why_not(runner, MIXED)
+    assert f"from step to step, and {words}" in str(reason) if words else reason is None
 
 
 #: What is not as graphs need it.
@@ -137,3 +155,5 @@ def test_flash_attn_mla_takes_short_prompts_if_asked_for(
     # The vLLM here may have another reason for several ranks.
     assert (found is None) == (reason is None)
     assert (found or "").endswith(reason or "")
+    found = why_not(change(runner, "adaptive_verification", object()), MIXED) or ""
+    assert ("takes requests by the host's counts" in found) == (asked != "" and build is _told and ranks == 1)

@@ -7,6 +7,7 @@ import ast
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,11 @@ from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, LARGEST_MIXED
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
 from vllm_hwplugin.spec_decode.v2 import mixed_sizes as v2_mixed_sizes
+from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch
 
 from ..conftest import versions
 from .graph_manager import MODE, Manager
-from .sized_configs import V2, config_of, crossed, fill_of, made
+from .sized_configs import V2, config_of, crossed, fill_of, made, own_of
 
 
 def engine_of(tree: Any, **engine: Any) -> Any:
@@ -122,6 +124,37 @@ def test_graphs_that_no_batch_would_get_are_not_captured(
         assert size - (below + 1) <= size / 5
     assert manager.serves(64, 65) == "FULL 96"
     assert seqs <= most or manager.serves(most + 1, 2 * most).startswith("PIECEWISE")
+
+
+@pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.28.0") :]))
+def test_with_adaptive_verification_large_batches_of_decodes_replay_mixed_graphs(
+    entry: run_records.RunRecord, version: str, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own graphs, of any mix of decodes, stay at its own sizes, and only these are timed for its choice."""
+    tree = vllm_tree(version)
+    config = engine_of(tree, k=7, seqs=256, adaptive=True, v2=True, method="dspark")
+    manager = Manager(tree, config, monkeypatch, mixed_graphs.SIZES, varlen=True).made
+    dispatch = MixedDispatch(
+        SimpleNamespace(
+            cudagraph_manager=manager,
+            compilation_config=config.compilation_config,
+            adaptive_verification=object(),
+            attn_groups=[],
+            supports_mm_inputs=False,
+        )
+    )
+    dispatch.attach(shares_first_pass=False)
+    decodes = {desc.num_tokens for desc in manager.graphs if not dispatch.is_mixed(desc)}
+    assert decodes == set(own_of(8, 256, 8192))
+    assert {desc.num_tokens for desc in manager.graphs} == {
+        *decodes,
+        *(size for size in mixed_graphs.SIZES if size <= LARGEST_MIXED),
+    }
+    assert manager.captured_token_counts() == sorted(decodes)
+    for tokens, longest, replayed in ((500, 8, False), (500, None, True), (1500, 8, True)):
+        found = manager.dispatch(250, tokens, None, 0, max_query_len=longest)
+        assert (found.cg_mode, dispatch.is_mixed(found)) == (CUDAGraphMode.FULL, replayed)
+        assert dispatch.replays() == replayed
 
 
 @pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.29.0") :]))

@@ -190,8 +190,6 @@ def _why_left(vllm_config: Any) -> str | None:
     spec = vllm_config.speculative_config
     if getattr(spec, "num_speculative_tokens_per_batch_size", None):
         return "the number of drafts changes from step to step"
-    if getattr(spec, "enable_adaptive_verification", False):
-        return "adaptive verification verifies any number of drafts"
     return None
 
 
@@ -200,9 +198,10 @@ def _is_v2(vllm_config: Any) -> bool:
 
 
 def _block(vllm_config: Any) -> int:
-    """Return a request's tokens in a decode batch."""
+    """Return a request's tokens in a decode batch, or 1 if they differ."""
     spec = vllm_config.speculative_config
-    return 1 if spec is None else 1 + int(spec.num_speculative_tokens)
+    varies = spec is None or getattr(spec, "enable_adaptive_verification", False)
+    return 1 if varies else 1 + int(spec.num_speculative_tokens)
 
 
 def _set(vllm_config: Any, limit: int | None) -> tuple[str, str]:

@@ -370,6 +370,18 @@ def _some_batches_only(runner: Any) -> str:
     return ", ".join(dict.fromkeys(refused))
 
 
+def _verifies_apart(runner: Any) -> str:
+    """Return what knows requests by the host's counts, which adaptive verification changes on the device."""
+    if getattr(runner, "adaptive_verification", None) is None:
+        return ""
+    if _ranks("data")(runner):
+        return "ranks of data parallelism each change theirs"
+    by_host = (
+        builder for builder in builders_of(runner.attn_groups) if is_delta_rule(builder) or longest_as_decode(builder)
+    )
+    return next((f"{type(builder).__name__} takes requests by the host's counts" for builder in by_host), "")
+
+
 def _flash_2_or_4(runner: Any, group: Any) -> bool:
     versions = flash_versions(group, runner.compilation_config)
     return bool(versions) and versions <= {2, 4}
@@ -519,7 +531,8 @@ OBSTACLES: Final = (
     ),
     Obstacle("{} samples in its own way", Part.V2_SAMPLING, _other_sampler),
     Obstacle(_VERIFIED, _V1, lambda r: r.speculative_config.method == "ngram_gpu"),
-    Obstacle(_VERIFIED, _TAIL | _MIXED, _has("adaptive_verification")),
+    Obstacle(_VERIFIED, _TAIL, _has("adaptive_verification")),
+    Obstacle(f"{_VERIFIED}, and {{}}", _MIXED, _verifies_apart),
     Obstacle("acceptance is estimated in each step", _DRAFTS, _has("speculator.acceptance_estimator")),
     Obstacle("{}", _PHASE, _lacks_graphs),
     Obstacle("the drafter works on the host between steps: {}", _PHASE, lambda r: _host_side(r.drafter)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import types
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,6 +86,7 @@ class Dispatched:
     """Takes down what vLLM dispatches to in each step, target and first pass, and whether the step has an image."""
 
     def __init__(self, runner: Any) -> None:
+        self.is_mixed = partial(mixed_dispatch.is_mixed, runner.compilation_config)
         self.steps: list[list[Any]] = []
         self.media: list[bool] = []
         managers = (runner.cudagraph_manager, runner.speculator.prefill_cudagraph_manager)
@@ -103,7 +105,7 @@ class Dispatched:
             manager.dispatch = noted
 
     def mixed(self) -> set[tuple[bool, ...]]:
-        return {tuple(map(mixed_dispatch.is_mixed, step)) for step in self.steps}
+        return {tuple(map(self.is_mixed, step)) for step in self.steps}
 
 
 def images_in_every_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +140,7 @@ def test_a_step_with_an_image_replays_no_mixed_graph_and_its_draft_follows(
         dispatched = Dispatched(sides.both[1].runner)
         live_load(sides)
     shown = [step for step, media in zip(dispatched.steps, dispatched.media, strict=True) if media]
-    assert not any(mixed_dispatch.is_mixed(step[0]) for step in shown)
+    assert not any(dispatched.is_mixed(step[0]) for step in shown)
     # Another kernel computes images: then graphs of decode batches hold none either.
     decode = set() if apart else {CUDAGraphMode.FULL}
     assert {step[0].cg_mode for step in shown} - decode <= {CUDAGraphMode.NONE, mode.mixed_mode()}
@@ -211,7 +213,7 @@ def test_graphs_with_a_longest_request_serve_steps_of_shorter_requests(
     with with_them(vllm_here, CUDAGraphMode.FULL_AND_PIECEWISE) as sides:
         runner = sides.both[1].runner
         for manager in (runner.cudagraph_manager, runner.speculator.prefill_cudagraph_manager):
-            mixed = [desc for desc in manager.graphs if mixed_dispatch.is_mixed(desc)]
+            mixed = [desc for desc in manager.graphs if MixedDispatch.of(runner).is_mixed(desc)]
             assert {desc.num_tokens: desc.max_query_len for desc in mixed} == held
         dispatched, update = Dispatched(runner), runner.update_requests
 
@@ -224,7 +226,7 @@ def test_graphs_with_a_longest_request_serve_steps_of_shorter_requests(
     steps = [(tokens, *step) for tokens, step in zip(longest, dispatched.steps, strict=True)]
     assert {tokens > 5 for tokens in longest} == {False, True}
     # vLLM does not tell the target's dispatch of a step with a prompt how long a request is, and the draft's never.
-    replayed = [all(map(mixed_dispatch.is_mixed, step)) for _, *step in steps if not step[0].uniform_token_count]
+    replayed = [all(map(dispatched.is_mixed, step)) for _, *step in steps if not step[0].uniform_token_count]
     assert replayed == [tokens <= 5 for tokens, target, *_ in steps if not target.uniform_token_count]
 
 

@@ -11,6 +11,8 @@ vLLM's `CudaGraphManager.dispatch` decides by counts. These rules are added:
   a piece of one token, which vLLM computes by the kernel of decodes there.
 - Graphs over MLA bound the longest request. vLLM does not tell the dispatch how long a request is if the step has a
   prompt, and never tells the draft's.
+- With adaptive verification vLLM measures the time of its graphs' sizes, and of a few above them. It is not told of
+  mixed batches' sizes, which would only make the start longer.
 
 Over TRITON_FLASH_ATTN another kernel computes a step with a part of an image, so the first two rules are for every FULL
 graph. Such a step runs in a PIECEWISE graph, or without one.
@@ -28,6 +30,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm_hwplugin.base import gates
 from vllm_hwplugin.spec_decode.builders import computes_images_apart, is_flash_attn
 from vllm_hwplugin.spec_decode.v2.methods import put_before
+from vllm_hwplugin.spec_decode.v2.mixed_bounds import is_mixed_graph
 
 #: Attribute of a runner: its `MixedDispatch`.
 _ATTRIBUTE: Final = "_hwplugin_mixed_dispatch"
@@ -64,12 +67,18 @@ class MixedDispatch:
         if runner.supports_mm_inputs or most_prompts is not None or bounded:
             put_before(runner, "update_requests", self._see_requests)
         put_before(runner.cudagraph_manager, "dispatch", self._dispatch_target)
+        if getattr(runner, "adaptive_verification", None) is not None:
+            put_before(runner.cudagraph_manager, "captured_token_counts", self._decode_sizes)
         if shares_first_pass:
             put_before(runner.speculator.prefill_cudagraph_manager, "dispatch", self._dispatch_first_pass)
 
     def replays(self) -> bool:
         """Whether the target replays a mixed batch's graph in this step."""
         return self._replays is True
+
+    def _decode_sizes(self, _: Callable[[], list[int]]) -> list[int]:
+        graphs = self._runner.cudagraph_manager.graphs
+        return sorted({desc.num_tokens for desc in graphs if not self.is_mixed(desc)})
 
     def _see_requests(self, vllms: Callable[..., None], scheduler_output: Any) -> None:
         vllms(scheduler_output)
@@ -89,9 +98,9 @@ class MixedDispatch:
         if self._bounded:
             self._longest = named["max_query_len"] = named.get("max_query_len") or self._longest
         desc = vllms(num_reqs, num_tokens, *more, **named)
-        if (self._has_media and self._rules(desc)) or (self._other_kernels and is_mixed(desc)):
+        if (self._has_media and self._rules(desc)) or (self._other_kernels and self.is_mixed(desc)):
             desc = _other_than(desc, self._runner.cudagraph_manager, num_reqs, num_tokens)
-        self._replays = is_mixed(desc) if desc.cg_mode == CUDAGraphMode.FULL else None
+        self._replays = self.is_mixed(desc) if desc.cg_mode == CUDAGraphMode.FULL else None
         self._num_tokens = num_tokens
         return desc
 
@@ -103,7 +112,7 @@ class MixedDispatch:
         desc, speculator = vllms(num_reqs, num_tokens, *more, **named), self._runner.speculator
         if not self._rules(desc):
             return desc
-        if self._replays is not is_mixed(desc):
+        if self._replays is not self.is_mixed(desc):
             return _other_than(desc, speculator.prefill_cudagraph_manager, num_reqs, num_tokens)
         if getattr(speculator, "supports_mm_inputs", False):
             # Its graph embeds all ids. After the batch there are ids of earlier batches, and an image's id may be
@@ -111,9 +120,13 @@ class MixedDispatch:
             speculator.input_buffers.input_ids[self._num_tokens : desc.num_tokens].zero_()
         return desc
 
+    def is_mixed(self, desc: Any) -> bool:
+        """Whether a `BatchExecutionDescriptor` is a mixed batch's FULL graph."""
+        return is_mixed(self._runner.compilation_config, desc)
+
     def _rules(self, desc: Any) -> bool:
         """Whether the rules on images are for this graph."""
-        return is_mixed(desc) or (self._apart and desc.cg_mode == CUDAGraphMode.FULL)
+        return self.is_mixed(desc) or (self._apart and desc.cg_mode == CUDAGraphMode.FULL)
 
 
 def text_support(causal_builder: type, vllm_config: Any, support: AttentionCGSupport) -> AttentionCGSupport:
@@ -134,10 +147,15 @@ def text_support(causal_builder: type, vllm_config: Any, support: AttentionCGSup
     return AttentionCGSupport.UNIFORM_BATCH if serves and gates.asks_for("image-spans") else support
 
 
-def is_mixed(desc: Any) -> bool:
+def is_mixed(compilation_config: Any, desc: Any) -> bool:
     """Whether a `BatchExecutionDescriptor` is a mixed batch's FULL graph."""
-    # vLLM's graphs of decode batches are uniform, except with adaptive verification, which has no mixed graphs.
-    return desc.cg_mode == CUDAGraphMode.FULL and desc.uniform_token_count is None
+    # vLLM's graphs of decode batches have a uniform count; with adaptive verification they bound the longest request.
+    longest = getattr(desc, "max_query_len", None) or desc.num_tokens
+    return (
+        desc.cg_mode == CUDAGraphMode.FULL
+        and desc.uniform_token_count is None
+        and is_mixed_graph(compilation_config, desc.num_reqs, desc.num_tokens, longest)
+    )
 
 
 def computes_media(runner: Any, num_scheduled_tokens: Mapping[str, int], ahead: int = 0) -> bool:

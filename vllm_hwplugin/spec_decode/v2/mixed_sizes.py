@@ -11,6 +11,7 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, largest_mixed, largest_own, sampled
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
+from vllm_hwplugin.spec_decode.v2.mixed_dispatch import is_mixed
 
 _TARGET: Final = "ModelCudaGraphManager"
 #: Attribute of a `CompilationConfig`: graphs that vLLM's memory estimate leaves out, as (count, samples in bytes).
@@ -33,8 +34,16 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     planned = manager._capture_descs
     dropped = dict[Any, Any]()
     if own is not None and largest is not None:
-        decodes, every = max(own, LARGEST), (desc for descs in planned.values() for desc in descs)
-        dropped = {desc: None for desc in every if desc.num_tokens > (decodes if desc.uniform_token_count else largest)}
+
+        def most(desc: Any) -> int:
+            if desc.uniform_token_count:
+                return max(own, LARGEST)
+            # With adaptive verification decode batches have no uniform count, and the larger ones replay mixed graphs.
+            of_decodes = desc.cg_mode == CUDAGraphMode.FULL and not is_mixed(compilation, desc)
+            return own if of_decodes else largest
+
+        every = (desc for descs in planned.values() for desc in descs)
+        dropped = {desc: None for desc in every if desc.num_tokens > most(desc)}
     dropped |= _seldom_replayed(manager, dropped)
     for descs in planned.values():
         descs[:] = [desc for desc in descs if desc not in dropped]

@@ -26,7 +26,7 @@ from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.obstacles import Part, shares_experts
 from vllm_hwplugin.spec_decode.ranks import Beyond
 from vllm_hwplugin.spec_decode.step_counts import Reason
-from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch, is_mixed
+from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch
 from vllm_hwplugin.spec_decode.v2.tail_buffers import Padding
 
 #: Limit of the fp32 logits that are sampled at a time. The head's own logits, half as large, are in memory with them.
@@ -135,7 +135,7 @@ def mixed_shapes(runner: Any) -> list[GraphShape]:
         # DFlash has no first pass, and reads none of the target's metadata.
         manager = runner.cudagraph_manager if runner.lora_config is None else None
     planned = () if manager is None else manager._capture_descs.get(CUDAGraphMode.FULL, ())
-    shapes = [GraphShape(desc.num_tokens, desc.num_reqs, None) for desc in planned if is_mixed(desc)]
+    shapes = [GraphShape(desc.num_tokens, desc.num_reqs, None) for desc in planned if dispatch.is_mixed(desc)]
     if drafts_in_blocks(runner):
         # The drafter's inputs have a block for each request of the graph.
         shapes = [shape for shape in shapes if shape.num_reqs * runner.decode_query_len <= runner.max_num_tokens]
