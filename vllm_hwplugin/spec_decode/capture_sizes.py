@@ -198,7 +198,7 @@ def _is_v2(vllm_config: Any) -> bool:
 
 
 def _block(vllm_config: Any) -> int:
-    """Return a request's tokens in a decode batch, or 1 if they differ."""
+    """Return a request's tokens in a decode batch; 1: any number."""
     spec = vllm_config.speculative_config
     varies = spec is None or getattr(spec, "enable_adaptive_verification", False)
     return 1 if varies else 1 + int(spec.num_speculative_tokens)

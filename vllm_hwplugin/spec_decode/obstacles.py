@@ -371,7 +371,7 @@ def _some_batches_only(runner: Any) -> str:
 
 
 def _verifies_apart(runner: Any) -> str:
-    """Return what knows requests by the host's counts, which adaptive verification changes on the device."""
+    """Return what adaptive verification hinders: it changes counts on the device."""
     if getattr(runner, "adaptive_verification", None) is None:
         return ""
     if _ranks("data")(runner):
