@@ -53,6 +53,7 @@ def test_the_answer_is_that_of_vllms_own_configuration(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in found["ignored"]] == ["suffix_decoding_max_tree_depth"]
     # What asks the runner or the drafter is not known, and not taken for a no.
     assert any("v2-tail-graph" in names for names in found["unknown"].values())
+    assert not any("drafts are verified" in reason for reason in found["unknown"])
     assert not found["left"]
 
 

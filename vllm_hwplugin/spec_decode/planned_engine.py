@@ -83,7 +83,10 @@ def foresee(config: Any, entry: RunRecord) -> dict[str, Foreseen]:
     in_parallel = spec is not None and (spec.method in MASK_METHODS or getattr(spec, "parallel_drafting", False))
     drafter = None if spec is None else _Planned(**configs, parallel_drafting=in_parallel)
     runner = _Planned(
-        **configs, **{"speculator" if v2 else "drafter": drafter}, max_num_reqs=config.scheduler_config.max_num_seqs
+        **configs,
+        **{"speculator" if v2 else "drafter": drafter},
+        max_num_reqs=config.scheduler_config.max_num_seqs,
+        adaptive_verification=getattr(spec, "enable_adaptive_verification", False) or None,
     )
     worker = SimpleNamespace(vllm_config=config, model_runner=runner, use_v2_model_runner=v2)
     return {
