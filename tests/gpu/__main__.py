@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run what matters most on one GPU, newest runner first, in ten minutes: `python -m tests.gpu [FILE [TEST...]]`.
+"""Run what matters most on one GPU, newest runner first: `python -m tests.gpu [FILE [TEST...]]`.
 
 Token and draft equality of Eagle3, DFlash, DSpark, MTP and `draft_model` under a load, with images and adapters too,
 batches of up to 256 requests, mixed graphs, failed captures at a start, the KV cache after rejected drafts, and every
 kernel.
 Results, versions, device and commit go to FILE as JSON after each test, and a failure is printed when it happens: a
 run that is stopped has told what it found. The exit status is pytest's.
+It took 390 s on an H200's host of 64 cores; on one of 16 cores with cold caches a fifth was done after seven minutes.
 """
 
 from __future__ import annotations
