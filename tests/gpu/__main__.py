@@ -6,7 +6,7 @@ batches of up to 256 requests, mixed graphs, failed captures at a start, the KV 
 kernel.
 Results, versions, device and commit go to FILE as JSON after each test, and a failure is printed when it happens: a
 run that is stopped has told what it found. The exit status is pytest's.
-It took 390 s on an H200's host of 64 cores; on one of 16 cores with cold caches a fifth was done after seven minutes.
+Most of the time goes to starts of engines: on a host of 16 cores with cold caches it takes longer than ten minutes.
 """
 
 from __future__ import annotations
@@ -63,13 +63,22 @@ class Results:
     def __init__(self, file: Path | None) -> None:
         self.tests: dict[str, dict[str, Any]] = {}
         self._file, self._started = file, time.monotonic()
-        host = detect_host(device="cuda")
-        self._facts = {**provenance(), "gpu": host.name, "driver": host.driver, "vllm": host.vllm, "torch": host.torch}
+        self._facts: dict[str, Any] = {}
+        if file is not None:
+            host = detect_host(device="cuda")
+            facts = {"gpu": host.name, "driver": host.driver, "vllm": host.vllm, "torch": host.torch}
+            self._facts = {**provenance(), **facts}
 
     @property
     def seconds(self) -> int:
-        """Since the start."""
+        """Seconds since the start."""
         return round(time.monotonic() - self._started)
+
+    def write(self) -> None:
+        """Write the file, also while tests run."""
+        if self._file is not None:
+            record = {**self._facts, "seconds": self.seconds, "tests": self.tests}
+            self._file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         test = self.tests.setdefault(report.nodeid, {"outcome": "unfinished", "seconds": 0.0})
@@ -78,9 +87,8 @@ class Results:
             test["outcome"] = report.outcome
         if report.failed:
             print(f"\n{report.nodeid} after {self.seconds} s:\n{report.longreprtext[-_SHOWN:]}", flush=True)
-        if report.when == "teardown" and self._file is not None:
-            record = {**self._facts, "seconds": self.seconds, "tests": self.tests}
-            self._file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if report.when == "teardown":
+            self.write()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     workers = max(1, min(8, len(os.sched_getaffinity(0)) // CORES_PER_TEST))
     options = ["-q", "-n", str(workers), "--dist", "loadgroup", "--durations", "15", "-p", "no:benchmark"]
     status = pytest.main([*options, *(str(HERE / test) for test in given.tests or TESTS)], plugins=[results])
+    results.write()
     print(f"{len(results.tests)} tests in {results.seconds} s, {workers} at a time")
     return int(status)
 
