@@ -370,9 +370,9 @@ def _some_batches_only(runner: Any) -> str:
     return ", ".join(dict.fromkeys(refused))
 
 
-def _verifies_apart(runner: Any) -> str:
-    """Return what adaptive verification hinders: it changes counts on the device."""
-    if getattr(runner, "adaptive_verification", None) is None:
+def _counts_on_host(runner: Any) -> str:
+    """Return what reads requests' counts that adaptive verification changes."""
+    if not _has("adaptive_verification")(runner):
         return ""
     if _ranks("data")(runner):
         return "ranks of data parallelism each change theirs"
@@ -532,7 +532,7 @@ OBSTACLES: Final = (
     Obstacle("{} samples in its own way", Part.V2_SAMPLING, _other_sampler),
     Obstacle(_VERIFIED, _V1, lambda r: r.speculative_config.method == "ngram_gpu"),
     Obstacle(_VERIFIED, _TAIL, _has("adaptive_verification")),
-    Obstacle(f"{_VERIFIED}, and {{}}", _MIXED, _verifies_apart),
+    Obstacle(f"{_VERIFIED}, and {{}}", _MIXED, _counts_on_host),
     Obstacle("acceptance is estimated in each step", _DRAFTS, _has("speculator.acceptance_estimator")),
     Obstacle("{}", _PHASE, _lacks_graphs),
     Obstacle("the drafter works on the host between steps: {}", _PHASE, lambda r: _host_side(r.drafter)),
