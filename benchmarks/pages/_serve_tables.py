@@ -45,7 +45,7 @@ _WAITS = (
 )
 #: Concurrencies and targets of README.md.
 _SHOWN = (1, 16, 64, 128, 256)
-_MOST_TARGETS = 10
+_MOST_TARGETS = 12
 _COUNTED = {1: "one", 2: "two", 4: "four", 8: "eight"}
 
 
@@ -91,7 +91,9 @@ def live(files: Sequence[Found]) -> str:
         f"Ratios, plugin / unpatched vLLM. Throughput: higher is better. TTFT, TPOT: lower is better. On {numbers} "
         f"{devices}; {loads}.{_WAITS if full else ''}"
         f"{f' {_ONE_ROUND}: one round.' if once else ''} Loaded machine: other engines started or ran on another GPU, "
-        "which may slow unpatched vLLM more. Every figure and its conditions: [serve.md](benchmarks/results/serve.md)."
+        "which may slow unpatched vLLM more. Empty Triton cache: a step without a graph compiles kernels for each new "
+        "multiple of 32 tokens ([what that costs](troubleshooting.md#no-gain-or-slower-why)), so part of the ratio "
+        "goes once the cache is full. Every figure and its conditions: [serve.md](benchmarks/results/serve.md)."
     )
     return "\n".join([*table(names, rows), "", paragraph(text)])
 
@@ -99,7 +101,7 @@ def live(files: Sequence[Found]) -> str:
 def first_screen(files: Sequence[Found]) -> tuple[str, str]:
     """Return README.md's sentence with one figure, and its table.
 
-    The table has the newest vLLM on a machine with no other load: a row for each target, at most ten.
+    The table has the newest vLLM on a machine with no other load: a row for each target, at most twelve.
     """
     quiet = [
         file for file in over_http(files) if not file.conditions and not file.results["settings"]["patched_environment"]

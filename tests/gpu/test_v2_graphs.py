@@ -105,7 +105,7 @@ def test_nor_do_full_graphs_of_mixed_batches_with_adapters(tmp_path: Path) -> No
 def test_nor_with_dspark(mixed: bool, tmp_path: Path) -> None:
     """Graphs of decode batches; then, without these, graphs of mixed batches, as both sides pad alike there."""
     needs("0.26")
-    made = {**options("dflash", "FULL_AND_PIECEWISE"), **dspark(tmp_path / "draft")}
+    made = {**options("dflash", "FULL_AND_PIECEWISE"), **dspark(tmp_path / "draft"), "skip_tokenizer_init": False}
     sizes = [32, 64, 96] if mixed else [4, 8, 12, 16, 20, 24]
     made["compilation_config"] = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": sizes}
     features = ["v2-mixed-graphs"] if mixed else graphs("dflash")

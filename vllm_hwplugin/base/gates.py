@@ -269,7 +269,7 @@ GATES: Final[tuple[Gate, ...]] = (
         "batches with a drafter over TRITON_FLASH_ATTN (Gemma 4 31B and 26B-A4B on Hopper and newer), for steps "
         "without a part of an image (vLLM 0.30 and newer); not run on a GPU. mla-prompts: mixed batches of MLA over "
         "FLASH_ATTN_MLA, for steps without a request of more than 512 new tokens (vLLM 0.31 and newer, Hopper); run on "
-        "an H200, speed not measured. shared-experts: drafts of drafters with experts under data parallelism (vLLM "
+        "an H200, tokens/s the same. shared-experts: drafts of drafters with experts under data parallelism (vLLM "
         "0.30 and newer); not run on several GPUs.",
         affects=("graphs",),
         choices=get_args(MoreGraphs),
