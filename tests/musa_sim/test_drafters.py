@@ -254,7 +254,7 @@ def runs(
             unknown="any batch",
         ),
     }
-    # Few requests: vLLM samples and drafts without graphs here, and Triton's interpreter is slow.
+    # Few requests: vLLM drafts without graphs here, and Triton's interpreter is slow.
     verified = dspark(folder / "adaptive")
     verified["speculative_config"]["enable_adaptive_verification"] = True
     asked["adaptive"] = dataclasses.replace(
@@ -302,6 +302,8 @@ def test_drafts_that_the_device_chooses_are_verified_in_graphs(runs: dict[str, t
     assert any(step["verified"] and len(step["verified"]) < len(step["scheduled"]) for step in found.steps)
     before, after = (run.counts["graph_replays"]["target"] for run in (expected, found))
     assert before < after == found.counts["steps"]
+    # The first step has no drafts.
+    assert found.counted["v2-tail-graph sampling"] == {"served": found.counts["steps"] - 1, "prompt": 1}
 
 
 def test_graphs_draft_each_number_of_the_schedule(runs: dict[str, tuple[Run, Run]]) -> None:
@@ -338,4 +340,6 @@ def test_prompts_with_adapters_are_replays(runs: dict[str, tuple[Run, Run]]) -> 
     assert {"v2-mixed-graphs", *GRAPHS} <= set(found.used)
     before, after = (run.counts["graph_replays"]["target"] for run in (expected, found))
     assert before < after == found.counts["steps"]
+    # The first step has no drafts.
+    assert found.counted["v2-tail-graph sampling"] == {"served": found.counts["steps"] - 1, "prompt": 1}
     assert "adapters" not in found.counted["v2-tail-graph sampling"]

@@ -281,7 +281,7 @@ CASES: Final = [
     (runner_v2, "speculator", None, "does not draft", PARTS[runner_v2]),
     (runner_v2, "rejection_sampler", None, "not verified", TAIL),
     (runner_v2, "speculator.acceptance_estimator", object(), "acceptance", Part.V2_DRAFTING),
-    (runner_v2, "adaptive_verification", object(), "verified changes", TAIL),
+    (runner_v2, "adaptive_verification", object(), "verified changes", Part.V2_INPUTS | Part.V2_DRAFTING),
     (runner_v2, "vllm_config.parallel_config.data_parallel_size", 2, "draft for all requests", MIXED),
     (runner_v2, "vllm_config.parallel_config.pipeline_parallel_size", 2, "pipeline", TAIL),
     (runner_v2, "vllm_config.parallel_config.decode_context_parallel_size", 2, "split among", TAIL | MIXED),

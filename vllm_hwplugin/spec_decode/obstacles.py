@@ -531,7 +531,7 @@ OBSTACLES: Final = (
     ),
     Obstacle("{} samples in its own way", Part.V2_SAMPLING, _other_sampler),
     Obstacle(_VERIFIED, _V1, lambda r: r.speculative_config.method == "ngram_gpu"),
-    Obstacle(_VERIFIED, _TAIL, _has("adaptive_verification")),
+    Obstacle(_VERIFIED, _V2 | _DRAFTS, _has("adaptive_verification")),
     Obstacle(f"{_VERIFIED}, and {{}}", _MIXED, _counts_on_host),
     Obstacle("acceptance is estimated in each step", _DRAFTS, _has("speculator.acceptance_estimator")),
     Obstacle("{}", _PHASE, _lacks_graphs),

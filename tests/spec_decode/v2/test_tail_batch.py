@@ -16,7 +16,14 @@ import torch
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, uniform_shape
 from vllm_hwplugin.spec_decode.step_counts import Reason
-from vllm_hwplugin.spec_decode.v2.recording import SamplerParts, decode_query_len, rungs, scheduled_query_lens
+from vllm_hwplugin.spec_decode.v2.recording import (
+    SamplerParts,
+    decode_query_len,
+    row_shapes,
+    rungs,
+    scheduled_query_lens,
+)
+from vllm_hwplugin.spec_decode.v2.tail_buffers import DeviceRows, TailBuffers
 
 from ...conftest import versions
 from ...released import text_of
@@ -140,3 +147,43 @@ def test_only_batches_of_decodes_with_equally_many_drafts_are_served() -> None:
     # As many tokens as two requests with two drafts each.
     assert found(4, 2) is Reason.FEWER_DRAFTS
     assert found(4, 4, prompt=True) is Reason.PROMPT
+
+
+def test_where_the_device_has_the_counts_of_drafts_a_graph_holds_rows_of_any_request() -> None:
+    def found(most_reqs: int, query_len: int, vocab_size: int) -> list[tuple[int, int]]:
+        sampler = SimpleNamespace(sampling_states=SimpleNamespace(vocab_size=vocab_size))
+        runner = SimpleNamespace(max_num_reqs=most_reqs, decode_query_len=query_len, sampler=sampler)
+        return [(shape.num_tokens, shape.num_reqs) for shape in row_shapes(runner)]
+
+    assert found(6, 4, 1000) == [(24, 6), (16, 6), (8, 6)]
+    # As many as are sampled at a time. A batch with a draft has more rows than requests.
+    assert found(300, 8, 151_936) == [
+        *((512, 256), (384, 256), (256, 255), (128, 127), (64, 63), (32, 31), (16, 15), (8, 7)),
+    ]
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_their_rows_are_copied_on_the_device(gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    moving = SimpleNamespace(np=np.array([1, 2, 3], dtype=np.int32), gpu=torch.zeros(3, dtype=torch.int32))
+    states = SimpleNamespace(**dict.fromkeys(("temperature", "top_k", "top_p", "seeds"), moving))
+    runner = SimpleNamespace(
+        device="cpu",
+        sampler=SimpleNamespace(sampling_states=states),
+        req_states=SimpleNamespace(prefill_len=moving),
+    )
+    buffers = TailBuffers(runner, 3, 4, torch.int32, 16)
+    batch = SimpleNamespace(
+        cu_num_logits=torch.tensor([0, 3, 5]),
+        expanded_idx_mapping=torch.tensor([7, 7, 7, 2, 2]),
+        expanded_local_pos=torch.tensor([0, 1, 2, 0, 1]),
+        logits_indices=torch.tensor([4, 5, 6, 0, 1]),
+    )
+    buffers.write(np.array([7, 2]), 9, 2, DeviceRows(batch, gathered))
+    # Padding has no rows, and the others belong to no request.
+    assert buffers.cu_num_logits.tolist() == [0, 3, 5, 5]
+    assert buffers.idx_mapping_alive(3).tolist() == [7, 2, -1]
+    assert buffers.expanded_idx_mapping.tolist() == [7, 7, 7, 2, 2, *[9] * 7]
+    assert buffers.local_pos[:6].tolist() == [0, 1, 2, 0, 1, 0]
+    assert buffers.logits_indices[:6].tolist() == [4, 5, 6, 0, 1, 0]
+    assert buffers.hidden_rows[:6].tolist() == ([0, 1, 2, 3, 4, 0] if gathered else [4, 5, 6, 0, 1, 0])

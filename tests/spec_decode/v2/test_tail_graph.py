@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from vllm_hwplugin.base import run_records
-from vllm_hwplugin.spec_decode.decode_batch import uniform_shape
+from vllm_hwplugin.spec_decode.decode_batch import GraphShape, uniform_shape
 from vllm_hwplugin.spec_decode.obstacles import Part
 from vllm_hwplugin.spec_decode.step_counts import Reason
 from vllm_hwplugin.spec_decode.v2 import tail_capture, tail_graph
@@ -33,7 +33,7 @@ HIDDEN, OTHER = torch.ones(8, 2), torch.ones(8, 4)
 def captured(**changed: Any) -> Captured:
     """A capture without graphs, but for what is changed."""
     usual: dict[str, Any] = {one.name: None for one in dataclasses.fields(Captured)}
-    usual |= {"left": {}, "graphs": {}, "mixed": {}, "adapts_logits": False, "drawn_by_host": False}
+    usual |= {"left": {}, "graphs": {}, "mixed": {}, "by_rows": (), "adapts_logits": False, "drawn_by_host": False}
     usual |= {"fused": FusedWeights(None), "touched": Touched(), "parameters": Parameters()}
     return Captured(**usual | changed)
 
@@ -198,3 +198,17 @@ def test_a_graph_with_far_more_logits_than_a_batch_has_is_not_replayed(monkeypat
     assert graphs._sampling_alone(capture, HIDDEN, batch, Reason.PROMPT) is needed
     del made[4, 2]
     assert graphs._sampling_alone(capture, HIDDEN, batch, Reason.PROMPT) is Reason.LARGER_BATCH
+
+
+def test_where_the_device_has_the_counts_of_drafts_a_graph_holds_a_batchs_rows() -> None:
+    """And two that no request has, if it has padding."""
+    shapes = [GraphShape(*shape, None) for shape in ((8, 6), (16, 6), (24, 6))]
+    graphs = [ShapeGraphs(shape, {}, Reason.NOT_CAPTURED) for shape in shapes]
+
+    def found(num_reqs: int, num_rows: int) -> int | None:
+        graph = tail_graph._holding(graphs, num_reqs, num_rows)
+        return None if graph is None else graph.shape.num_tokens
+
+    assert [found(2, rows) for rows in (3, 6, 7, 8)] == [8, 8, 16, 16]
+    assert [found(6, rows) for rows in (7, 8, 9, 24)] == [8, 8, 16, 24]
+    assert (found(5, 23), found(7, 8)) == (None, None)

@@ -110,13 +110,28 @@ def decode_shapes(runner: Any) -> list[GraphShape]:
     """Return the shapes of the target's FULL decode graphs, largest first.
 
     Planned graphs count, also before their capture. With a schedule of draft counts, each count has the shapes of its
-    batch sizes; all batch sizes if the load decides between the counts.
+    batch sizes; all batch sizes if the load decides between the counts. With adaptive verification: `row_shapes`.
     """
     planned = runner.cudagraph_manager._capture_descs.get(CUDAGraphMode.FULL, ())
+    if getattr(runner, "adaptive_verification", None) is not None:
+        return row_shapes(runner) if planned else []
     full_graphs = [(desc.num_reqs, desc.uniform_token_count) for desc in planned]
     lens = scheduled_query_lens(runner)
     every = [[1 + count] * len(lens) for count in counts_of(runner.compilation_config) if count]
     return rungs(full_graphs, *(every or [lens]))
+
+
+def row_shapes(runner: Any) -> list[GraphShape]:
+    """Return shapes by rows of logits, largest first.
+
+    A graph holds any batch of as many rows. With adaptive verification the host knows a batch's rows and not a
+    request's. vLLM samples such a batch in one piece, and so does a graph.
+    """
+    most_reqs = min(runner.max_num_reqs, MAX_NUM_REQS)
+    most_rows = min(most_reqs * runner.decode_query_len, rows_at_a_time(runner.sampler.sampling_states.vocab_size))
+    sizes = {most_rows, *(size for size in (8, 16, 32, 64, *range(128, most_rows, 128)) if size < most_rows)}
+    # A batch with drafts has more rows than requests.
+    return [GraphShape(size, min(most_reqs, size - 1), None) for size in sorted(sizes, reverse=True)]
 
 
 def mixed_shapes(runner: Any) -> list[GraphShape]:

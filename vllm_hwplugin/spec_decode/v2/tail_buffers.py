@@ -4,7 +4,8 @@
 V2 allocates most of a batch's small tensors again in each step, and its sampling parameters move between two host
 buffers. A decode batch with equal token counts needs only its requests' rows in the runner's state: the rest follows
 from the number of requests. The buffers here hold the rows, and are written when the requests differ from the previous
-step's. For any other batch they are written in each step, together with the positions of its logits.
+step's. For any other batch they are written in each step, together with the positions of its logits; with adaptive
+verification only the device has these.
 
 A batch may have fewer requests than the graph. The surplus requests, *padding*, take a row that no request has, so
 nothing reads their results. `Padding` has the tensors that keep padding out of the KV cache.
@@ -55,6 +56,14 @@ class LogitsRows:
     #: [number of requests]: end of each request's tokens.
     query_ends: np.ndarray
     #: Whether the graph's hidden states are only these rows, not all tokens.
+    gathered: bool
+
+
+@dataclass(frozen=True)
+class DeviceRows:
+    """Positions of the rows of a batch whose draft counts are only on the device, in vLLM's `InputBatch`."""
+
+    batch: Any
     gathered: bool
 
 
@@ -173,14 +182,17 @@ class TailBuffers:
             written["dead_tokens"][: num_reqs * query_len],
         )
 
-    def write(self, rows: np.ndarray, free_row: int, query_len: int, logits: LogitsRows | None = None) -> None:
+    def write(
+        self, rows: np.ndarray, free_row: int, query_len: int, logits: LogitsRows | DeviceRows | None = None
+    ) -> None:
         """Write the requests' rows, parameters and prompt lengths into the buffers.
 
         Args:
             rows: [number of requests], integers: rows in the runner's state.
             free_row: padding's row.
             query_len: tokens of a request in the graphs.
-            logits: positions of at most `query_len` rows of logits per request. None: a row for each token.
+            logits: positions of at most `query_len` rows of logits per request. None: a row for each token. Rows on the
+                device are written for a graph that samples all its requests at a time; padding has none of them.
         """
         host, count = self._packed.host, len(rows)
         most, tokens = len(host["rows"]), self._tokens
@@ -191,6 +203,20 @@ class TailBuffers:
         np.multiply(host["query_start_loc"], query_len, out=host["block_start_loc"])
         host["dead_tokens"][:] = tokens >= count * query_len
 
+        for name, moving in self._moving.items():
+            host[name][:] = moving.np
+        for name, rest in (("expanded_rows", free_row), ("local_pos", 0), ("logits_indices", 0), ("hidden_rows", 0)):
+            host[name][:] = rest
+        if isinstance(logits, DeviceRows):
+            self._write_from_device(logits)
+        else:
+            self._place(count, query_len, logits)
+            self._packed.copy()
+
+    def _place(self, count: int, query_len: int, logits: LogitsRows | None) -> None:
+        """Put each request's rows of logits into its chunk."""
+        host, tokens = self._packed.host, self._tokens
+        most = len(host["rows"])
         num_logits: Any = np.full(most, query_len if logits is None else 1)
         if logits is not None:
             num_logits[:count] = logits.num_logits
@@ -202,8 +228,6 @@ class TailBuffers:
         chunk_reqs = self.chunk_reqs(query_len)
         first: Any = request // chunk_reqs * chunk_reqs
         place = first * query_len + row - starts[first]
-        for name, rest in (("expanded_rows", free_row), ("local_pos", 0), ("logits_indices", 0), ("hidden_rows", 0)):
-            host[name][:] = rest
         host["expanded_rows"][place] = host["rows"][request]
         host["local_pos"][place] = row - starts[request]
         last: Any = ends
@@ -213,9 +237,20 @@ class TailBuffers:
         host["logits_indices"][place] = row + (last - ends)[request]
         host["hidden_rows"][place] = row if logits is None or logits.gathered else host["logits_indices"][place]
 
-        for name, moving in self._moving.items():
-            host[name][:] = moving.np
+    def _write_from_device(self, logits: DeviceRows) -> None:
+        """Copy the rows of logits, which vLLM has put one behind another."""
+        host, batch, written = self._packed.host, logits.batch, self._packed.device
+        num_logits = len(batch.logits_indices)
+        host["cu_num_logits"][:] = num_logits
+        if logits.gathered:
+            host["hidden_rows"][:num_logits] = self._tokens[:num_logits]
         self._packed.copy()
+        written["cu_num_logits"][: len(batch.cu_num_logits)].copy_(batch.cu_num_logits)
+        self.expanded_idx_mapping[:num_logits].copy_(batch.expanded_idx_mapping)
+        self.local_pos[:num_logits].copy_(batch.expanded_local_pos)
+        self.logits_indices[:num_logits].copy_(batch.logits_indices)
+        if not logits.gathered:
+            self.hidden_rows[:num_logits].copy_(batch.logits_indices)
 
     def clear(self, query_len: int) -> None:
         """Fill the buffers with padding only, `query_len` tokens per request."""

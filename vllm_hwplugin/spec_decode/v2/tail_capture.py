@@ -101,6 +101,7 @@ class Captured:
         graphs: by (tokens of a request, number of requests) of a batch, the smallest that hold it.
         mixed: drafting graphs of mixed batches, by tokens with padding. DFlash's end before its pass over blocks.
         blocks: graphs of that pass, by number of requests, the smallest that hold them.
+        by_rows: graphs that sample batches whose draft counts are only on the device, smallest first.
         most_reqs: requests of the largest graph, by tokens of a request.
         batches: the captured batches, by (tokens of a request, number of requests) of a graph.
         adapts_logits: whether adapters may change logits.
@@ -117,6 +118,7 @@ class Captured:
     graphs: Mapping[tuple[int, int], ShapeGraphs]
     mixed: Mapping[int, ShapeGraphs]
     blocks: Mapping[int, ShapeGraphs]
+    by_rows: Sequence[ShapeGraphs]
     most_reqs: Mapping[int, int]
     batches: Mapping[tuple[int, int], Any]
     buffers: TailBuffers
@@ -235,10 +237,13 @@ class TailRecorder:
         # vLLM has no graphs of a standalone draft model.
         standalone = method in STANDALONE_METHODS
         touched = Touched(None if standalone else draft)
-        graphs, most_reqs = dict[tuple[int, int], ShapeGraphs](), dict[int, int]()
+        graphs, most_reqs, by_rows = dict[tuple[int, int], ShapeGraphs](), dict[int, int](), list[ShapeGraphs]()
         with touched:
             for shape in self._shapes:
                 made = self._capture_shape(shape)
+                if shape.query_len is None:
+                    by_rows.insert(0, made)
+                    continue
                 most_reqs.setdefault(made.query_len, shape.num_reqs)
                 # The smallest that holds a batch is captured last, and replaces larger ones.
                 graphs |= {(made.query_len, count): made for count in range(1, shape.num_reqs + 1)}
@@ -247,6 +252,7 @@ class TailRecorder:
             graphs=graphs,
             mixed={},
             blocks={},
+            by_rows=by_rows,
             most_reqs=most_reqs,
             batches=self._batches,
             buffers=self._buffers,
@@ -273,11 +279,15 @@ class TailRecorder:
     def _capture_shape(self, shape: GraphShape) -> ShapeGraphs:
         runner, buffers = self._runner, self._buffers
         query_len = shape.num_tokens // shape.num_reqs
-        buffers.clear(query_len)
+        # Where the device has the draft counts, only it knows where a chunk of requests would end.
+        chunk_reqs = shape.num_reqs if shape.query_len is None else buffers.chunk_reqs(query_len)
+        buffers.clear(shape.query_len or 1)
         # Before vLLM prepares the inputs, because making a dummy batch overwrites them.
-        chunks = [self._chunk(shape, first) for first in range(0, shape.num_reqs, buffers.chunk_reqs(query_len))]
-        prepared = self._prepared(shape, query_len)
-        batch = self._batches[query_len, shape.num_reqs] = self._recorded_batch(slice(shape.num_reqs), query_len)
+        chunks = [self._chunk(shape, first, chunk_reqs) for first in range(0, shape.num_reqs, chunk_reqs)]
+        prepared = [] if shape.query_len is None else self._prepared(shape, query_len)
+        batch = self._recorded_batch(slice(shape.num_reqs), shape.num_tokens)
+        if shape.query_len is not None:
+            self._batches[query_len, shape.num_reqs] = batch
         sampling = {}
         for needed in () if Part.V2_SAMPLING in self._left else SamplerParts:
             if self._drawn_by_host and needed.narrows:
@@ -360,16 +370,17 @@ class TailRecorder:
             graph = record_graph(draft, self._pool, runner.vllm_config, self._beyond)
         return ShapeGraphs(shape, sampling, Served(graph, self._buffers.outputs), metadata)
 
-    def _recorded_batch(self, reqs: slice, query_len: int) -> Any:
-        """Return a decode batch of the buffers' requests `reqs`."""
+    def _recorded_batch(self, reqs: slice, num_tokens: int) -> Any:
+        """Return a decode batch of the buffers' requests `reqs`, of `num_tokens` tokens."""
         runner, buffers = self._runner, self._buffers
         first, end = reqs.start or 0, reqs.stop
-        num_reqs, rows = end - first, slice(first * query_len, end * query_len)
-        start_loc = torch.arange(num_reqs + 1, dtype=torch.int32, device=runner.device) * query_len
-        start_loc_np: Any = np.arange(num_reqs + 1, dtype=np.int32) * query_len
-        full: Any = np.full(num_reqs, query_len - 1, dtype=np.int32)
+        num_reqs = end - first
+        rows = slice(first * num_tokens // num_reqs, first * num_tokens // num_reqs + num_tokens)
+        start_loc_np: Any = np.arange(num_reqs + 1, dtype=np.int32) * num_tokens // num_reqs
+        start_loc = torch.from_numpy(start_loc_np).to(runner.device)
+        full: Any = np.diff(start_loc_np) - 1
         return dataclasses.replace(
-            InputBatch.make_dummy(num_reqs, num_reqs * query_len, runner.input_buffers),
+            InputBatch.make_dummy(num_reqs, num_tokens, runner.input_buffers),
             idx_mapping=buffers.idx_mapping(end)[first:],
             # The row that `sampling_as` prepares.
             idx_mapping_np=np.zeros(num_reqs, dtype=np.intp),
@@ -387,16 +398,15 @@ class TailRecorder:
             seq_lens_cpu_upper_bound=torch.full((num_reqs,), runner.max_model_len, dtype=torch.int32),
         )
 
-    def _chunk(self, shape: GraphShape, first: int) -> tuple[slice, Any]:
-        """Return the requests sampled together from `first`, and their batch.
+    def _chunk(self, shape: GraphShape, first: int, most_reqs: int) -> tuple[slice, Any]:
+        """Return at most `most_reqs` requests sampled together from `first`, and their batch.
 
         A batch with a prompt has more tokens than a decode batch, so this batch refers to all inputs.
         """
-        buffers, inputs = self._buffers, self._runner.input_buffers
-        query_len = shape.num_tokens // shape.num_reqs
-        reqs = slice(first, min(first + buffers.chunk_reqs(query_len), shape.num_reqs))
+        inputs = self._runner.input_buffers
+        reqs = slice(first, min(first + most_reqs, shape.num_reqs))
         return reqs, dataclasses.replace(
-            self._recorded_batch(reqs, query_len),
+            self._recorded_batch(reqs, (reqs.stop - first) * shape.num_tokens // shape.num_reqs),
             input_ids=inputs.input_ids,
             positions=inputs.positions,
             query_start_loc=inputs.query_start_loc[first : reqs.stop + 1],
@@ -405,14 +415,15 @@ class TailRecorder:
     def _sample(self, batch: Any, chunks: Sequence[tuple[slice, Any]]) -> None:
         """Sample from the target's hidden states, and update the requests' state."""
         runner, buffers = self._runner, self._buffers
-        num_reqs, outputs, query_len = batch.num_reqs, buffers.outputs, batch.num_tokens // batch.num_reqs
+        num_reqs, outputs = batch.num_reqs, buffers.outputs
         with nwor.deferred(runner):
             # The chunks' logits share memory.
             for reqs, chunk in chunks:
                 if reqs.start:
                     starts = chunk.cu_num_logits
                     chunk = dataclasses.replace(chunk, cu_num_logits=starts - starts[0])
-                rows = buffers.hidden_rows[reqs.start * query_len : reqs.stop * query_len]
+                first_row = reqs.start * batch.num_tokens // num_reqs
+                rows = buffers.hidden_rows[first_row : first_row + chunk.num_tokens]
                 hidden_states: Any = HiddenRows(target_states(runner)[0], rows)
                 output, num_sampled, num_rejected = self._vllm.sample(hidden_states, chunk, None)
                 outputs.sampled_token_ids[reqs].copy_(output.sampled_token_ids)

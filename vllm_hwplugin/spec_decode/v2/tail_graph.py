@@ -8,8 +8,9 @@ because vLLM starts to copy the sampled tokens to the host between them, and dra
 sampling has variants.
 
 Sampling starts from rows of hidden states, whichever requests they belong to. So the same graphs sample for a batch
-with a prompt or with unequal draft counts: its rows are put where a decode batch has them. Drafting processes all
-tokens. So it has graphs by tokens for such batches, if the target and the draft's first pass have them.
+with a prompt or with unequal draft counts: its rows are put where a decode batch has them. With adaptive verification,
+where only the device knows which rows are whose, sampling has graphs by rows. Drafting processes all tokens. So it has
+graphs by tokens for such batches, if the target and the draft's first pass have them.
 
 Drafting starts from the sampled tokens. So if a request needs more of the sampler than a graph has, vLLM samples, and
 the graph drafts.
@@ -52,8 +53,8 @@ from vllm_hwplugin.spec_decode.v2.recording import (
     mixed_shapes,
     splits_top_p,
 )
-from vllm_hwplugin.spec_decode.v2.tail_buffers import LogitsRows
-from vllm_hwplugin.spec_decode.v2.tail_capture import Captured, Held, Served, TailRecorder, target_states
+from vllm_hwplugin.spec_decode.v2.tail_buffers import DeviceRows, LogitsRows
+from vllm_hwplugin.spec_decode.v2.tail_capture import Captured, Held, Served, ShapeGraphs, TailRecorder, target_states
 
 #: Surplus rows of logits that a graph may compute for a batch that it does not draft for. The GPU should take less time
 #: for them than the host takes for the launches that the graph saves.
@@ -166,7 +167,7 @@ class TailGraphs(Graphs[Captured]):
             return
         run_records.note(
             V2_TAIL_GRAPH,
-            f"{len(shapes)} shapes of at most {max(captured.most_reqs.values())} requests, captured in "
+            f"{len(shapes)} shapes of at most {max(shape.num_reqs for shape in shapes)} requests, captured in "
             f"{time.perf_counter() - started:.1f} s, {(reserved_memory() - reserved) / 2**20:.0f} MiB"
             + (f"; the largest before that, for vLLM's estimate, in {self._estimated:.1f} s" if self._estimated else "")
             + "".join(f"; {part}: {reason}" for part, reason in by_vllm.items())
@@ -382,7 +383,9 @@ class TailGraphs(Graphs[Captured]):
         needed = SamplerParts.of(self._owner.sampler.sampling_states, rows, self._splits_top_p)
         return Reason.SAMPLING_PARAMETERS if needed is None or (captured.drawn_by_host and needed.narrows) else needed
 
-    def _write(self, captured: Captured, rows: np.ndarray, query_len: int, logits: LogitsRows | None = None) -> None:
+    def _write(
+        self, captured: Captured, rows: np.ndarray, query_len: int, logits: LogitsRows | DeviceRows | None = None
+    ) -> None:
         free = self._owner.req_states.free_indices
         # Without drafting, padding's row is read and not written, so it may be a request's row.
         captured.buffers.write(rows, free[-1] if free else int(rows[0]), query_len, logits)
@@ -394,17 +397,20 @@ class TailGraphs(Graphs[Captured]):
 
         `reason` is why graphs do not draft.
         """
-        rows, num_logits = batch.idx_mapping_np, np.diff(batch.cu_num_logits_np)
-        num_rows = int(num_logits.sum())
-        smallest = min(
-            (
-                graphs
-                for query_len in captured.most_reqs
-                if (graphs := captured.graphs.get((query_len, batch.num_reqs))) and query_len >= num_logits.max()
-            ),
-            key=lambda graphs: graphs.shape.num_tokens,
-            default=None,
-        )
+        rows, num_rows = batch.idx_mapping_np, batch.num_reqs + batch.num_draft_tokens
+        if captured.by_rows:
+            smallest = _holding(captured.by_rows, batch.num_reqs, num_rows)
+        else:
+            num_logits = np.diff(batch.cu_num_logits_np)
+            smallest = min(
+                (
+                    graphs
+                    for query_len in captured.most_reqs
+                    if (graphs := captured.graphs.get((query_len, batch.num_reqs))) and query_len >= num_logits.max()
+                ),
+                key=lambda graphs: graphs.shape.num_tokens,
+                default=None,
+            )
         if smallest is None:
             return Reason.LARGER_BATCH
         if not smallest.sampling:
@@ -425,6 +431,24 @@ class TailGraphs(Graphs[Captured]):
         if gathered:
             # Only the target's graphs write there, and nothing reads what they wrote.
             torch.index_select(hidden_states, 0, batch.logits_indices, out=states[: len(batch.logits_indices)])
-        ends = batch.query_start_loc_np[1 : 1 + batch.num_reqs]
-        self._write(captured, rows, smallest.query_len, LogitsRows(num_logits, ends, gathered))
+        written: LogitsRows | DeviceRows
+        if captured.by_rows:
+            written = DeviceRows(batch, gathered)
+        else:
+            written = LogitsRows(num_logits, batch.query_start_loc_np[1 : 1 + batch.num_reqs], gathered)
+        self._write(captured, rows, smallest.query_len, written)
         return smallest.sample(needed)
+
+
+def _holding(graphs: Sequence[ShapeGraphs], num_reqs: int, num_rows: int) -> ShapeGraphs | None:
+    """Return the first graph that holds `num_rows` rows of logits, or None."""
+    # Kernels read the row of a request's next token, and the token after it: padding's are two that no request has.
+    return next(
+        (
+            made
+            for made in graphs
+            if num_reqs <= made.shape.num_reqs
+            and num_rows + (2 if num_reqs < made.shape.num_reqs else 0) <= made.shape.num_tokens
+        ),
+        None,
+    )
