@@ -415,10 +415,10 @@ class TailGraphs(Graphs[Captured]):
             return Reason.LARGER_BATCH
         if not smallest.sampling:
             return Reason.NOT_CAPTURED
+        # Graphs by rows have few more than the batch.
+        surplus = 0 if captured.by_rows else smallest.shape.num_tokens - num_rows
         # With a drafter, vLLM samples a batch without drafts by another sampler than the captured sampler.
-        if (
-            not batch.num_draft_tokens and self._owner.speculator is not None
-        ) or smallest.shape.num_tokens - num_rows > _SURPLUS:
+        if (not batch.num_draft_tokens and self._owner.speculator is not None) or surplus > _SURPLUS:
             return reason
         # vLLM computes prompt logprobs after sampling, from the computed part of the prompt before this step.
         if self._scores_prompt[rows].any():
