@@ -353,6 +353,8 @@ class TailGraphs(Graphs[Captured]):
 
         `reason` is why graphs of decode batches do not draft.
         """
+        if Part.V2_DRAFTING in captured.left:
+            return Reason.NOT_CAPTURED
         dispatch, graphs = MixedDispatch.of(self._owner), captured.mixed.get(batch.num_tokens_after_padding)
         if dispatch is None or graphs is None or not dispatch.replays():
             return reason
