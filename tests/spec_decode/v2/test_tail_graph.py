@@ -201,8 +201,8 @@ def test_a_graph_with_far_more_logits_than_a_batch_has_is_not_replayed(monkeypat
 
 
 def test_where_the_device_has_the_counts_of_drafts_a_graph_holds_a_batchs_rows() -> None:
-    """And two that no request has, if it has padding."""
-    shapes = [GraphShape(*shape, None) for shape in ((8, 6), (16, 6), (24, 6))]
+    """And two that no request has, if it has padding and drafts."""
+    shapes = [GraphShape(*shape, None) for shape in ((6, 6), (8, 6), (16, 6), (24, 6))]
     graphs = [ShapeGraphs(shape, {}, Reason.NOT_CAPTURED) for shape in shapes]
 
     def found(num_reqs: int, num_rows: int) -> int | None:
@@ -212,3 +212,5 @@ def test_where_the_device_has_the_counts_of_drafts_a_graph_holds_a_batchs_rows()
     assert [found(2, rows) for rows in (3, 6, 7, 8)] == [8, 8, 16, 16]
     assert [found(6, rows) for rows in (7, 8, 9, 24)] == [8, 8, 16, 24]
     assert (found(5, 23), found(7, 8)) == (None, None)
+    # Without drafts vLLM has another sampler.
+    assert (found(2, 2), found(6, 6), found(7, 7)) == (6, 6, None)

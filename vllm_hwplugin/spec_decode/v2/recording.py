@@ -125,13 +125,19 @@ def row_shapes(runner: Any) -> list[GraphShape]:
     """Return shapes by rows of logits, largest first.
 
     A graph holds any batch of as many rows. With adaptive verification the host knows a batch's rows and not a
-    request's. vLLM samples such a batch in one piece, and so does a graph.
+    request's. vLLM samples such a batch in one piece, and so does a graph. A batch may verify no draft: then each
+    request has a row, and vLLM has another sampler.
     """
     most_reqs = min(runner.max_num_reqs, MAX_NUM_REQS)
-    most_rows = min(most_reqs * runner.decode_query_len, rows_at_a_time(runner.sampler.sampling_states.vocab_size))
-    sizes = {most_rows, *(size for size in (8, 16, 32, 64, *range(128, most_rows, 128)) if size < most_rows)}
+    at_a_time = rows_at_a_time(runner.sampler.sampling_states.vocab_size)
+
+    def sizes(most: int) -> set[int]:
+        return {most, *(size for size in (8, 16, 32, 64, *range(128, most, 128)) if size < most)}
+
     # A batch with drafts has more rows than requests.
-    return [GraphShape(size, min(most_reqs, size - 1), None) for size in sorted(sizes, reverse=True)]
+    drafts = {(size, min(most_reqs, size - 1)) for size in sizes(min(most_reqs * runner.decode_query_len, at_a_time))}
+    plain = {(size, size) for size in sizes(min(most_reqs, at_a_time))}
+    return [GraphShape(rows, reqs, None) for rows, reqs in sorted(drafts | plain, reverse=True)]
 
 
 def mixed_shapes(runner: Any) -> list[GraphShape]:

@@ -101,7 +101,8 @@ class Captured:
         graphs: by (tokens of a request, number of requests) of a batch, the smallest that hold it.
         mixed: drafting graphs of mixed batches, by tokens with padding. DFlash's end before its pass over blocks.
         blocks: graphs of that pass, by number of requests, the smallest that hold them.
-        by_rows: graphs that sample batches whose draft counts are only on the device, smallest first.
+        by_rows: graphs that sample batches whose draft counts are only on the device, smallest first; some for batches
+            without drafts.
         most_reqs: requests of the largest graph, by tokens of a request.
         batches: the captured batches, by (tokens of a request, number of requests) of a graph.
         adapts_logits: whether adapters may change logits.
@@ -289,8 +290,9 @@ class TailRecorder:
         if shape.query_len is not None:
             self._batches[query_len, shape.num_reqs] = batch
         sampling = {}
+        drawn_by_host = not batch.num_draft_tokens and runner.sampler.use_flashinfer
         for needed in () if Part.V2_SAMPLING in self._left else SamplerParts:
-            if self._drawn_by_host and needed.narrows:
+            if drawn_by_host and needed.narrows:
                 continue
             with sampling_as(runner.sampler, needed), buffers.stand_in():
                 graph = record_graph(lambda: self._sample(batch, chunks), self._pool, runner.vllm_config, self._beyond)

@@ -417,10 +417,10 @@ class TailGraphs(Graphs[Captured]):
             return Reason.LARGER_BATCH
         if not smallest.sampling:
             return Reason.NOT_CAPTURED
-        # Graphs by rows have few more than the batch.
-        surplus = 0 if captured.by_rows else smallest.shape.num_tokens - num_rows
-        # With a drafter, vLLM samples a batch without drafts by another sampler than the captured sampler.
-        if (not batch.num_draft_tokens and self._owner.speculator is not None) or surplus > _SURPLUS:
+        # With a drafter, vLLM samples a batch without drafts by another sampler than the captured sampler. Graphs by
+        # rows are of both samplers, and have few more rows than the batch.
+        other = not batch.num_draft_tokens and self._owner.speculator is not None
+        if not captured.by_rows and (other or smallest.shape.num_tokens - num_rows > _SURPLUS):
             return reason
         # vLLM computes prompt logprobs after sampling, from the computed part of the prompt before this step.
         if self._scores_prompt[rows].any():
@@ -444,13 +444,12 @@ class TailGraphs(Graphs[Captured]):
 
 def _holding(graphs: Sequence[ShapeGraphs], num_reqs: int, num_rows: int) -> ShapeGraphs | None:
     """Return the first graph that holds `num_rows` rows of logits, or None."""
-    # Kernels read the row of a request's next token, and the token after it: padding's are two that no request has.
-    return next(
-        (
-            made
-            for made in graphs
-            if num_reqs <= made.shape.num_reqs
-            and num_rows + (2 if num_reqs < made.shape.num_reqs else 0) <= made.shape.num_tokens
-        ),
-        None,
-    )
+    drafts = num_rows > num_reqs
+    for made in graphs:
+        rows, reqs = made.shape.num_tokens, made.shape.num_reqs
+        # Kernels read the row of a request's next token, and the token after it: padding's are two that no request has.
+        # Without drafts each request of a graph has a row.
+        spare = 2 if drafts and num_reqs < reqs else 0
+        if drafts == (rows > reqs) and num_reqs <= reqs and num_rows + spare <= rows:
+            return made
+    return None
