@@ -6,8 +6,7 @@ batches of up to 256 requests, mixed graphs, failed captures at a start, the KV 
 kernel.
 Results, versions, device and commit go to FILE as JSON after each test, and a failure is printed when it happens: a
 run that is stopped has told what it found. The exit status is pytest's.
-Most of the time goes to starts of engines, with cold caches: seven minutes on a host of 32 cores (one H200, vLLM
-0.33.0), more than ten on one of 16.
+Most of the time goes to starts of engines, so a host of few cores with cold caches takes longest.
 """
 
 from __future__ import annotations

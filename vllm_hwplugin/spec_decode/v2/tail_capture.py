@@ -219,7 +219,6 @@ class TailRecorder:
     ):
         self._runner, self._vllm, self._left, self._shapes, self._mixed = runner, vllm, left, shapes, mixed
         self._beyond = draft_ranks(runner, left)
-        self._drawn_by_host = runner.speculator is None and runner.sampler.use_flashinfer
         chunk_rows = rows_at_a_time(runner.sampler.sampling_states.vocab_size)
         most_reqs = max(shape.num_reqs for shape in (*shapes, *mixed))
         self._buffers = TailBuffers(runner, most_reqs, runner.decode_query_len, idx_dtype(runner), chunk_rows)
@@ -259,7 +258,7 @@ class TailRecorder:
             buffers=self._buffers,
             pool=self._pool,
             adapts_logits=adapts_logits,
-            drawn_by_host=self._drawn_by_host,
+            drawn_by_host=runner.speculator is None and runner.sampler.use_flashinfer,
             scratch=shared_scratch(),
             fused=FusedWeights(draft if method in MASK_METHODS else None),
             touched=touched,
@@ -377,7 +376,8 @@ class TailRecorder:
         runner, buffers = self._runner, self._buffers
         first, end = reqs.start or 0, reqs.stop
         num_reqs = end - first
-        rows = slice(first * num_tokens // num_reqs, first * num_tokens // num_reqs + num_tokens)
+        first_row = first * num_tokens // num_reqs
+        rows = slice(first_row, first_row + num_tokens)
         start_loc_np: Any = np.arange(num_reqs + 1, dtype=np.int32) * num_tokens // num_reqs
         start_loc = torch.from_numpy(start_loc_np).to(runner.device)
         full: Any = np.diff(start_loc_np) - 1
@@ -428,6 +428,7 @@ class TailRecorder:
                 rows = buffers.hidden_rows[first_row : first_row + chunk.num_tokens]
                 hidden_states: Any = HiddenRows(target_states(runner)[0], rows)
                 output, num_sampled, num_rejected = self._vllm.sample(hidden_states, chunk, None)
+                # Without drafts it has one column, which all columns of the buffer then repeat.
                 outputs.sampled_token_ids[reqs].copy_(output.sampled_token_ids)
                 outputs.num_sampled[reqs].copy_(num_sampled)
                 outputs.num_rejected[reqs].copy_(num_rejected)
