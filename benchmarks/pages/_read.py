@@ -83,7 +83,12 @@ class Found:
     def asked(self) -> str:
         """Engine arguments of the run, to append to the target."""
         arguments = self.results["settings"].get("vllm_arguments") or {}
-        return "".join(f", {name}={value}" for name, value in arguments.items())
+        named = {
+            inner: content
+            for name, value in arguments.items()
+            for inner, content in (value if isinstance(value, dict) else {name: value}).items()
+        }
+        return "".join(f", {name}={value}" for name, value in named.items())
 
 
 def read_all(folder: Path, kind: str) -> list[Found]:

@@ -45,7 +45,7 @@ _WAITS = (
 )
 #: Concurrencies and targets of README.md.
 _SHOWN = (1, 16, 64, 128, 256)
-_MOST_TARGETS = 12
+_MOST_TARGETS = 16
 _COUNTED = {1: "one", 2: "two", 4: "four", 8: "eight"}
 
 
@@ -101,7 +101,7 @@ def live(files: Sequence[Found]) -> str:
 def first_screen(files: Sequence[Found]) -> tuple[str, str]:
     """Return README.md's sentence with one figure, and its table.
 
-    The table has the newest vLLM on a machine with no other load: a row for each target, at most twelve.
+    The table has the newest vLLM on a machine with no other load: a row for each target, at most `_MOST_TARGETS`.
     """
     quiet = [
         file for file in over_http(files) if not file.conditions and not file.results["settings"]["patched_environment"]

@@ -39,6 +39,7 @@ TESTS: Final = (
     "test_images.py",
     "test_v2_graphs.py::test_nor_with_dspark[False]",
     "test_v2_graphs.py::test_nor_with_dspark[True]",
+    "test_v2_graphs.py::test_nor_without_a_drafter",
     "test_v2_graphs.py::test_nor_with_drafters_that_vllm_has_no_graph_for[draft_model-0.31.0]",
     "test_v2_graphs.py::test_nor_with_a_schedule_of_numbers_of_drafts[eagle3]",
     "test_shapes.py::test_v2[MLA]",

@@ -73,6 +73,7 @@ def config_of(k: int = 3, seqs: int = 1024, batched: int = 8192, method: str = "
             runner_type=more.get("runner", "generate"),
             architectures=more.get("architectures", ()),
             get_hidden_size=lambda: more.get("hidden", 4096),
+            is_moe=more.get("experts", False),
         ),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
         lora_config=more.get("lora"),

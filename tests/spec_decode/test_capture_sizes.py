@@ -157,7 +157,7 @@ def test_an_engine_without_a_drafter_has_larger_sizes_if_it_is_asked_for_graphs(
     """Prompt steps had no graphs above twice `max_num_seqs` tokens."""
     unasked = made(config_of(k=0, seqs=64, hidden=1024, **more), stock)
     assert unasked.compilation_config.max_cudagraph_capture_size == 128
-    assert not entry.decisions
+    assert "capture-sizes" not in entry.decisions
     monkeypatch.setenv(gates.PLAIN_DECODE, "on")
     config = made(config_of(k=0, seqs=64, hidden=1024, **more), stock)
     assert config.compilation_config.max_cudagraph_capture_size == largest
@@ -182,7 +182,7 @@ def test_what_is_decided_is_on_record_and_stays(entry: run_records.RunRecord, mo
         ({"mode": CUDAGraphMode.PIECEWISE}, "cudagraph_mode is PIECEWISE"),
         # Its graphs of batches with prompts would be as many, and as large.
         ({"mode": CUDAGraphMode.FULL}, "cudagraph_mode is FULL"),
-        ({"dp": 2}, "data-parallel ranks pad their batches to each other's"),
+        ({"dp": 2, "experts": True}, "data-parallel ranks pad their batches to each other's"),
         ({"tp": 2, "sp": True}, "with sequence parallelism they must also be multiples of the tensor parallel size"),
         # A dispatcher of the V1 runner takes no size to compile for that is padded.
         ({"compile_sizes": [600]}, "compile_sizes are given"),
@@ -199,6 +199,17 @@ def test_sizes_that_are_left_to_vllm(entry: run_records.RunRecord, more: dict[st
     assert config.compilation_config.max_cudagraph_capture_size == 512
     assert largest_own(config.compilation_config) is None
     assert entry.decisions["capture-sizes"] == f"left to vLLM: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "largest"), [(2, True, 2048), (4, True, 1024), (16, True, 512), (16, False, LARGEST_MIXED)]
+)
+def test_ranks_that_pad_to_each_other_have_the_tokens_of_one_engine_together(
+    entry: run_records.RunRecord, ranks: int, experts: bool, largest: int
+) -> None:
+    """Prompts of more than 512 tokens ran without graphs, on all ranks."""
+    config = made(config_of(dp=ranks, experts=experts, v2=True), stock)
+    assert config.compilation_config.max_cudagraph_capture_size == largest
 
 
 def test_the_largest_size_that_vllm_sets_for_a_model_is_no_bound(entry: run_records.RunRecord) -> None:
@@ -441,3 +452,13 @@ def test_flash_attentions_buffers_do_not_grow_and_a_replay_has_the_bound_of_its_
     assert splits_of(config, own + 1, 500) == 0
     # FlashAttention 2 splits nothing.
     assert splits_of(config, LARGEST, 1 + k, splits=0) == 0
+
+
+def test_nor_without_a_drafter(entry: run_records.RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capturing batches with prompts raised AttributeError over FlashAttention 3."""
+    monkeypatch.setenv(gates.PLAIN_DECODE, "on")
+    config = made(config_of(k=0, seqs=64, v2=True), stock)
+    own = largest_own(config.compilation_config)
+    assert own is not None
+    assert splits_of(config, own + 32, own + 32) == 0
+    assert splits_of(config, own + 32, 1) > 0

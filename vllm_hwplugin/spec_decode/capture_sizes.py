@@ -173,7 +173,7 @@ def _why_left(vllm_config: Any) -> str | None:
     if compilation.compile_sizes:
         # vLLM ends the start if one of them is padded.
         return "compile_sizes are given"
-    if parallel.data_parallel_size > 1:
+    if _padding_ranks(vllm_config) > 1 and not _is_v2(vllm_config):
         return "data-parallel ranks pad their batches to each other's"
     model = getattr(vllm_config, "model_config", None)
     if vllm_config.speculative_config is None and not _is_v2(vllm_config):
@@ -197,6 +197,13 @@ def _is_v2(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
+def _padding_ranks(vllm_config: Any) -> int:
+    """Return how many data-parallel ranks pad their batches to the largest."""
+    # Layers of experts exchange tokens. Ranks of other models are separate engines.
+    model = getattr(vllm_config, "model_config", None)
+    return int(vllm_config.parallel_config.data_parallel_size) if getattr(model, "is_moe", True) else 1
+
+
 def _block(vllm_config: Any) -> int:
     """Return a request's tokens in a decode batch; 1: any number."""
     spec = vllm_config.speculative_config
@@ -212,6 +219,8 @@ def _set(vllm_config: Any, limit: int | None) -> tuple[str, str]:
     seqs, batched = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     if limit is not None:
         batched = min(batched, limit)
+    if (ranks := _padding_ranks(vllm_config)) > 1:
+        batched = min(batched, max(own[-1], LARGEST_MIXED // ranks))
     v2 = _is_v2(vllm_config)
     # With FULL_DECODE_ONLY batches with prompts have no graphs.
     wants_mixed = gates.read(gate_of(CAPTURE_SIZES)).text == "mixed"
@@ -438,7 +447,8 @@ def max_num_splits(builder: Any, num_tokens: int, max_query_len: int = 1) -> int
     own = largest_own(builder.vllm_config.compilation_config)
     if own is None or num_tokens <= own:
         return splits
-    if max_query_len > 1 + builder.vllm_config.speculative_config.num_speculative_tokens:
+    spec = builder.vllm_config.speculative_config
+    if max_query_len > (1 if spec is None else 1 + spec.num_speculative_tokens):
         # As without the larger sizes: the kernel decides.
         return 0
     # Larger graphs hold no decode batch.
