@@ -54,20 +54,22 @@ class Draft(torch.nn.Module):
 class Runner:
     """What `draft_head` reads of vLLM's runner, and the methods before which it puts itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         head: Any = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
         torch.nn.Module.__init__(head)
         weight = torch.randn(WORDS, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
-        head.weight = torch.nn.Parameter(weight, requires_grad=False)
-        head.quant_method, head.tp_size, head.org_vocab_size = UnquantizedEmbeddingMethod(), 1, WORDS
-        head.shard_indices = VocabParallelEmbeddingShardIndices(0, WORDS, WORDS, WORDS, 0, WORDS, WORDS, WORDS)
+        words = WORDS // ranks
+        start, end = rank * words, (rank + 1) * words
+        head.weight = torch.nn.Parameter(weight[start:end], requires_grad=False)
+        head.quant_method, head.tp_size, head.org_vocab_size = UnquantizedEmbeddingMethod(), ranks, WORDS
+        head.shard_indices = VocabParallelEmbeddingShardIndices(start, end, WORDS, WORDS, start, end, WORDS, WORDS)
         self.model = torch.nn.ModuleDict({"lm_head": head})
         self.speculative_config = SimpleNamespace(method="mtp", draft_sample_method="greedy")
         self.speculator = SimpleNamespace(
             model=Draft(head), speculative_config=self.speculative_config, use_local_argmax_reduction=False
         )
         self.model_config = SimpleNamespace(dtype=torch.bfloat16, head_dtype=torch.bfloat16)
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=ranks))
         tokens = np.zeros((1, 64), dtype=np.int32)
         self.req_states = SimpleNamespace(
             req_id_to_index={"r": 0},
@@ -187,6 +189,37 @@ def test_new_weights_are_copied(
     assert torch.allclose(stored, runner.model["lm_head"].weight.float()[: len(stored)], rtol=0.07, atol=0.01)
 
 
+def test_two_ranks_have_rows_of_their_words_and_draft_the_best_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(gate_of(V2_DRAFT_HEAD), "rows")
+    # The stand-in's model is none of vLLM's, whose logits are known.
+    monkeypatch.setattr(draft_head, "other_logits", lambda _: None)
+    runners = [Runner(rank, 2) for rank in range(2)]
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        draft_head, "tensor_model_parallel_all_gather", lambda pairs, dim: torch.cat((pairs, *sent), dim)
+    )
+    for runner in runners:
+        draft_head.install(runner)
+        assert runner.speculator.model.lm_head.weight.shape == (WIDTH, ROWS // 2)
+        runner.begin([3, 100, 120, 130, 250])
+    rings = [rows_of(runner) for runner in runners]
+    inside = np.concatenate([np.sort(ring.token_of) + rank * WORDS // 2 for rank, ring in enumerate(rings)])
+    assert {100, 120, 250} <= set(inside)
+    whole = Runner().model["lm_head"].weight.float()
+    scale = whole.abs().amax(1, keepdim=True) / 448
+    known = ((whole / scale).to(torch.float8_e4m3fn).float() * scale)[inside]
+    hidden = torch.randn(500, WIDTH, generator=torch.Generator().manual_seed(1))
+    expected = torch.from_numpy(inside)[(hidden @ known.t()).argmax(-1)]
+    assert {int(token) // (WORDS // 2) for token in expected} == {0, 1}
+    first, second = (runner.speculator.model for runner in runners)
+    # What the second rank sends is what it would get from a rank without any logit.
+    sent.append(torch.tensor([[-torch.inf, 0.0]]).repeat(500, 1))
+    others = second.get_top_tokens(hidden)
+    values = second.lm_head.quant_method.apply(second.lm_head, hidden).amax(-1)
+    sent[:] = [torch.stack((values, others.float()), -1)]
+    assert torch.equal(first.get_top_tokens(hidden), expected)
+
+
 def change(path: str, value: object) -> Callable[[Runner], None]:
     def apply(runner: Runner) -> None:
         owner, _, name = path.rpartition(".")
@@ -230,7 +263,7 @@ WITH_ROWS = {
     "drafts are sampled": change("speculative_config.draft_sample_method", "probabilistic"),
     "acceptance is estimated": change("speculator.enable_adaptive_verification", True),
     "drafts have a watermark": change("speculator.draft_watermarker", object()),
-    "rows are not built": change("vllm_config.parallel_config.tensor_parallel_size", 2),
+    "SimpleNamespace drafts in another way": change("vllm_config.parallel_config.tensor_parallel_size", 2),
 }
 
 

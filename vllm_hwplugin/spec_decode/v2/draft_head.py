@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
@@ -25,10 +26,10 @@ from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.base.fallback import in_a_line, report_unused
 from vllm_hwplugin.base.features import V2_DRAFT_HEAD, gate_of
 
-from .local_argmax import whole_logits_needed
+from .local_argmax import other_logits, whole_logits_needed
 from .methods import put_before
 
-#: Most rows of the form `rows`; it has a quarter of the vocabulary if that is less.
+#: Most rows of the form `rows`, of all ranks; it has a quarter of the vocabulary if that is less.
 ROWS: Final = 65536
 #: Prompts and answers after which all rows are copied again: a trainer may write weights and call nothing.
 FEEDS: Final = 1000
@@ -108,9 +109,8 @@ def obstacle(runner: Any, form: str) -> str | None:
 
 
 def _rows_obstacle(speculator: Any, ranks: int) -> str | None:
-    if (reason := whole_logits_needed(speculator)) is not None:
-        return f"{reason}; use copy"
-    return None if ranks == 1 else "rows are not built for tensor parallelism; copy is"
+    reason = whole_logits_needed(speculator) or (other_logits(speculator) if ranks > 1 else None)
+    return reason and f"{reason}; use copy"
 
 
 class Fp8Head(torch.nn.Module):  # type: ignore[misc]
@@ -162,7 +162,7 @@ class Fp8Head(torch.nn.Module):  # type: ignore[misc]
 
 
 class Ring:
-    """Which token each row has, on the host.
+    """Which token of a rank's vocabulary each row has, on the host.
 
     A quarter of the rows have the lowest ids; the others follow the traffic.
     """
@@ -175,6 +175,7 @@ class Ring:
         self.sampled = self.inside = 0
 
     def count(self, sampled: np.ndarray) -> None:
+        sampled = self._known(sampled)
         self.sampled += len(sampled)
         self.inside += int((self.slot_of[sampled] >= 0).sum())
 
@@ -184,13 +185,16 @@ class Ring:
         At most one ring's worth.
         """
         size = len(self.token_of) - self.fixed
-        tokens = tokens[(tokens >= 0) & (tokens < len(self.slot_of))]
+        tokens = self._known(tokens)
         new = np.unique(tokens[self.slot_of[tokens] < 0])[:size]
         slots: Any = self.fixed + (self._next + np.arange(len(new))) % size
         self._next = (self._next + len(new)) % size
         self.slot_of[self.token_of[slots]] = -1
         self.token_of[slots], self.slot_of[new] = new, slots
         return slots, new
+
+    def _known(self, tokens: np.ndarray) -> np.ndarray:
+        return tokens[(tokens >= 0) & (tokens < len(self.slot_of))]
 
 
 class DraftHead:
@@ -203,14 +207,16 @@ class DraftHead:
         self._source = (heads[0][2],)
         self.ring: Ring | None = None
         self._feeds = self._noted = 0
-        vocabulary = self.source.org_vocab_size
-        rows = min(ROWS, vocabulary // 64 * 16) if with_rows else None
+        self._ranks, shard = self.source.tp_size, self.source.shard_indices
+        # With tensor parallelism a rank has rows of its part of the vocabulary.
+        self._first, vocabulary = shard.org_vocab_start_index, shard.num_org_elements
+        rows = min(ROWS // self._ranks, vocabulary // 64 * 16) if with_rows else None
         with set_current_vllm_config(runner.vllm_config):
             self.head = Fp8Head(self.source, rows) if with_rows else _copy_of(self.source)
         if rows is not None:
             self.ring = Ring(vocabulary, rows)
             # vLLM saves a draft's buffers before a sleep that discards them: an id out of range would read anywhere.
-            self.head.register_buffer("ids", torch.arange(rows, device=self.source.weight.device))
+            self.head.register_buffer("ids", self._first + torch.arange(rows, device=self.source.weight.device))
             self._own_top_tokens = getattr(type(self.model), "get_top_tokens", None)
             self.model.get_top_tokens = self.top_tokens
             # vLLM then asks the model for `get_top_tokens`; its checks of the option are done.
@@ -225,9 +231,18 @@ class DraftHead:
 
     def top_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the best rows' token ids, (tokens,) int64, in graphs too."""
+        if self._ranks > 1:
+            return self._best_of_ranks(hidden_states)
         if self._own_top_tokens is not None:
             return self.head.ids[self._own_top_tokens(self.model, hidden_states)]
         return self.head.ids[self.model.compute_logits(hidden_states).argmax(dim=-1)]
+
+    def _best_of_ranks(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        # As vLLM's `LogitsProcessor.get_top_tokens`, which would add the rank's first token to the place of a row.
+        values, rows = self.head.quant_method.apply(self.head, hidden_states).max(dim=-1)
+        pairs = torch.stack((values.float(), self.head.ids[rows].float()), dim=-1)
+        values, tokens = tensor_model_parallel_all_gather(pairs, dim=-1).unflatten(-1, (self._ranks, 2)).unbind(-1)
+        return tokens.gather(-1, values.argmax(-1, keepdim=True)).squeeze(-1).long()
 
     def note(self) -> None:
         """Describe the head in the run record."""
@@ -246,10 +261,10 @@ class DraftHead:
         pair = torch.from_numpy(np.stack((slots, tokens))).to(self.source.weight.device, non_blocking=True)
         self.head.write(self.source.weight.data, pair[0], pair[1])
         if self.ring is not None:
-            self.head.ids.index_copy_(0, pair[0], pair[1])
+            self.head.ids.index_copy_(0, pair[0], self._first + pair[1])
 
     def _feed(self, ring: Ring, tokens: np.ndarray) -> None:
-        slots, new = ring.take(tokens)
+        slots, new = ring.take(tokens - self._first)
         if len(new):
             # Before the step's drafts, on their stream.
             self._write(slots, new)
@@ -273,7 +288,7 @@ class DraftHead:
 
     def finish_requests(self, ring: Ring, vllms: Callable[..., Any], scheduler_output: Any) -> None:
         for prompt, tokens in self._ended(scheduler_output.finished_req_ids):
-            ring.count(tokens[prompt:])
+            ring.count(tokens[prompt:] - self._first)
             self._feed(ring, tokens)
         # Each note writes a file.
         if ring.sampled > 2 * self._noted:

@@ -48,7 +48,7 @@ def take_local_argmax(speculator: Any) -> None:
     if not own and getattr(getattr(model, "lm_head", None), "tp_size", 1) == 1:
         return
     try:
-        reason = whole_logits_needed(speculator) or _obstacle(speculator)
+        reason = whole_logits_needed(speculator) or other_logits(speculator)
     except Exception as error:  # A model of another shape, whose start must go on.
         reason = f"the drafter cannot be read: {in_a_line(error)}"
     speculator.use_local_argmax_reduction = reason is None
@@ -66,7 +66,7 @@ def whole_logits_needed(speculator: Any) -> str | None:
     return None
 
 
-def _obstacle(speculator: Any) -> str | None:
+def other_logits(speculator: Any) -> str | None:
     """Return why the local argmax may draft other tokens, or None."""
     model = speculator.model
     if type(speculator).__name__ not in _SPECULATORS:
