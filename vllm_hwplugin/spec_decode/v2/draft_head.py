@@ -194,7 +194,8 @@ class Ring:
         return slots, new
 
     def _known(self, tokens: np.ndarray) -> np.ndarray:
-        return tokens[(tokens >= 0) & (tokens < len(self.slot_of))]
+        known: np.ndarray = tokens[(tokens >= 0) & (tokens < len(self.slot_of))]
+        return known
 
 
 class DraftHead:
