@@ -54,6 +54,7 @@ def config_of(k: int = 3, seqs: int = 1024, batched: int = 8192, method: str = "
         parallel_config=SimpleNamespace(
             tensor_parallel_size=more.get("tp", 1),
             data_parallel_size=more.get("dp", 1),
+            enable_elastic_ep=more.get("elastic", False),
             pipeline_parallel_size=more.get("pp", 1),
         ),
         compilation_config=SimpleNamespace(

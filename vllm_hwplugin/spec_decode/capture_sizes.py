@@ -173,7 +173,8 @@ def _why_left(vllm_config: Any) -> str | None:
     if compilation.compile_sizes:
         # vLLM ends the start if one of them is padded.
         return "compile_sizes are given"
-    if _padding_ranks(vllm_config) > 1 and not _is_v2(vllm_config):
+    # With elastic expert parallelism ranks join later, and would choose sizes by another number of ranks.
+    if _padding_ranks(vllm_config) > 1 and (not _is_v2(vllm_config) or getattr(parallel, "enable_elastic_ep", False)):
         return "data-parallel ranks pad their batches to each other's"
     model = getattr(vllm_config, "model_config", None)
     if vllm_config.speculative_config is None and not _is_v2(vllm_config):

@@ -162,6 +162,24 @@ def test_released_managers_capture_what_they_do_without_the_plugin(
         assert planned(drafters[1]) == planned(drafters[0])
 
 
+def test_ranks_of_data_parallelism_agree_on_larger_sizes_alone(
+    vllm_tree: Any, entry: run_records.RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 0.32 they have larger sizes, and no graphs of mixed batches."""
+    asked: list[ranks.Beyond] = []
+
+    def all_ranks(well: bool, beyond: ranks.Beyond = ranks.Beyond.NONE) -> bool:
+        asked.append(beyond)
+        return well
+
+    monkeypatch.setattr(graph_recording, "all_ranks", all_ranks)
+    monkeypatch.setattr(graph_recording, "reserved_memory", lambda: 0)
+    tree = vllm_tree(VERSION)
+    Manager(tree, made(config_of(v2=True, dp=2, experts=True), fill_of(tree)), monkeypatch)
+    assert asked
+    assert all(ranks.Beyond.DATA_PARALLEL in beyond for beyond in asked)
+
+
 def test_a_rank_goes_on_without_graphs_that_failed_on_another(
     vllm_tree: Any, used: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,7 +74,7 @@ def captured(
         return ()
     pieces = {id(wrapper): set(wrapper.concrete_cudagraph_entries) for wrapper in CUDAGraphWrapper._all_instances}
     # Ranks of data parallelism pad a batch to the same graph, and so do stages of a pipeline.
-    beyond = (Beyond.DATA_PARALLEL if mixed else Beyond.NONE) | (Beyond.STAGES if target else Beyond.NONE)
+    beyond = Beyond.DATA_PARALLEL | (Beyond.STAGES if target else Beyond.NONE)
     measured = {name: marks.get(name) for name in ("_max_full_descs_to_capture", "_capture_mem_samples")}
     done: list[Any] = []
 
