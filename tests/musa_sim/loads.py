@@ -197,7 +197,7 @@ class Process:
         variables = {
             name: value
             for name, value in self.environment.items()
-            if name.startswith(("VLLM_", "MUSA_SIM_", "TRITON_", "TORCH", "OMP_", "CUDA_"))
+            if name.startswith(("VLLM_", "MUSA_SIM_", "TRITON_", "TORCH", "OMP_", "ONEDNN_", "CUDA_"))
             and name != "VLLM_HWPLUGIN_CACHE_DIR"
         }
         packages = sorted((one.metadata["Name"], one.version) for one in importlib.metadata.distributions())
