@@ -55,6 +55,7 @@ def config_of(k: int = 3, seqs: int = 1024, batched: int = 8192, method: str = "
             tensor_parallel_size=more.get("tp", 1),
             data_parallel_size=more.get("dp", 1),
             enable_elastic_ep=more.get("elastic", False),
+            use_ubatching=more.get("ubatches", False),
             pipeline_parallel_size=more.get("pp", 1),
         ),
         compilation_config=SimpleNamespace(

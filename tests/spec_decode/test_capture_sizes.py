@@ -187,6 +187,10 @@ def test_what_is_decided_is_on_record_and_stays(entry: run_records.RunRecord, mo
             {"dp": 2, "experts": True, "v2": True, "elastic": True},
             "data-parallel ranks pad their batches to each other's",
         ),
+        (
+            {"dp": 2, "experts": True, "v2": True, "ubatches": True},
+            "data-parallel ranks pad their batches to each other's",
+        ),
         ({"tp": 2, "sp": True}, "with sequence parallelism they must also be multiples of the tensor parallel size"),
         # A dispatcher of the V1 runner takes no size to compile for that is padded.
         ({"compile_sizes": [600]}, "compile_sizes are given"),
