@@ -53,8 +53,6 @@ if importlib.util.find_spec("hypothesis") is not None:
 # Tests call the plugin's entry points, and so does vLLM where it is imported while tests are collected: none of them
 # changes what the others log. `test_log.py` has processes for that.
 log.prepare = lambda: None
-# On some processors oneDNN multiplies float16 by other instructions, and texts part at a tie.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 # What tests start compiles the modules of a released vLLM once, and not in each process.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
