@@ -295,3 +295,14 @@ def test_a_gpu_without_a_kernel_keeps_the_whole_head(
     runner = installed("copy")
     assert runner.speculator.model.lm_head is runner.model["lm_head"]
     assert noted[V2_DRAFT_HEAD].endswith("the head cannot be quantized: ValueError: no kernel")
+
+
+def test_a_drafter_that_cannot_be_read_keeps_the_whole_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(speculator: Any) -> None:
+        raise AttributeError(speculator)
+
+    monkeypatch.setenv(gate_of(V2_DRAFT_HEAD), "rows")
+    monkeypatch.setattr(draft_head, "other_logits", refuse)
+    runner = Runner(rank=0, ranks=2)
+    draft_head.install(runner)
+    assert runner.speculator.model.lm_head is runner.model["lm_head"]

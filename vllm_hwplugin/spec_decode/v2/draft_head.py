@@ -45,14 +45,13 @@ def install(runner: Any) -> None:
     Both models are loaded, and nothing is captured.
     """
     form = gates.read(gate_of(V2_DRAFT_HEAD)).text
-    reason = obstacle(runner, form)
-    if reason is None:
-        try:
-            head = DraftHead(runner, form == "rows")
-        except Exception as error:  # A kernel that this GPU does not have, for example.
-            reason = f"the head cannot be quantized: {in_a_line(error)}"
-    if reason is not None:
-        report_unused(V2_DRAFT_HEAD, "drafts use the whole head", reason)
+    try:
+        reason = obstacle(runner, form)
+        head = DraftHead(runner, form == "rows") if reason is None else None
+    except Exception as error:  # A kernel that this GPU does not have, or a model of another shape.
+        reason, head = f"the head cannot be quantized: {in_a_line(error)}", None
+    if head is None:
+        report_unused(V2_DRAFT_HEAD, "drafts use the whole head", reason or "")
         return
     run_records.use(V2_DRAFT_HEAD, True)
     head.note()
