@@ -298,8 +298,8 @@ def test_a_gpu_without_a_kernel_keeps_the_whole_head(
 
 
 def test_a_drafter_that_cannot_be_read_keeps_the_whole_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(speculator: Any) -> None:
-        raise AttributeError(speculator)
+    def refuse(_: Any) -> None:
+        raise AttributeError("lm_head")
 
     monkeypatch.setenv(gate_of(V2_DRAFT_HEAD), "rows")
     monkeypatch.setattr(draft_head, "other_logits", refuse)
