@@ -69,6 +69,7 @@ class Runner:
             model=Draft(head), speculative_config=self.speculative_config, use_local_argmax_reduction=False
         )
         self.model_config = SimpleNamespace(dtype=torch.bfloat16, head_dtype=torch.bfloat16)
+        self.decode_query_len = 2
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=ranks))
         tokens = np.zeros((1, 64), dtype=np.int32)
         self.req_states = SimpleNamespace(
@@ -82,7 +83,8 @@ class Runner:
         pass
 
     def finish_requests(self, scheduler_output: Any) -> None:
-        self.req_states.req_id_to_index.clear()
+        for name in scheduler_output.finished_req_ids:
+            self.req_states.req_id_to_index.pop(name, None)
 
     def reload_weights(self) -> None:
         pass
@@ -162,6 +164,25 @@ def test_answers_are_counted_and_get_rows(installed: Callable[[str], Runner]) ->
     assert (rows_of(runner).slot_of[[200, 201, 202]] >= 0).all()
     assert not runner.req_states.req_id_to_index
     assert (rows_of(runner).sampled, rows_of(runner).inside) == (6, 3)
+    assert_drafts_are_the_best_inside(runner)
+
+
+def test_a_running_answer_gets_rows_once_it_is_computed(installed: Callable[[str], Runner]) -> None:
+    runner = installed("rows")
+    ring, states = rows_of(runner), runner.req_states
+    states.req_id_to_index |= {"other": 1}
+    states.num_computed_tokens_np, states.prompt_len.np = np.array([12, 12]), np.array([2, 2])
+    states.all_token_ids._uva_buf.np = np.full((2, 64), 203, dtype=np.int32)
+    states.all_token_ids._uva_buf.np[0, :12] = [1, 2, 3, 4, 5, 200, 201, 202, 210, 210, 210, 210]
+    step = SimpleNamespace(finished_req_ids=set())
+    for _ in range(2):  # one for each request
+        runner.finish_requests(step)
+    assert (ring.slot_of[[200, 201, 202, 203]] >= 0).all()
+    assert ring.slot_of[210] < 0  # of steps that may still run
+    assert (ring.sampled, ring.inside) == (12, 3)
+    runner.finish_requests(SimpleNamespace(finished_req_ids={"r"}))
+    assert ring.slot_of[210] >= 0
+    assert (ring.sampled, ring.inside) == (16, 3)  # no token twice
     assert_drafts_are_the_best_inside(runner)
 
 

@@ -7,7 +7,7 @@ logits processor multiplies by. The target keeps its head and verifies, so only 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -206,7 +206,9 @@ class DraftHead:
         # A tuple, because the target owns the head.
         self._source = (heads[0][2],)
         self.ring: Ring | None = None
-        self._feeds = self._noted = 0
+        self._feeds = self._noted = self._turn = 0
+        #: By request, the tokens that were looked at.
+        self._seen: dict[str, int] = {}
         self._ranks, shard = self.source.tp_size, self.source.shard_indices
         # With tensor parallelism a rank has rows of its part of the vocabulary.
         self._first, vocabulary = shard.org_vocab_start_index, shard.num_org_elements
@@ -268,6 +270,8 @@ class DraftHead:
         if len(new):
             # Before the step's drafts, on their stream.
             self._write(slots, new)
+
+    def _fed(self) -> None:
         self._feeds += 1
         if self._feeds % FEEDS == 0:
             self.refresh()
@@ -285,29 +289,49 @@ class DraftHead:
             return
         for request in scheduler_output.scheduled_new_reqs:
             self._feed(self.ring, np.asarray(request.prefill_token_ids, dtype=np.int64))
+            self._fed()
 
     def finish_requests(self, ring: Ring, vllms: Callable[..., Any], scheduler_output: Any) -> None:
-        for prompt, tokens in self._ended(scheduler_output.finished_req_ids):
-            ring.count(tokens[prompt:] - self._first)
-            self._feed(ring, tokens)
+        states = self._runner.req_states
+        for name in sorted(scheduler_output.finished_req_ids):
+            if name in states.req_id_to_index:
+                # The last step's tokens may be missing, or old: nothing waits for the device.
+                self._look(ring, name, spare=0)
+                self._fed()
+            self._seen.pop(name, None)
         # Each note writes a file.
         if ring.sampled > 2 * self._noted:
             self._noted = ring.sampled
             self.note()
         vllms(scheduler_output)
+        # A long answer repeats words that its prompt does not have. Each step looks at the next request.
+        names = list(states.req_id_to_index)
+        if names and hasattr(states.all_token_ids, "_uva_buf"):
+            self._turn += 1
+            # The GPU may still compute the last two steps.
+            self._look(ring, names[self._turn % len(names)], spare=2 * self._runner.decode_query_len)
 
-    def _ended(self, names: set[str]) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield prompt length and tokens of each ended request."""
-        # The last step's tokens may be missing, or old: nothing waits for the device.
+    def _look(self, ring: Ring, name: str, spare: int) -> None:
+        """Count what a request sampled since the last look, and give it rows.
+
+        Args:
+            spare: its last tokens, which wait for another look.
+        """
         states = self._runner.req_states
-        for name in sorted(names):
-            if (row := states.req_id_to_index.get(name)) is None:
-                continue
-            most = int(states.num_computed_tokens_np[row])
-            memory = getattr(states.all_token_ids, "_uva_buf", None)
-            # Without host memory for them vLLM has them on the device, and this waits.
-            tokens = memory.np[row, :most] if memory is not None else states.all_token_ids.gpu[row, :most].cpu().numpy()
-            yield int(states.prompt_len.np[row]), tokens.astype(np.int64)
+        row = states.req_id_to_index[name]
+        seen = self._seen.get(name) or int(states.prompt_len.np[row])
+        end = int(states.num_computed_tokens_np[row]) - spare
+        if end <= seen:
+            return
+        memory = getattr(states.all_token_ids, "_uva_buf", None)
+        # Without host memory for them vLLM has them on the device, and this waits.
+        tokens = (
+            memory.np[row, seen:end] if memory is not None else states.all_token_ids.gpu[row, seen:end].cpu().numpy()
+        )
+        self._seen[name] = end
+        tokens = tokens.astype(np.int64)
+        ring.count(tokens - self._first)
+        self._feed(ring, tokens)
 
 
 def _copy_of(source: Any) -> torch.nn.Module:
