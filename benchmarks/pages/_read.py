@@ -62,7 +62,7 @@ class Found:
     def source(self) -> str:
         """The origin of the figures, in words."""
         host, commit = self.results["host"], self.results["commit"]
-        idle = ", idle engines on other GPUs" if self.results["settings"].get("others_idle") else ""
+        idle = ", other engines idle" if self.results["settings"].get("others_idle") else ""
         return (
             f"{host['name']}, driver {host['driver']}, torch {host['torch']}, vLLM {host['vllm']}, vllm-hwplugin "
             f"{self.results['plugin']} at `{commit}`, {self.day}{self.asked}{self.conditions}{idle}"

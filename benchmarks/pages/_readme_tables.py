@@ -71,7 +71,8 @@ def starts_in_short(files: Sequence[Found]) -> str:
         return "What a start with the plugin takes longer was not measured."
     seconds = between((after["seconds"] - before["seconds"] for before, after in both), "+.0f")
     blocks = between((after["num_gpu_blocks"] / before["num_gpu_blocks"] - 1 for before, after in both), "+.1%")
-    vllm = " and ".join(sorted({file.vllm for file in files}))
+    *older, newest = sorted({file.vllm for file in files})
+    vllm = f"{', '.join(older)} and {newest}" if older else newest
     return paragraph(
         f"With warm caches, startup time changes by {seconds} s and the number of KV cache blocks by {blocks}: "
         f"{len(both)} engines of vLLM {vllm} on one {' or '.join(sorted({file.device for file in files}))} "

@@ -138,7 +138,7 @@ class ServeSettings(LoadSettings, Asked):
         k: drafted tokens per step, measured one after the other.
         kv_cache_gib: per engine; None: vLLM measures free memory, so engines start one after the other.
         api_server_count: API server processes of a side; 0: no HTTP, the client's process has vLLM's `AsyncLLM`.
-        others_idle: Engines of other runs were on the machine's other GPUs, without requests.
+        others_idle: Engines of other runs were on the machine, without requests.
     """
 
     target: str | None
