@@ -312,7 +312,7 @@ class DraftHead:
             self._look(ring, names[self._turn % len(names)], spare=2 * self._runner.decode_query_len)
 
     def _look(self, ring: Ring, name: str, spare: int) -> None:
-        """Count what a request sampled since the last look, and give it rows.
+        """Count what a request sampled since then, and give it rows.
 
         Args:
             spare: its last tokens, which wait for another look.
