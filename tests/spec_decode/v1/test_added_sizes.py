@@ -82,7 +82,13 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The pools whose capture was left."""
     pools: list[Any] = []
     monkeypatch.setenv("VLLM_HWPLUGIN_CAPTURE_SIZES", "decode")
-    monkeypatch.setattr(graph_recording, "leave_capture", lambda pool, *, broken: pools.append(pool))
+
+    def leave_capture(pool: Any, *, broken: bool | None) -> None:
+        # It begins a capture, which changes tensors that vLLM's captures have made.
+        assert torch.is_inference_mode_enabled()
+        pools.append(pool)
+
+    monkeypatch.setattr(graph_recording, "leave_capture", leave_capture)
     monkeypatch.setattr(graph_recording, "reserved_memory", lambda: 0)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "another")
     return pools

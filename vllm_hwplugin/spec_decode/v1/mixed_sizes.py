@@ -63,7 +63,9 @@ def _captured(
     elif has_sizes(runner.compilation_config):
         wrappers = _vllms(runner)
         pool = wrappers[0].graph_pool if wrappers else None
-        attempt(CAPTURE_SIZES, _STOCK, capture, partial(_forget, runner, added), pool, kernels=nullcontext)
+        # vLLM's captures make tensors that only this mode may change, and a failed capture is left by changing some.
+        with torch.inference_mode():
+            attempt(CAPTURE_SIZES, _STOCK, capture, partial(_forget, runner, added), pool, kernels=nullcontext)
 
 
 def _drop_keys(runner: Any, unwanted: Callable[[CUDAGraphMode, int], bool]) -> None:
