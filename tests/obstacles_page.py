@@ -42,6 +42,7 @@ TOLD: Final = {
     Part.V1_DRAFTING: ("drafting", "v1-draft-phase"),
     Part.V1_INPUTS: ("step inputs", "v1-step-inputs"),
     Part.V1_METADATA: ("attention metadata", "v1-step-inputs"),
+    Part.V1_MIXED: ("batches with prompts", "v1-mixed-graphs"),
     Part.V2_SAMPLING: ("sampling", "v2-tail-graph"),
     Part.V2_DRAFTING: ("drafting", "v2-tail-graph"),
     Part.V2_INPUTS: ("step inputs", "v2-step-inputs"),

@@ -17,8 +17,9 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin.base.features import gate_of
 from vllm_hwplugin.base.versions import Versions
+from vllm_hwplugin.spec_decode.capture_sizes import full_mixed_sizes
 from vllm_hwplugin.spec_decode.step_counts import Reason
-from vllm_hwplugin.spec_decode.v1 import draft_phase_graphs
+from vllm_hwplugin.spec_decode.v1 import draft_phase_graphs, mixed_graphs
 
 from .engines import DRAFTS
 from .scheduled_runner import Side, modules_of, read_by_the_plugin
@@ -99,6 +100,32 @@ def test_nor_does_it_where_only_a_drafters_passes_have_graphs(
     assert ("prompt" in passes) == (choices is CHAIN)
     if choices is CHAIN:
         assert drafter.draft_loop._step_counts.outcomes()["served"] > 2 * walks
+
+
+@pytest.mark.parametrize("how", [{}, {"blocks": True}], ids=["Eagle", "DFlash"])
+def test_nor_does_it_where_batches_with_prompts_have_graphs(
+    vllm_here: Any, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "blocks" in how and Versions("<0.23").covers(vllm_here.version):
+        pytest.skip("TRITON_ATTN, with which the engines here run, has no non-causal metadata")
+    # The graphs here have 6 and 12 tokens, as graphs of decode batches do.
+    monkeypatch.setattr(mixed_graphs, "_SMALLEST", 1)
+    with both(vllm_here, **how) as sides:
+        runner = sides.both[1].runner
+        assert full_mixed_sizes(runner.compilation_config) == (6, 12)
+        dispatcher, chosen = runner.cudagraph_dispatcher, list[tuple[CUDAGraphMode, bool]]()
+        dispatch = dispatcher.dispatch
+
+        def dispatched(*asked: Any, **given: Any) -> Any:
+            mode, desc = dispatch(*asked, **given)
+            chosen.append((mode, desc.uniform))
+            return mode, desc
+
+        dispatcher.dispatch = dispatched
+        walks = walk(sides, KINDS, examples=20)
+    assert chosen.count((CUDAGraphMode.FULL, False)) > walks // 2
+    # Behind a decode batch's graph of the same size.
+    assert runner.draft_phase._drafting.outcomes()["served"] > walks
 
 
 def test_a_step_is_left_to_vllm_where_one_thing_is_not_as_before(vllm_here: Any) -> None:

@@ -31,7 +31,7 @@ ALL = TERMS_OF.keys()
 SCHEDULED = {"backport-draft-lookahead", "backport-padded-request"}
 PASSES = {"draft-full-graph", "draft-loop-graph", "v1-draft-phase"}
 #: Eagle3 on either runner, as the scheduler and the worker have it.
-ON_V1 = PASSES | SCHEDULED | {"nwor", "v1-step-inputs", "next-token-kernel"}
+ON_V1 = PASSES | SCHEDULED | {"nwor", "v1-step-inputs", "v1-mixed-graphs", "next-token-kernel"}
 ON_V1 |= {"backport-recovered-token", "backport-prompt-logprobs"}
 NEED_KEYS = {"backport-draft-lookahead", "next-token-kernel"}
 #: With recurrent states.
@@ -186,7 +186,7 @@ MTP_V1 = ON_V1 | {"backport-mtp-embeddings"}
         # Another stage drafts; that the pipeline has stages follows from the sizes.
         (False, {"drafter": None, PP: 2}, SCHEDULED | {"nwor", "backport-pipeline-drafts"}),
         (False, {METHOD: "ngram", "drafter": object()}, ON_V1 - PASSES - NEED_KEYS),
-        (False, {MODE: CUDAGraphMode.NONE}, ON_V1 - PASSES - {"v1-step-inputs"}),
+        (False, {MODE: CUDAGraphMode.NONE}, ON_V1 - PASSES - {"v1-step-inputs", "v1-mixed-graphs"}),
         (False, {MODE: CUDAGraphMode.FULL}, ON_V1),
         (True, {MODE: CUDAGraphMode.PIECEWISE}, ON_V2 - TAIL),
         (True, {MODE: CUDAGraphMode.FULL}, ON_V2 | {"backport-mixed-graphs"}),

@@ -28,6 +28,7 @@ V2_CAPTURE_METADATA: Final = "v2-capture-metadata"
 NWOR: Final = "nwor"
 LINEAR: Final = "linear"
 V1_STEP_INPUTS: Final = "v1-step-inputs"
+V1_MIXED_GRAPHS: Final = "v1-mixed-graphs"
 BACKPORT_MIXED_GRAPHS: Final = "backport-mixed-graphs"
 BACKPORT_PIPELINE_DRAFTS: Final = "backport-pipeline-drafts"
 

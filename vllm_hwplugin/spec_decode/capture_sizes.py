@@ -47,6 +47,7 @@ _LIMIT: Final = "_hwplugin_largest_named"
 _LEFT: Final = "_hwplugin_sizes_left"
 _OWN: Final = "_hwplugin_own_capture_size"
 _MIXED: Final = "_hwplugin_largest_mixed"
+_FULL_MIXED: Final = "_hwplugin_full_mixed_sizes"
 _VLLMS: Final = "_hwplugin_vllms_sizes"
 _SIZES: Final = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 #: Largest sizes that vLLM sets for a model if the user names none (`vllm/model_executor/models/config.py`). The
@@ -399,6 +400,20 @@ def piecewise_sizes(compilation_config: Any) -> Sequence[int]:
     return _up_to(largest_mixed(compilation_config), compilation_config.cudagraph_capture_sizes)
 
 
+def full_mixed_sizes(compilation_config: Any) -> Sequence[int] | None:
+    """Return the sizes of V1's FULL graphs of mixed batches.
+
+    None: this engine has no such graphs. Empty: their capture failed.
+    """
+    sizes: Sequence[int] | None = vars(compilation_config).get(_FULL_MIXED)
+    return sizes
+
+
+def set_full_mixed_sizes(compilation_config: Any, sizes: Sequence[int]) -> None:
+    """Set what :func:`full_mixed_sizes` returns, in ascending order."""
+    vars(compilation_config)[_FULL_MIXED] = tuple(sizes)
+
+
 def own_sizes(compilation_config: Any) -> Sequence[int]:
     """Return the sizes up to vLLM's largest."""
     return _up_to(largest_own(compilation_config), compilation_config.cudagraph_capture_sizes)
@@ -444,14 +459,16 @@ def max_num_splits(builder: Any, num_tokens: int, max_query_len: int = 1) -> int
     its capture, because no graph takes batches on both sides.
 
     Args:
-        max_query_len: the longest request's tokens. Above a decode batch's, the batch has no such FULL graph.
+        max_query_len: the longest request's tokens. Above a decode batch's, the batch has a FULL graph only on the V1
+            runner, which then tells the builder all the graph's tokens (`v1/mixed_graphs.py`).
     """
     splits: int = builder.max_num_splits
     own = largest_own(builder.vllm_config.compilation_config)
     if own is None or num_tokens <= own:
         return splits
     spec = builder.vllm_config.speculative_config
-    if max_query_len > (1 if spec is None else 1 + spec.num_speculative_tokens):
+    in_mixed_graph = max_query_len == num_tokens and full_mixed_sizes(builder.vllm_config.compilation_config)
+    if max_query_len > (1 if spec is None else 1 + spec.num_speculative_tokens) and not in_mixed_graph:
         # As without the larger sizes: the kernel decides.
         return 0
     # Larger graphs hold no decode batch.

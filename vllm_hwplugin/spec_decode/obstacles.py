@@ -87,6 +87,8 @@ class Part(Flag):
     V1_INPUTS = auto()
     #: Metadata of a step whose other inputs are captured.
     V1_METADATA = auto()
+    #: Whole batches of any shape, by `v1-mixed-graphs`.
+    V1_MIXED = auto()
     V2_SAMPLING = auto()
     V2_DRAFTING = auto()
     V2_INPUTS = auto()
@@ -109,6 +111,7 @@ PARTS: Final[Mapping[str, Mapping[str, Part]]] = {
     features.DRAFT_LOOP_GRAPH: {"steps": Part.V1_PASSES | Part.V1_CHAIN},
     features.V1_DRAFT_PHASE: {"sampling": Part.V1_SAMPLING, "drafting": Part.V1_DRAFTING},
     features.V1_STEP_INPUTS: {"inputs": Part.V1_INPUTS},
+    features.V1_MIXED_GRAPHS: {"mixed batches": Part.V1_MIXED},
     features.V2_TAIL_GRAPH: {"sampling": Part.V2_SAMPLING, "drafting": Part.V2_DRAFTING},
     features.V2_STEP_INPUTS: {"inputs": Part.V2_INPUTS},
     features.V2_FUSED_DRAFTS: {"steps": Part.V2_STEPS},
@@ -139,8 +142,8 @@ def why_not(owner: Any, parts: Part, *, together: bool = True, beyond: Beyond = 
 
     Args:
         owner: a `GPUModelRunner` of V1 or of Model Runner V2 that has its KV cache, or at least its managers of graphs
-            for `V2_MIXED`. For `V1_PASSES` and `V1_CHAIN` a V1 drafter, for `V2_STEPS` a speculator, each with its
-            attention groups; `V1_PASSES` also works before they exist.
+            for `V2_MIXED` and its attention groups for `V1_MIXED`. For `V1_PASSES` and `V1_CHAIN` a V1 drafter, for
+            `V2_STEPS` a speculator, each with its attention groups; `V1_PASSES` also works before they exist.
         together: all ranks make this call, and wait for each other; False: the reasons of this rank only.
         beyond: as for `all_ranks`.
     """
@@ -349,17 +352,26 @@ def _other_sampler(runner: Any) -> str:
 
 
 def _no_decode_apart(runner: Any) -> str:
-    mode = runner.cudagraph_manager.cudagraph_mode
+    manager = getattr(runner, "cudagraph_manager", None)
+    mode = (runner.cudagraph_dispatcher if manager is None else manager).cudagraph_mode
     return "" if mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL else mode.name
 
 
+def _broken_at_attention(runner: Any) -> bool:
+    manager = getattr(runner, "cudagraph_manager", None)
+    return "Breakable" in type(runner.model).__name__ if manager is None else bool(manager.use_breakable_cg)
+
+
 def _some_batches_only(runner: Any) -> str:
-    refused = []
+    # On V1 nothing bounds the requests of a graph, as FlashAttention 2 needs, or the tokens of one, as MLA does.
+    refused, on_v1 = [], hasattr(runner, "input_batch")
     for group in (group for groups in runner.attn_groups for group in groups):
         builder = builder_of(group)
         name, support = type(builder).__name__, builder.get_cudagraph_support(runner.vllm_config, group.kv_cache_spec)
-        if support == AttentionCGSupport.UNIFORM_BATCH and (
-            is_delta_rule(builder) or _flash_2_or_4(runner, group) or longest_as_decode(builder)
+        if (
+            not on_v1
+            and support == AttentionCGSupport.UNIFORM_BATCH
+            and (is_delta_rule(builder) or _flash_2_or_4(runner, group) or longest_as_decode(builder))
         ):
             continue
         if support != AttentionCGSupport.ALWAYS:
@@ -438,6 +450,7 @@ _TAIL: Final = Part.V2_SAMPLING | Part.V2_DRAFTING
 _SAMPLES: Final = Part.V1_SAMPLING | Part.V2_SAMPLING
 _PASSES, _CHAIN, _STEPS, _MIXED = Part.V1_PASSES, Part.V1_CHAIN, Part.V2_STEPS, Part.V2_MIXED
 _V1, _V2, _METADATA, _DRAFTS = Part.V1_INPUTS, Part.V2_INPUTS, Part.V1_METADATA, Part.V2_DRAFTING
+_V1_MIXED: Final = Part.V1_MIXED
 
 OBSTACLES: Final = (
     Obstacle("{} has its own drafting code, which no patched-in feature covers", _PASSES, _other_proposer),
@@ -512,17 +525,17 @@ OBSTACLES: Final = (
         _STEPS,
         lambda s: why_not_in_graph(s.attn_groups),
     ),
-    Obstacle("cudagraph_mode is {}", _MIXED, _no_decode_apart),
+    Obstacle("cudagraph_mode is {}", _V1_MIXED | _MIXED, _no_decode_apart),
     Obstacle(
         "{} may load and save prompts layer by layer",
-        _MIXED,
+        _V1_MIXED | _MIXED,
         lambda r: working_by_layer(r.vllm_config.kv_transfer_config),
     ),
     Obstacle("prompts skip layers", _MIXED, _has("fast_prefill")),
-    Obstacle("graphs are broken at attention", _MIXED, attrgetter("cudagraph_manager.use_breakable_cg")),
-    Obstacle("only some batches can have graphs: {}", _MIXED, _some_batches_only),
+    Obstacle("graphs are broken at attention", _V1_MIXED | _MIXED, _broken_at_attention),
+    Obstacle("only some batches can have graphs: {}", _V1_MIXED | _MIXED, _some_batches_only),
     Obstacle("some layers have a gated delta rule, and {}", _MIXED, why_no_delta_rule),
-    Obstacle("the speculative method is {}", _PHASE, _other_method),
+    Obstacle("the speculative method is {}", _PHASE | _V1_MIXED, _other_method),
     Obstacle("{} drafts in its own way", _DRAFTS, _other_speculator),
     Obstacle(
         "drafts are not verified by rejection",
@@ -547,7 +560,7 @@ OBSTACLES: Final = (
         _has("drafter.set_per_group_attn_metadata", "drafter.set_per_group_block_table"),
     ),
     # Nothing of sampling and inputs is agreed.
-    Obstacle("ranks of data parallelism agree on each step on the host", _METADATA, _ranks("data")),
+    Obstacle("ranks of data parallelism agree on each step on the host", _METADATA | _V1_MIXED, _ranks("data")),
     Obstacle("ranks of data parallelism agree on each draft pass on the host", _DRAFTS, _agrees_on_drafts),
     Obstacle("ranks of data parallelism draft for all requests that a mixed batch's graph holds", _MIXED, _pads_drafts),
     Obstacle("ranks of data parallelism share the draft's experts, and {}", _DRAFTS, _exchanges_otherwise),
@@ -562,26 +575,37 @@ OBSTACLES: Final = (
         lambda r: _ranks("data")(r) and any(map(longest_as_decode, builders_of(r.attn_groups))),
     ),
     Obstacle("stages of a pipeline exchange tokens in the host's order", _PHASE | _V1 | _TAIL, _ranks("pipeline")),
-    Obstacle("the context is split among ranks", _V1 | _TAIL | _MIXED, _ranks("decode_context", "prefill_context")),
+    Obstacle("the pipeline has several stages", _V1_MIXED, _ranks("pipeline")),
+    Obstacle(
+        "the context is split among ranks",
+        _V1 | _V1_MIXED | _TAIL | _MIXED,
+        _ranks("decode_context", "prefill_context"),
+    ),
     Obstacle(
         "experts are counted on the host in each step",
         _PHASE | _TAIL,
         attrgetter("vllm_config.parallel_config.enable_eplb"),
     ),
-    Obstacle("batches are split in two", _PHASE, attrgetter("vllm_config.parallel_config.use_ubatching")),
+    Obstacle("batches are split in two", _PHASE | _V1_MIXED, attrgetter("vllm_config.parallel_config.use_ubatching")),
     Obstacle(
         "weights are loaded from the host in each step",
         _PHASE | _TAIL,
         lambda _: not isinstance(get_offloader(), NoopOffloader),
     ),
-    Obstacle("adapters (LoRA) change from batch to batch", _V1, attrgetter("lora_config")),
+    Obstacle("adapters (LoRA) change from batch to batch", _V1 | _V1_MIXED, attrgetter("lora_config")),
     Obstacle(
         "each number of adapters (LoRA) has its own graphs",
         _MIXED,
         lambda r: getattr(r.lora_config, "specialize_active_lora", False),
     ),
-    Obstacle("the model has an encoder", _PHASE | _V1 | _TAIL | _MIXED, attrgetter("model_config.is_encoder_decoder")),
-    Obstacle("prompts may be embeddings", _PHASE | _V1, attrgetter("enable_prompt_embeds")),
+    Obstacle(
+        "the model has an encoder",
+        _PHASE | _V1 | _V1_MIXED | _TAIL | _MIXED,
+        attrgetter("model_config.is_encoder_decoder"),
+    ),
+    Obstacle("prompts may be embeddings", _PHASE | _V1 | _V1_MIXED, attrgetter("enable_prompt_embeds")),
+    # Models do more with an image than embed it, and a replay runs no Python.
+    Obstacle("prompts may have images or the like", _V1_MIXED, attrgetter("supports_mm_inputs")),
     Obstacle(
         "images or the like may come between tokens that were sampled",
         _V2 | _MIXED,
@@ -624,9 +648,13 @@ OBSTACLES: Final = (
     ),
     Obstacle(
         "a prompt is seen whole, and later tokens through a window",
-        _METADATA | _V2 | _MIXED,
+        _METADATA | _V1_MIXED | _V2 | _MIXED,
         _has("model_config.rswa_window"),
     ),
-    Obstacle("layers share keys in fast prefills", _METADATA, attrgetter("cache_config.kv_sharing_fast_prefill")),
+    Obstacle(
+        "layers share keys in fast prefills",
+        _METADATA | _V1_MIXED,
+        attrgetter("cache_config.kv_sharing_fast_prefill"),
+    ),
     Obstacle("slots are copied to the host in each step", _METADATA, _has("routed_experts_initialized")),
 )

@@ -21,7 +21,7 @@ import torch
 from vllm.config import CUDAGraphMode
 
 from vllm_hwplugin.spec_decode.builders import refusing
-from vllm_hwplugin.spec_decode.capture_sizes import own_sizes
+from vllm_hwplugin.spec_decode.capture_sizes import full_mixed_sizes, own_sizes
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape, uniform_shape
 from vllm_hwplugin.spec_decode.drafters import MASK_METHODS
 from vllm_hwplugin.spec_decode.obstacles import Part, builder_classes, why_not
@@ -164,7 +164,7 @@ def _planned(proposer: Any, target_mode: CUDAGraphMode, decode_threshold: int | 
         tuple(own_sizes(config.compilation_config) or ()),
         spec.num_speculative_tokens,
         config.scheduler_config.max_num_seqs,
-        mixed=target_mode.mixed_mode() == CUDAGraphMode.FULL,
+        mixed=target_mode.mixed_mode() == CUDAGraphMode.FULL or bool(full_mixed_sizes(config.compilation_config)),
         steps=spec.num_speculative_tokens > 1 and not proposer.parallel_drafting,
         decode_threshold=decode_threshold,
     )

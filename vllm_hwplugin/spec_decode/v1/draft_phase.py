@@ -27,6 +27,7 @@ from vllm.v1.outputs import SamplerOutput
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.features import V1_DRAFT_PHASE
 from vllm_hwplugin.nwor import runner as nwor
+from vllm_hwplugin.spec_decode.capture_sizes import full_mixed_sizes
 from vllm_hwplugin.spec_decode.decode_batch import (
     MAX_NUM_REQS,
     GraphShape,
@@ -166,6 +167,10 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
         """
         plan = self._plan
         if plan is None or template is None:
+            return
+        has_mixed = bool(full_mixed_sizes(self._owner.compilation_config))
+        if has_mixed and not profiling and template.max_query_len != self.query_len:
+            # A graph of mixed batches, and decode batches have another of this size.
             return
         states = TargetStates.of(outputs)
         num_tokens = states.hidden.shape[0]
