@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from ..musa_sim import loads
 from ..musa_sim.loads import Load
@@ -45,6 +46,17 @@ def test_nor_where_requests_are_filtered_as_the_model_asks(
     sampling = runs["on"].counted["v1-draft-phase sampling"]
     # Those that ask for log probabilities are few.
     assert sampling["served"] > 4 * sampling.get("sampling_parameters", 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nor_do_full_graphs_of_mixed_batches(method: str, tmp_path: Path) -> None:
+    """With PIECEWISE graphs of the same sizes, so that both sides round alike."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("FlashAttention 3 is for compute capability 9.0")
+    made = {**options(method, "FULL_AND_PIECEWISE"), "async_scheduling": True}
+    sizes = made["compilation_config"]["cudagraph_capture_sizes"]
+    made["compilation_config"]["cudagraph_capture_sizes"] = sorted({*sizes, 32, 64, 96})
+    compare(Load(made, [*loads.mixed(), *loads.two_alone()]), tmp_path, "V1", ["v1-mixed-graphs"])
 
 
 @pytest.mark.parametrize("method", METHODS)
