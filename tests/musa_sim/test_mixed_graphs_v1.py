@@ -14,7 +14,7 @@ from vllm_hwplugin.base.features import gate_of
 from .. import releases
 from . import loads
 from .loads import Engine, Load, Run
-from .test_model_runner_v1 import DFLASH, GRAPHS, INPUTS, PHASE, STOCK
+from .test_model_runner_v1 import GRAPHS, INPUTS, PHASE, STOCK
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
@@ -23,12 +23,10 @@ WITH_MIXED = GRAPHS | {gate_of("capture-sizes"): "mixed", gate_of(MIXED): "auto"
 #: The last three sizes are only for batches with prompts: 32, 48 and 64 tokens.
 EAGLE3 = Engine("eagle3", graphs_of=(1, 2, 4, 6, 8, 12, 16))
 SMALLEST, DECODE = 32, 4
-#: Decode batches, too, have graphs of 32 and 48 tokens.
-OF_BLOCKS = replace(DFLASH, graphs_of=(1, 2, 4, 6, 8, 16))
 
 
-def load(mode: str, unknown: str = "any batch", engine: Engine = EAGLE3) -> Load:
-    options = {**replace(engine, graphs=mode).on_musa(), "async_scheduling": True}
+def load(mode: str, unknown: str = "any batch") -> Load:
+    options = {**replace(EAGLE3, graphs=mode).on_musa(), "async_scheduling": True}
     if mode == "FULL_AND_PIECEWISE":
         # PIECEWISE graphs need vLLM's compilation.
         options["compilation_config"] = {**options["compilation_config"], "mode": 3, "backend": "eager"}
@@ -42,40 +40,47 @@ def mixed_steps(run: Run) -> int:
     return sum(sum(step) > SMALLEST - 8 and set(step) != {DECODE} for step in counts)
 
 
-@pytest.mark.parametrize("version", [releases.NEWEST, "0.20.2", "0.26.0"])
-def test_graphs_of_mixed_batches_change_nothing(
-    version: str, released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path: Path
-) -> None:
-    # What makes attention of any batch stays for a process, so the refused engine is the first one.
-    asked = {"refused": load("FULL_DECODE_ONLY", unknown="")}
-    asked |= {mode: load(mode) for mode in ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")}
-    if version != "0.20.2":
-        # A fourth engine there still finds memory of the third one, and ends its start when that is freed.
-        asked["dflash"] = load("FULL_DECODE_ONLY", engine=OF_BLOCKS)
-    runs = loads.run_both(asked, STOCK, WITH_MIXED, tmp_path, released(version))
+def runs_of(
+    version: str, folder: Path, released: Callable[[str], tuple[str, Path]], **asked: Load
+) -> dict[str, tuple[Run, Run]]:
+    """Return the runs without and with graphs of mixed batches, which have the same tokens and drafts."""
+    runs: dict[str, tuple[Run, Run]] = loads.run_both(asked, STOCK, WITH_MIXED, folder, released(version))
     for expected, found in runs.values():
         loads.assert_same(expected, found)
         assert (expected.runner, found.runner) == ("V1", "V1")
         assert expected.accepted()[1] > 0
         assert expected.preempted
         assert {PHASE, INPUTS} <= set(found.used)
+    return runs
 
+
+def assert_replays_fewer(expected: Run, found: Run) -> None:
+    """Each FULL graph replaces some PIECEWISE graphs."""
+    assert MIXED in found.used
+    assert replays(found) < replays(expected)
+
+
+def test_graphs_of_mixed_batches_change_nothing(
+    released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path: Path
+) -> None:
+    # What makes attention of any batch stays for a process, so the refused engine is the first one.
+    modes = {mode: load(mode) for mode in ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")}
+    runs = runs_of(releases.NEWEST, tmp_path, released, refused=load("FULL_DECODE_ONLY", unknown=""), **modes)
     _, refused = runs["refused"]
     assert "MusaFlashAttentionMetadataBuilder supports UNIFORM_BATCH" in refused.unused[MIXED]
-    expected, found = runs["FULL_DECODE_ONLY"]
+    _, found = runs["FULL_DECODE_ONLY"]
     assert MIXED in found.used
     assert found.noted[MIXED] == "3 shapes of at most 64 tokens and 6 requests"
     more = replays(found) - replays(refused)
     assert more == mixed_steps(found) > len(found.steps) // 10
-    # Each FULL graph replaces some PIECEWISE graphs.
-    expected, found = runs["FULL_AND_PIECEWISE"]
-    assert MIXED in found.used
-    assert replays(found) < replays(expected)
-    if "dflash" in runs:
-        expected, found = runs["dflash"]
-        assert MIXED in found.used
-        assert replays(found) > replays(expected) + len(found.steps) // 10
-        assert found.counted[f"{PHASE} drafting"].keys() == {"prompt", "served"}
+    assert_replays_fewer(*runs["FULL_AND_PIECEWISE"])
+
+
+def test_nor_do_they_on_the_oldest_vllm(
+    released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path: Path
+) -> None:
+    runs = runs_of("0.20.2", tmp_path, released, mixed=load("FULL_AND_PIECEWISE"))
+    assert_replays_fewer(*runs["mixed"])
 
 
 def replays(run: Run) -> int:

@@ -19,7 +19,7 @@ from vllm_hwplugin.base.features import gate_of
 from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.spec_decode.capture_sizes import full_mixed_sizes
 from vllm_hwplugin.spec_decode.step_counts import Reason
-from vllm_hwplugin.spec_decode.v1 import draft_phase_graphs, mixed_graphs
+from vllm_hwplugin.spec_decode.v1 import draft_phase_graphs, mixed_graphs, mixed_sizes
 
 from .engines import DRAFTS
 from .scheduled_runner import Side, modules_of, read_by_the_plugin
@@ -110,20 +110,25 @@ def test_nor_does_it_where_batches_with_prompts_have_graphs(
         pytest.skip("TRITON_ATTN, with which the engines here run, has no non-causal metadata")
     # The graphs here have 6 and 12 tokens, as graphs of decode batches do.
     monkeypatch.setattr(mixed_graphs, "_SMALLEST", 1)
+    # Fewer requests than the engines here have.
+    for module in (mixed_graphs, mixed_sizes):
+        monkeypatch.setattr(module, "MAX_NUM_REQS", 3)
     with both(vllm_here, **how) as sides:
         runner = sides.both[1].runner
         assert full_mixed_sizes(runner.compilation_config) == (6, 12)
-        dispatcher, chosen = runner.cudagraph_dispatcher, list[tuple[CUDAGraphMode, bool]]()
+        dispatcher, held = runner.cudagraph_dispatcher, list[int]()
         dispatch = dispatcher.dispatch
 
         def dispatched(*asked: Any, **given: Any) -> Any:
             mode, desc = dispatch(*asked, **given)
-            chosen.append((mode, desc.uniform))
+            if mode == CUDAGraphMode.FULL and not desc.uniform:
+                held.append(desc.num_reqs)
             return mode, desc
 
         dispatcher.dispatch = dispatched
         walks = walk(sides, KINDS, examples=20)
-    assert chosen.count((CUDAGraphMode.FULL, False)) > walks // 2
+    assert len(held) > walks // 4
+    assert set(held) == {3}
     # Behind a decode batch's graph of the same size.
     assert runner.draft_phase._drafting.outcomes()["served"] > walks
 

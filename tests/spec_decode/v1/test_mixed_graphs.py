@@ -16,7 +16,7 @@ from vllm_hwplugin.base.fallback import FeatureRequired
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode import graph_recording
 from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, LARGEST_MIXED, full_mixed_sizes, max_num_splits
-from vllm_hwplugin.spec_decode.v1 import mixed_graphs
+from vllm_hwplugin.spec_decode.v1 import mixed_graphs, mixed_sizes
 
 from ...conftest import versions
 from ..sized_configs import V1, config_of, crossed, fill_of, made
@@ -32,6 +32,7 @@ class MixedRunner(Runner):
     def __init__(
         self, tree: Any, config: Any, monkeypatch: pytest.MonkeyPatch, failing: Collection[int] = (), **more: Any
     ) -> None:
+        self.scheduler_config = config.scheduler_config
         self.max_num_reqs, self.max_model_len = config.scheduler_config.max_num_seqs, LARGEST_MIXED
         self.failing_mixed = failing
         super().__init__(tree, config, more.get("added", ()), monkeypatch)
@@ -43,9 +44,29 @@ class MixedRunner(Runner):
     def _build_attention_metadata(self, **asked: Any) -> tuple[Any, Any]:
         return asked, SimpleNamespace(max_query_len=asked["max_query_len"])
 
+    def _determine_batch_execution_and_padding(
+        self,
+        *,
+        num_tokens: int,
+        num_reqs: int,
+        max_num_scheduled_tokens: int,
+        force_uniform_decode: bool | None = None,
+    ) -> Any:
+        uniform = force_uniform_decode
+        if uniform is None:
+            uniform = max_num_scheduled_tokens == 4 and num_tokens == 4 * num_reqs
+        return self.cudagraph_dispatcher.dispatch(num_tokens, uniform_decode=uniform)
+
     def _warmup_and_capture(self, desc: Any, cudagraph_runtime_mode: CUDAGraphMode) -> None:
         # As `_dummy_run` does.
-        dispatched = self.cudagraph_dispatcher.dispatch(desc.num_tokens, uniform_decode=desc.uniform)
+        num_reqs = min(desc.num_tokens, self.scheduler_config.max_num_seqs)
+        longest = 4 if desc.uniform else desc.num_tokens
+        dispatched = self._determine_batch_execution_and_padding(
+            num_tokens=desc.num_tokens,
+            num_reqs=-(-desc.num_tokens // 4) if desc.uniform else num_reqs,
+            max_num_scheduled_tokens=longest,
+            force_uniform_decode=desc.uniform,
+        )
         assert dispatched == (cudagraph_runtime_mode, desc)
         super()._warmup_and_capture(desc, cudagraph_runtime_mode)
         if cudagraph_runtime_mode == FULL and not desc.uniform and desc.num_tokens in self.failing_mixed:
@@ -55,8 +76,11 @@ class MixedRunner(Runner):
         entries = self.wrappers[mode].concrete_cudagraph_entries
         return {desc.num_tokens for desc in entries if desc.uniform == uniform}
 
-    def dispatched(self, num_tokens: int, *, uniform: bool = False) -> tuple[CUDAGraphMode, int]:
-        mode, desc = self.cudagraph_dispatcher.dispatch(num_tokens, uniform_decode=uniform)
+    def dispatched(self, num_tokens: int, num_reqs: int = 1, *, uniform: bool = False) -> tuple[CUDAGraphMode, int]:
+        longest, num_reqs = (4, num_tokens // 4) if uniform else (num_tokens - num_reqs + 1, num_reqs)
+        mode, desc = self._determine_batch_execution_and_padding(
+            num_tokens=num_tokens, num_reqs=num_reqs, max_num_scheduled_tokens=longest
+        )
         return mode, desc.num_tokens
 
 
@@ -94,10 +118,28 @@ def test_each_piecewise_size_has_a_full_graph(
         assert runner.dispatched(31) == (FULL, 32)
         assert runner.dispatched(23) == (PIECEWISE, 24)
         assert runner.dispatched(decodes, uniform=True) == (FULL, decodes)
-        assert runner.cudagraph_dispatcher.dispatch(100)[1].num_reqs == min(104, seqs)
+        # With more requests than the graph has rows, as in unpatched vLLM.
+        assert runner.dispatched(1000, min(seqs, 256)) == (FULL, 1024)
+        if seqs > 256:
+            assert runner.dispatched(1000, 257) == (PIECEWISE, 1024)
+            assert runner.dispatched(257, 257) == (PIECEWISE, 272)
+        graphs = [desc for desc in runner.wrappers[FULL].concrete_cudagraph_entries if not desc.uniform]
+        assert all(desc.num_reqs == min(desc.num_tokens, seqs, 256) for desc in graphs)
+        assert runner.scheduler_config.max_num_seqs == seqs
         # The draft's passes have their own graphs.
         assert runner.drafter.cudagraph_dispatcher.dispatch(LARGEST_MIXED)[0] == PIECEWISE
         runner.begin()
+
+
+def test_a_decode_batch_that_is_padded_to_more_requests_keeps_its_graph(
+    vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (mixed_graphs, mixed_sizes):
+        monkeypatch.setattr(module, "MAX_NUM_REQS", 250)
+    tree = vllm_tree(SUPPORTED[-1])
+    runner = MixedRunner(tree, made(config_of(seqs=1024), fill_of(tree)), monkeypatch)
+    runner.capture()
+    assert runner.dispatched(4 * 249, uniform=True) == (FULL, 1024)
 
 
 @pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])

@@ -10,7 +10,7 @@ order of captures and what a failure costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -18,12 +18,14 @@ from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.fallback import report_unused
 from vllm_hwplugin.base.features import V1_MIXED_GRAPHS
 from vllm_hwplugin.spec_decode.capture_sizes import full_mixed_sizes, piecewise_sizes, set_full_mixed_sizes
+from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.obstacles import Part, why_not
-from vllm_hwplugin.spec_decode.v1.mixed_sizes import ONLY_DECODES
+from vllm_hwplugin.spec_decode.v1.mixed_sizes import ONLY_DECODES, sized_for_few
 
 #: Tokens of the smallest graph. A smaller batch has hardly a prompt.
 _SMALLEST: Final = 32
 _BUILD: Final = "_build_attention_metadata"
+_DETERMINE: Final = "_determine_batch_execution_and_padding"
 
 
 def plan_mixed_graphs(runner: Any) -> None:
@@ -48,9 +50,31 @@ def plan_mixed_graphs(runner: Any) -> None:
     set_full_mixed_sizes(compilation, sizes)
     if _BUILD not in vars(runner):
         setattr(runner, _BUILD, partial(_build_for_graph, runner, getattr(runner, _BUILD)))
-    rows = min(sizes[-1], runner.max_num_reqs)
+        if runner.max_num_reqs > MAX_NUM_REQS:
+            setattr(runner, _DETERMINE, partial(_determine, runner, getattr(runner, _DETERMINE)))
+    rows = min(sizes[-1], runner.max_num_reqs, MAX_NUM_REQS)
     run_records.note(V1_MIXED_GRAPHS, f"{len(sizes)} shapes of at most {sizes[-1]} tokens and {rows} requests")
     run_records.use(V1_MIXED_GRAPHS, True)
+
+
+def _determine(runner: Any, determine: Callable[..., Any], **asked: Any) -> Any:
+    """Do `_determine_batch_execution_and_padding`; a mixed batch finds its graph.
+
+    A batch of more requests than a graph holds finds none.
+    """
+    uniform = asked.get("force_uniform_decode")
+    if uniform is None:
+        uniform = _is_uniform(runner, asked["max_num_scheduled_tokens"], asked)
+    if uniform or asked["num_reqs"] > MAX_NUM_REQS:
+        return determine(**asked)
+    with sized_for_few(runner):
+        return determine(**asked)
+
+
+def _is_uniform(runner: Any, longest: int, asked: Mapping[str, Any]) -> bool:
+    """Whether vLLM takes the batch for a decode batch."""
+    whole: bool = longest == runner.uniform_decode_query_len and asked["num_tokens"] == longest * asked["num_reqs"]
+    return whole
 
 
 def _build_for_graph(runner: Any, build: Callable[..., tuple[Any, Any]], **asked: Any) -> tuple[Any, Any]:
@@ -65,9 +89,8 @@ def _build_for_graph(runner: Any, build: Callable[..., tuple[Any, Any]], **asked
     if longest > runner.max_model_len:
         # Only requests of a capture are longer. Attention would read past the last row of the block table.
         runner.seq_lens.clamp_(max=runner.max_model_len)
-    uniform = longest == runner.uniform_decode_query_len and asked["num_tokens"] == longest * asked["num_reqs"]
     # Batches with a FULL graph are padded.
-    if num_tokens_padded is not None and not uniform:
+    if num_tokens_padded is not None and not _is_uniform(runner, longest, asked):
         asked["max_query_len"] = num_tokens_padded
     layers, common = build(**asked)
     if common is not None:

@@ -7,8 +7,9 @@ Sizes above vLLM's own: `LARGEST` bounds decode batches, `largest_mixed` the oth
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from typing import Any, Final
 
@@ -28,9 +29,11 @@ from vllm_hwplugin.spec_decode.capture_sizes import (
     leave_to_vllm,
     set_full_mixed_sizes,
 )
+from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.graph_recording import attempt
 
 _STOCK: Final = "only the sizes that vLLM captures by itself"
+_FEW: Final = "_hwplugin_config_of_few"
 #: What happens without FULL graphs of mixed batches, as for `report_unused`.
 ONLY_DECODES: Final = "only decode batches have FULL graphs"
 
@@ -43,10 +46,10 @@ def settled(runner: Any, capture_descs: list[tuple[CUDAGraphMode, list[Any]]]) -
     sizes.
     """
     compilation = runner.compilation_config
-    mixed = [
-        runner.cudagraph_dispatcher._create_padded_batch_descriptor(size, False, False)
-        for size in full_mixed_sizes(compilation) or ()
-    ]
+    mixed = []
+    if sizes := full_mixed_sizes(compilation):
+        with sized_for_few(runner):
+            mixed = [runner.cudagraph_dispatcher._create_padded_batch_descriptor(size, False, False) for size in sizes]
     if (has_sizes(compilation) or mixed) and "_warmup_and_capture" not in vars(runner):
         added = added_sizes(compilation, runner.uniform_decode_query_len) if has_sizes(compilation) else frozenset()
         runner._warmup_and_capture = partial(_captured, runner, added, runner._warmup_and_capture)
@@ -64,6 +67,26 @@ def settled(runner: Any, capture_descs: list[tuple[CUDAGraphMode, list[Any]]]) -
         largest_first = sorted([*mixed, *full], key=lambda desc: desc.num_tokens, reverse=True)
         capture_descs.append((CUDAGraphMode.FULL, largest_first))
     return [(mode, descs) for mode, descs in capture_descs if descs]
+
+
+@contextmanager
+def sized_for_few(runner: Any) -> Iterator[None]:
+    """Let mixed batches' graphs have rows for `MAX_NUM_REQS` requests.
+
+    vLLM's have rows for `max_num_seqs`, 1024 by default on a large GPU. FlashAttention 3 splits each sequence into
+    equally many parts in a batch of more than 992 rows. The drafter keeps the configuration.
+    """
+    dispatcher = runner.cudagraph_dispatcher
+    own, few = dispatcher.vllm_config, vars(dispatcher).get(_FEW)
+    if few is None:
+        few = vars(dispatcher)[_FEW] = copy(own)
+        few.scheduler_config = copy(own.scheduler_config)
+        few.scheduler_config.max_num_seqs = min(own.scheduler_config.max_num_seqs, MAX_NUM_REQS)
+    runner.scheduler_config, dispatcher.vllm_config = few.scheduler_config, few
+    try:
+        yield
+    finally:
+        runner.scheduler_config, dispatcher.vllm_config = own.scheduler_config, own
 
 
 def _captured(
@@ -90,7 +113,7 @@ def _captured(
         runner.cudagraph_dispatcher.add_cudagraph_key(CUDAGraphMode.FULL, desc)
     wrappers = _vllms(runner)
     # vLLM's captures make tensors that only this mode may change, and a failed capture is left by changing some.
-    with torch.inference_mode():
+    with torch.inference_mode(), sized_for_few(runner) if is_mixed else nullcontext():
         attempt(feature, effect, capture, forget, wrappers[0].graph_pool if wrappers else None, kernels=nullcontext)
 
 
