@@ -41,7 +41,7 @@ def mixed_steps(run: Run) -> int:
 
 
 def runs_of(
-    version: str, folder: Path, released: Callable[[str], tuple[str, Path]], **asked: Load
+    version: str, folder: Path, released: Callable[[str], tuple[str, Path]], asked: dict[str, Load]
 ) -> dict[str, tuple[Run, Run]]:
     """Return the runs without and with graphs of mixed batches, which have the same tokens and drafts."""
     runs: dict[str, tuple[Run, Run]] = loads.run_both(asked, STOCK, WITH_MIXED, folder, released(version))
@@ -54,33 +54,28 @@ def runs_of(
     return runs
 
 
-def assert_replays_fewer(expected: Run, found: Run) -> None:
-    """Each FULL graph replaces some PIECEWISE graphs."""
-    assert MIXED in found.used
-    assert replays(found) < replays(expected)
-
-
 def test_graphs_of_mixed_batches_change_nothing(
     released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path: Path
 ) -> None:
     # What makes attention of any batch stays for a process, so the refused engine is the first one.
-    modes = {mode: load(mode) for mode in ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")}
-    runs = runs_of(releases.NEWEST, tmp_path, released, refused=load("FULL_DECODE_ONLY", unknown=""), **modes)
+    modes = {"refused": load("FULL_DECODE_ONLY", unknown=""), "mixed": load("FULL_DECODE_ONLY")}
+    runs = runs_of(releases.NEWEST, tmp_path, released, modes)
     _, refused = runs["refused"]
     assert "MusaFlashAttentionMetadataBuilder supports UNIFORM_BATCH" in refused.unused[MIXED]
-    _, found = runs["FULL_DECODE_ONLY"]
+    _, found = runs["mixed"]
     assert MIXED in found.used
     assert found.noted[MIXED] == "3 shapes of at most 64 tokens and 6 requests"
     more = replays(found) - replays(refused)
     assert more == mixed_steps(found) > len(found.steps) // 10
-    assert_replays_fewer(*runs["FULL_AND_PIECEWISE"])
 
 
 def test_nor_do_they_on_the_oldest_vllm(
     released: Callable[[str], tuple[str, Path]], musa_host: None, tmp_path: Path
 ) -> None:
-    runs = runs_of("0.20.2", tmp_path, released, mixed=load("FULL_AND_PIECEWISE"))
-    assert_replays_fewer(*runs["mixed"])
+    expected, found = runs_of("0.20.2", tmp_path, released, {"mixed": load("FULL_AND_PIECEWISE")})["mixed"]
+    assert MIXED in found.used
+    # Each FULL graph replaces some PIECEWISE graphs.
+    assert replays(found) < replays(expected)
 
 
 def replays(run: Run) -> int:
