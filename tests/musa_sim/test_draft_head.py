@@ -69,7 +69,8 @@ def assert_drafts_by(form: str, sides: dict[str, dict[str, Run]]) -> None:
     assert V2_DRAFT_HEAD in found.used
     assert form == "copy" or " had a row" in found.noted[V2_DRAFT_HEAD]
     assert found.texts(found.answers) == whole.texts(whole.answers)
-    assert sum(found.accepted()) > 0.9 * sum(whole.accepted())
+    # Without rows for what running requests sample it is 0.91.
+    assert sum(found.accepted()) > 0.93 * sum(whole.accepted())
 
 
 @pytest.mark.parametrize("form", ["copy", "rows"])
