@@ -317,6 +317,22 @@ def test_one_half_is_in_graphs_without_the_other(vllm_here: Any, half: str, monk
     assert "served" in inputs
 
 
+def test_vllms_estimate_is_of_graphs_alone(vllm_here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with both(vllm_here) as sides:
+        runner, done = sides.both[1].runner, list[str]()
+        capture_begin = torch.cuda.CUDAGraph.capture_begin
+        monkeypatch.setattr(
+            torch.cuda.CUDAGraph,
+            "capture_begin",
+            lambda *given, **named: (done.append("captures"), capture_begin(*given, **named)),
+        )
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: done.append("gives memory back"))
+        runner.cudagraph_manager._max_full_descs_to_capture = 2
+        runner.tail_graphs.capture()
+    assert "captures" in done
+    assert done[-1] == "gives memory back"
+
+
 class FlashInfer(Side):
     """Without a drafter, where FlashInfer samples. Of the tokens it takes the worst, which nothing else does."""
 
