@@ -137,20 +137,20 @@ def _results(trees: Sequence[Path], runs: Sequence[Run]) -> Iterator[tuple[Run, 
         yield run, *_end(tree, run)
 
 
-def _rooms(names: Sequence[str]) -> list[Mutant]:
+def mutants_of(names: Sequence[str]) -> list[Mutant]:
     """Return the mutants of the named TOML files, and of those that edit the folder of a named source file."""
     named = {path if path.suffix == ".toml" else path.parent for path in (Path(name).resolve() for name in names)}
     found = []
-    for room in sorted({*HERE.glob("*.toml"), *(path for path in named if path.suffix == ".toml")}):
-        listed = tomllib.loads(room.read_text())["mutant"]
+    for listing in sorted({*HERE.glob("*.toml"), *(path for path in named if path.suffix == ".toml")}):
+        listed = tomllib.loads(listing.read_text())["mutant"]
         mutants = [Mutant(one["file"], one["old"], one["new"], tuple(one["tests"])) for one in listed]
-        if not names or not named.isdisjoint({room, *((TREE / mutant.file).parent for mutant in mutants)}):
+        if not names or not named.isdisjoint({listing, *((TREE / mutant.file).parent for mutant in mutants)}):
             found += mutants
     return found
 
 
 def main(names: Sequence[str]) -> int:
-    mutants, runs, wrong = _rooms(names), [], 0
+    mutants, runs, wrong = mutants_of(names), [], 0
     for mutant in mutants:
         try:
             runs.append(Run(mutant.tests, mutant, mutant.place()))
