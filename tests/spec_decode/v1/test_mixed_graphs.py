@@ -44,6 +44,11 @@ class MixedRunner(Runner):
     def _build_attention_metadata(self, **asked: Any) -> tuple[Any, Any]:
         return asked, SimpleNamespace(max_query_len=asked["max_query_len"])
 
+    def _is_uniform_decode(
+        self, longest: int, query_len: int, num_tokens: int, num_reqs: int, forced: bool | None
+    ) -> bool:
+        return (longest == query_len and num_tokens == longest * num_reqs) if forced is None else forced
+
     def _determine_batch_execution_and_padding(
         self,
         *,
@@ -52,9 +57,7 @@ class MixedRunner(Runner):
         max_num_scheduled_tokens: int,
         force_uniform_decode: bool | None = None,
     ) -> Any:
-        uniform = force_uniform_decode
-        if uniform is None:
-            uniform = max_num_scheduled_tokens == 4 and num_tokens == 4 * num_reqs
+        uniform = self._is_uniform_decode(max_num_scheduled_tokens, 4, num_tokens, num_reqs, force_uniform_decode)
         return self.cudagraph_dispatcher.dispatch(num_tokens, uniform_decode=uniform)
 
     def _warmup_and_capture(self, desc: Any, cudagraph_runtime_mode: CUDAGraphMode) -> None:

@@ -62,10 +62,7 @@ def _determine(runner: Any, determine: Callable[..., Any], **asked: Any) -> Any:
 
     A batch of more requests than a graph holds finds none.
     """
-    uniform = asked.get("force_uniform_decode")
-    if uniform is None:
-        uniform = _is_uniform(runner, asked["max_num_scheduled_tokens"], asked)
-    if uniform or asked["num_reqs"] > MAX_NUM_REQS:
+    if _is_uniform(runner, asked["max_num_scheduled_tokens"], asked) or asked["num_reqs"] > MAX_NUM_REQS:
         return determine(**asked)
     with sized_for_few(runner):
         return determine(**asked)
@@ -73,8 +70,9 @@ def _determine(runner: Any, determine: Callable[..., Any], **asked: Any) -> Any:
 
 def _is_uniform(runner: Any, longest: int, asked: Mapping[str, Any]) -> bool:
     """Whether vLLM takes the batch for a decode batch."""
-    whole: bool = longest == runner.uniform_decode_query_len and asked["num_tokens"] == longest * asked["num_reqs"]
-    return whole
+    counts, forced = (asked["num_tokens"], asked["num_reqs"]), asked.get("force_uniform_decode")
+    uniform: bool = runner._is_uniform_decode(longest, runner.uniform_decode_query_len, *counts, forced)
+    return uniform
 
 
 def _build_for_graph(runner: Any, build: Callable[..., tuple[Any, Any]], **asked: Any) -> tuple[Any, Any]:

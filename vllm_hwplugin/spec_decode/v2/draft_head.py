@@ -271,7 +271,8 @@ class DraftHead:
             # Before the step's drafts, on their stream.
             self._write(slots, new)
 
-    def _fed(self) -> None:
+    def _refresh_at_times(self) -> None:
+        """Count a prompt or an answer; after `FEEDS`, refresh."""
         self._feeds += 1
         if self._feeds % FEEDS == 0:
             self.refresh()
@@ -289,7 +290,7 @@ class DraftHead:
             return
         for request in scheduler_output.scheduled_new_reqs:
             self._feed(self.ring, np.asarray(request.prefill_token_ids, dtype=np.int64))
-            self._fed()
+            self._refresh_at_times()
 
     def finish_requests(self, ring: Ring, vllms: Callable[..., Any], scheduler_output: Any) -> None:
         states = self._runner.req_states
@@ -297,7 +298,7 @@ class DraftHead:
             if name in states.req_id_to_index:
                 # The last step's tokens may be missing, or old: nothing waits for the device.
                 self._look(ring, name, spare=0)
-                self._fed()
+                self._refresh_at_times()
             self._seen.pop(name, None)
         # Each note writes a file.
         if ring.sampled > 2 * self._noted:
@@ -312,10 +313,10 @@ class DraftHead:
             self._look(ring, names[self._turn % len(names)], spare=2 * self._runner.decode_query_len)
 
     def _look(self, ring: Ring, name: str, spare: int) -> None:
-        """Count what a request sampled since then, and give it rows.
+        """Count a request's new tokens, and give them rows.
 
         Args:
-            spare: its last tokens, which wait for another look.
+            spare: how many of its last tokens wait for another look.
         """
         states = self._runner.req_states
         row = states.req_id_to_index[name]
@@ -325,11 +326,9 @@ class DraftHead:
             return
         memory = getattr(states.all_token_ids, "_uva_buf", None)
         # Without host memory for them vLLM has them on the device, and this waits.
-        tokens = (
-            memory.np[row, seen:end] if memory is not None else states.all_token_ids.gpu[row, seen:end].cpu().numpy()
-        )
+        on_host = memory.np[row] if memory is not None else states.all_token_ids.gpu[row, :end].cpu().numpy()
+        tokens = on_host[seen:end].astype(np.int64)
         self._seen[name] = end
-        tokens = tokens.astype(np.int64)
         ring.count(tokens - self._first)
         self._feed(ring, tokens)
 
