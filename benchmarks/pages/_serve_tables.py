@@ -184,7 +184,8 @@ class _Load(NamedTuple):
 
 
 def _drafter(file: Found, case: Mapping[str, Any]) -> str:
-    return f"{DRAFTER_NAMES.get(method := file.results['settings']['method'], method)} k={case['k']}"
+    method = file.results["settings"]["method"]
+    return f"{DRAFTER_NAMES.get(method, method)} k={case['k']}" if case["k"] else "no drafts"
 
 
 def _busy(shares: Sequence[float | None]) -> str:
@@ -196,7 +197,7 @@ def _live_rows(file: Found, case: Mapping[str, Any]) -> Iterator[list[str]]:
     settings = file.results["settings"]
     for patched, stock in STOCK_OF.items():
         loads = [_Load(file, before, after) for before, after in _pairs(case, stock, patched)]
-        loads.sort(key=lambda load: (load.before["concurrency"] or float("inf"), load.before["request_rate"]))
+        loads.sort(key=lambda load: (load.before["concurrency"] or math.inf, load.before["request_rate"]))
         if loads:
             asked = [
                 (f"{load['request_rate']:g}/s" if load["request_rate"] else str(load["concurrency"]))
@@ -242,11 +243,15 @@ def features(files: Sequence[Found], variable: str) -> str:
     for file in files:
         settings = file.results["settings"]
         value = settings["patched_environment"][variable]
+        more = " ".join(
+            [*(f"{name}={value}" for name, value in settings["vllm_environment"].items()), *settings["client"]]
+        )
         for case in file.results["cases"]:
-            target = f"{_target(settings)}, {_drafter(file, case)}"
-            for load in (_Load(file, *both) for both in _pairs(case, _without(case), "mrv2-patched")):
+            target = f"{_target(settings)}, {_drafter(file, case)}{f', `{more}`' if more else ''}"
+            loads = [_Load(file, *both) for both in _pairs(case, _without(case), "mrv2-patched")]
+            for load in sorted(loads, key=lambda load: load.before["concurrency"] or math.inf):
                 ratios = (load.speedup, load.ratio("itl_ms"), load.ratio("ttft_ms"), load.ratio("ttft_ms", "p99"))
-                at, rounds = (str(load.before[name]) for name in ("concurrency", "rounds"))
+                at, rounds = str(load.before["concurrency"] or "any"), str(load.before["rounds"])
                 lines.append([target, f"`{value}`", at, *(f"{ratio:.2f}" for ratio in ratios), rounds, file.day])
     other = "both with the plugin" if without == {"mrv2-plugin"} else "without: unpatched vLLM"
     how = f"Ratios, with / without the feature, {other}: more tokens/s and less time are better. "
@@ -260,14 +265,15 @@ def accepted(files: Sequence[Found], variable: str) -> str:
     Args:
         variable: as for :func:`features`.
     """
-    names = ["target and drafts", "with", "temperature", "steps", "tokens per step, without", "with", "ratio"]
+    names = ["vLLM", "target and drafts", "with", "temperature", "steps", "tokens per step, without", "with", "ratio"]
     files, lines = [file for file in _with(variable, files) if file.results["settings"]["shape"] is None], []
     for file in files:
         settings = file.results["settings"]
         for case in file.results["cases"]:
             for before, after in _pairs(case, _without(case), "mrv2-patched"):
                 left, right = (load["acceptance_length"] for load in (before, after))
-                row = [f"{_target(settings)}, {_drafter(file, case)}", f"`{settings['patched_environment'][variable]}`"]
+                row = [file.vllm, f"{_target(settings)}, {_drafter(file, case)}"]
+                row.append(f"`{settings['patched_environment'][variable]}`")
                 row += [f"{before['temperature']:g}", str(after["drafts"])]
                 lines.append([*row, f"{left:.3f}", f"{right:.3f}", f"{right / left:.3f}"])
     sources = "; ".join(f"`{file.name}` ({file.source})" for file in files)
