@@ -16,8 +16,7 @@ vLLM, and the others keep their graphs. The log and `vllm-hwplugin doctor` list 
 `vllm-hwplugin doctor --for 'vllm serve ...'` lists before a start what the configuration tells. `…` stands for a name.
 
 - If vLLM drafts, vLLM also makes each step's attention metadata, which its drafter reads.
-- An engine without a drafter has graphs only with `VLLM_HWPLUGIN_PLAIN_DECODE=1`, of inputs, sampling and mixed
-  batches.
+- An engine without a drafter has graphs of inputs, sampling and mixed batches, unless `VLLM_HWPLUGIN_PLAIN_DECODE=0`.
 
 ## Model Runner V2
 

@@ -59,8 +59,8 @@ No network and no model is needed: the shapes have dummy weights, and FOLDER is 
 The run ends with a table and a verdict. `--profile FOLDER` shows instead where the host's
 time of a step goes, function by function, and leaves traces for Perfetto. `--time-limit SECONDS`, or Ctrl-C, ends a run
 with what all sides have measured. `--side plugin --side patched --patched-env VARIABLE=VALUE` measures one variable
-against the plugin without it. With `--method none` nothing drafts: `--side mrv2 --side mrv2-patched --patched-env
-VLLM_HWPLUGIN_PLAIN_DECODE=1` says what [graphs without a drafter](model-runner-v2.md#without-a-drafter) gain.
+against the plugin without it. With `--method none` nothing drafts: `--side mrv2 --side mrv2-patched` says what
+[graphs without a drafter](model-runner-v2.md#without-a-drafter) gain.
 
 Your own target, drafter and prompts, as clients see them (TTFT, TPOT, ITL, end to end, acceptance by position), and
 the kinds of steps that the time goes to; arguments after `--` go to vLLM's own client, `vllm bench serve`. `--html

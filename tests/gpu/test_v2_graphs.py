@@ -10,8 +10,6 @@ from typing import Any, Final
 import pytest
 from packaging.version import Version
 
-from vllm_hwplugin.base.gates import PLAIN_DECODE
-
 from ..musa_sim import loads
 from ..musa_sim.loads import Load
 from ..musa_sim.test_drafters import adapter, dspark
@@ -122,7 +120,7 @@ def test_nor_without_a_drafter(tmp_path: Path) -> None:
     features = [*graphs("none"), "v2-mixed-graphs"]
     load = Load(made, [*loads.mixed(), *loads.two_alone()])
     sides: dict[str, dict[str, str]] = {"off": {}, "on": dict.fromkeys(features, "on")}
-    runs = run_each(load, tmp_path, "V2", sides, features, **{PLAIN_DECODE: "1"})
+    runs = run_each(load, tmp_path, "V2", sides, features)
     expected, found = (runs[side].answers for side in sides)
     assert set(features) <= set(runs["on"].used)
     same = [name for name in expected if expected[name]["tokens"] == found[name]["tokens"]]

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from vllm_hwplugin.base.features import gate_of
-from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin_lab.bench._shapes import NO_DRAFTS, SHAPES, Recurrent, write_configs
 
 from . import checkpoints, loads
@@ -28,7 +27,6 @@ V2 = loads.UNPATCHED | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 GRAPHS = {gate_of(one): "on" for one in ("v2-tail-graph", "v2-step-inputs", "v2-graph-addresses")}
 # Not all of the engines can have these graphs.
 GRAPHS |= {gate_of(one): "auto" for one in ("engine-report", "v2-mixed-graphs", "backport-mixed-graphs")}
-GRAPHS |= {PLAIN_DECODE: "1"}
 NAMED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16]}
 #: Qwen3-Next in small.
 SMALL = dataclasses.replace(

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from vllm_hwplugin.base.features import gate_of
-from vllm_hwplugin.base.gates import PLAIN_DECODE
 
 from . import checkpoints, loads
 from .loads import Engine, Load, Process, Run
@@ -122,7 +121,7 @@ def sides(
         "stock": {name: LOADS[name] for name in ("dflash, new weights, eager", SHORT, "dflash", PLAIN)} | more,
     }
     # An engine that is not known cannot have all that is asked for.
-    graphs = WITH_GRAPHS | {gate_of("v2-step-inputs"): "auto", PLAIN_DECODE: "on"}
+    graphs = WITH_GRAPHS | {gate_of("v2-step-inputs"): "auto"}
     variables = {"graphs": graphs, "stock": loads.UNPATCHED}
     return loads.side_by_side(
         {side: Process(asked[side], loads.musa(folder / f"host, {side}", newest, **variables[side])) for side in asked},

@@ -151,14 +151,15 @@ def test_where_batches_with_prompts_have_no_graphs_there_are_no_sizes_for_them(e
         ({"v2": True, "runner": "pooling"}, 128, "left to vLLM: the model does not generate"),
     ],
 )
-def test_an_engine_without_a_drafter_has_larger_sizes_if_it_is_asked_for_graphs(
+def test_an_engine_without_a_drafter_has_larger_sizes_unless_its_graphs_are_off(
     entry: run_records.RunRecord, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], largest: int, said: str
 ) -> None:
     """Prompt steps had no graphs above twice `max_num_seqs` tokens."""
-    unasked = made(config_of(k=0, seqs=64, hidden=1024, **more), stock)
-    assert unasked.compilation_config.max_cudagraph_capture_size == 128
+    monkeypatch.setenv(gates.PLAIN_DECODE, "off")
+    off = made(config_of(k=0, seqs=64, hidden=1024, **more), stock)
+    assert off.compilation_config.max_cudagraph_capture_size == 128
     assert "capture-sizes" not in entry.decisions
-    monkeypatch.setenv(gates.PLAIN_DECODE, "on")
+    monkeypatch.delenv(gates.PLAIN_DECODE)
     config = made(config_of(k=0, seqs=64, hidden=1024, **more), stock)
     assert config.compilation_config.max_cudagraph_capture_size == largest
     assert said in entry.decisions["capture-sizes"]
@@ -462,9 +463,8 @@ def test_flash_attentions_buffers_do_not_grow_and_a_replay_has_the_bound_of_its_
     assert splits_of(config, LARGEST, 1 + k, splits=0) == 0
 
 
-def test_nor_without_a_drafter(entry: run_records.RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_without_a_drafter(entry: run_records.RunRecord) -> None:
     """Capturing batches with prompts raised AttributeError over FlashAttention 3."""
-    monkeypatch.setenv(gates.PLAIN_DECODE, "on")
     config = made(config_of(k=0, seqs=64, v2=True), stock)
     own = largest_own(config.compilation_config)
     assert own is not None

@@ -388,11 +388,12 @@ WITHOUT_DRAFTS = Part.V2_SAMPLING | Part.V2_INPUTS | Part.V2_METADATA | Part.V2_
         ("sampler", None, "does not draft", WITHOUT_DRAFTS),
     ],
 )
-def test_without_drafts_there_are_graphs_of_inputs_and_sampling_where_they_are_asked_for(
+def test_without_drafts_there_are_graphs_of_inputs_and_sampling_unless_they_are_off(
     path: str, value: Any, words: str, parts: Part, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(PLAIN_DECODE, "0")
     assert refused(plain_v2(), runner_v2, "does not draft") == WITHOUT_DRAFTS | Part.V2_DRAFTING
-    monkeypatch.setenv(PLAIN_DECODE, "1")
+    monkeypatch.delenv(PLAIN_DECODE)
     assert refused(plain_v2(), runner_v2) == refused(plain_v2(), runner_v2, "does not draft") == Part.V2_DRAFTING
     assert why_not(plain_v2(), TAIL) is None
     assert refused(change(plain_v2(), path, value), runner_v2, words) & WITHOUT_DRAFTS == parts

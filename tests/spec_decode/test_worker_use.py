@@ -105,7 +105,12 @@ def worker(v2: bool = False, drafter: Any = ..., **changes: Any) -> SimpleNamesp
         for one in owners:
             owner = getattr(owner, one)
         setattr(owner, name, value)
-    runner = SimpleNamespace(model=object(), **{"speculator" if v2 else "drafter": drafter})
+    runner = SimpleNamespace(
+        model=object(),
+        speculative_config=config.speculative_config,
+        sampler=object() if config.model_config.runner_type == "generate" else None,
+        **{"speculator" if v2 else "drafter": drafter},
+    )
     return SimpleNamespace(
         vllm_config=config, model_runner=runner, use_v2_model_runner=v2, rank=0, is_driver_worker=True
     )
@@ -172,6 +177,7 @@ class Loaded:
 
 #: A speculator of Model Runner V2 whose layers have a window.
 WINDOWED = SimpleNamespace(attn_groups=[[], [SimpleNamespace(kv_cache_spec=SimpleNamespace(sliding_window=64))]])
+PLAIN_V2 = {"backport-top-k-top-p", "v2-step-inputs", "v2-tail-graph", "v2-mixed-graphs"}
 MTP_V1 = ON_V1 | {"backport-mtp-embeddings"}
 
 
@@ -181,7 +187,7 @@ MTP_V1 = ON_V1 | {"backport-mtp-embeddings"}
         (False, {}, ON_V1),
         (True, {}, ON_V2),
         (False, {"speculative_config": None, "drafter": None}, set()),
-        (True, {"speculative_config": None, "drafter": None}, {"backport-top-k-top-p"}),
+        (True, {"speculative_config": None, "drafter": None}, PLAIN_V2),
         (True, {"speculative_config": None, "drafter": None, "model_config__runner_type": "pooling"}, set()),
         # Another stage drafts; that the pipeline has stages follows from the sizes.
         (False, {"drafter": None, PP: 2}, SCHEDULED | {"nwor", "backport-pipeline-drafts"}),
@@ -269,7 +275,6 @@ def test_capture_sizes_are_used_where_they_are_set_and_captured() -> None:
         (True, {"drafter": None}, True),
         # What the attention backend decided later.
         (False, {MODE: CUDAGraphMode.PIECEWISE}, False),
-        (False, {"speculative_config": None}, False),
     ):
         one = worker(v2, **changes)
         vars(one.vllm_config.compilation_config)[capture_sizes._LEFT] = ""
@@ -330,21 +335,22 @@ def test_features_are_named_by_the_cause_that_they_share_with_what_to_change(
     assert uses()["draft-full-graph"]["reason"] == "found at capture"
 
 
-def test_graphs_that_are_asked_for_without_speculation_are_those_of_v2_and_count_steps(
+def test_graphs_without_speculation_are_those_of_v2_and_count_steps(
     entry: run_records.RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(PLAIN_DECODE, "1")
-    found, engines = [], []
-    for v2, sampler in ((True, None), (False, object()), (True, object())):
+    found, engines, reasons = [], [], []
+    for asked, v2, sampler in ((0, True, object()), (1, True, None), (1, False, object()), (1, True, object())):
+        monkeypatch.setenv(PLAIN_DECODE, str(asked))
         one = worker(v2, drafter=None, speculative_config=None)
-        one.model_runner.speculative_config, one.model_runner.sampler = None, sampler
+        one.model_runner.sampler = sampler
         found.append(used(one))
         engines.append(entry.engine)
-    narrows = "backport-top-k-top-p"
-    assert found == [{narrows}, set(), {narrows, "v2-step-inputs", "v2-tail-graph", "v2-mixed-graphs"}]
-    assert engines == [None, None, 0]
-    worker_use.report_worker(worker(drafter=None, speculative_config=None))
-    assert "Model Runner V1" in uses()["v2-tail-graph"]["reason"]
+        reasons.append(uses()["v2-tail-graph"]["reason"])
+    narrows = {"backport-top-k-top-p"}
+    assert found == [narrows, narrows, set(), PLAIN_V2]
+    assert engines == [None, None, None, 0]
+    for word, reason in zip((f"{PLAIN_DECODE} is off", "nothing is sampled", "Model Runner V1"), reasons, strict=False):
+        assert word in reason
 
 
 def test_a_feature_that_is_on_ends_the_start_of_an_engine_that_does_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ TERMS: Final = {
     "no-kv-connector": "vLLM allocates blocks that a KV connector may send or load",
     "obstacles": "an obstacle hinders graphs of V1's drafter (docs/obstacles.md)",
     "pipeline": "the pipeline has one stage",
-    "plain-decode": "there is no speculative decoding, and VLLM_HWPLUGIN_PLAIN_DECODE is not set",
+    "plain-decode": "there is no speculative decoding, and {}",
     "reasoning-parser": "no reasoning parser is named for structured outputs",
     "runner:": "the engine runs on Model Runner {}",
     "samples": "the model is for pooling, and samples nothing",

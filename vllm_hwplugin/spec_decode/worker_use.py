@@ -146,8 +146,8 @@ class EngineFacts:
             case "speculation":
                 return NO_SPECULATION._replace(holds=self._spec is None)
             case "plain-decode":
-                cure = f"--speculative-config, or {gates.PLAIN_DECODE}=1"
-                return NO_SPECULATION._replace(text=text, holds=self._unasked, cure=cure)
+                cure = "" if gates.is_on(gates.PLAIN_DECODE) else f"--speculative-config, or {gates.PLAIN_DECODE}=1"
+                return NO_SPECULATION._replace(text=text, holds=self._undrafted, cure=cure)
             case "drafts-here":
                 return Unused(text, self._spec is not None and self._drafter is None, cause=text)
             case "runner:":
@@ -183,9 +183,13 @@ class EngineFacts:
     def _other_drafter(self, text: str, holds: object, wants: str) -> Unused:
         return Unused(text.format(self._method), holds, cause=f"the drafter is {self._method}", wants=wants)
 
-    def _unasked(self) -> bool:
-        asked = gates.is_on(gates.PLAIN_DECODE) and (self._runner == "V1" or _decodes_plainly(self._worker))
-        return self._spec is None and not asked
+    def _undrafted(self) -> str:
+        if self._spec is not None:
+            return ""
+        if not gates.is_on(gates.PLAIN_DECODE):
+            return f"{gates.PLAIN_DECODE} is off"
+        # Model Runner V1 is another reason.
+        return "" if self._runner == "V1" or _decodes_plainly(self._worker) else "nothing is sampled"
 
     def _lacks(self, graphs: str) -> bool:
         return not hasattr(self._drafter, graphs)

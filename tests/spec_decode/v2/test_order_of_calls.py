@@ -28,7 +28,6 @@ from vllm.model_executor.models.interfaces import LocalArgmaxMixin
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
 from vllm_hwplugin.base.features import gate_of
-from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.spec_decode import obstacles
 from vllm_hwplugin.spec_decode.step_counts import Reason
@@ -347,7 +346,6 @@ class FlashInfer(Side):
 def test_nothing_differs_without_a_drafter(
     vllm_here: Any, by_flashinfer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(PLAIN_DECODE, "1")
     # The seeds of requests that bring none.
     monkeypatch.setattr(np.random, "randint", lambda *_: 21)
     unseeded = [{name: value for name, value in kind.items() if name != "seed"} for kind in BEST]
