@@ -28,6 +28,7 @@ from vllm.model_executor.models.interfaces import LocalArgmaxMixin
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
 from vllm_hwplugin.base.features import gate_of
+from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin.base.versions import Versions
 from vllm_hwplugin.spec_decode import obstacles
 from vllm_hwplugin.spec_decode.step_counts import Reason
@@ -364,7 +365,8 @@ def test_nothing_differs_without_a_drafter(
     assert not tail._drafting.outcomes()
 
 
-def test_there_are_no_graphs_without_a_drafter_unless_they_are_asked_for(vllm_here: Any) -> None:
+def test_there_are_no_graphs_without_a_drafter_if_they_are_off(vllm_here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PLAIN_DECODE, "0")
     with both(vllm_here, partial(Side, drafts=0)) as sides:
         sides.add(prompt=[1, 2], max_tokens=6, temperature=0.0)
         sides.finish()
