@@ -216,7 +216,11 @@ def test_more_than_a_body_is_refused(live: Live, name: str) -> None:
     live.refused(REFUSED[name])
 
 
-# A text whose 1 others may hold.
+F = "def f():\n    return 1\n"
+G = "def g():\n    return f()\n"
+# `C` is made without its name.
+C = "class C(B):\n    def __init__(self):\n        self.x = 1\ndef make():\n    return MADE.pop()()\nheld = make().x"
+# A text whose 1 others may hold, or an import may have read.
 HELD = {
     "a cached function": "@functools.cache\ndef f():\n    return 1",
     "a kernel": "@jit\ndef f():\n    return 1",
@@ -224,6 +228,35 @@ HELD = {
     "around a class": "@known\nclass D:\n    class C:\n        def f(self):\n            return 1",
     "what compiling holds": "@support_torch_compile\nclass C:\n    def forward(self):\n        return 1",
     "a hook of classes": "class C:\n    def __init_subclass__(cls):\n        cls.x = 1",
+    "a used function": f"{F}held = f()",
+    "over two functions": f"{F}{G}def h():\n    return g()\nheld = h()",
+    "a class with it": "class C:\n    def f(self):\n        return 1\nheld = C()",
+    "a class that calls it": f"{F}class C:\n    def g(self):\n        return f()\nheld = C()",
+    "a subclass": "class C:\n    def f(self):\n        return 1\nclass D(C):\n    pass\nheld = D()",
+    "an argument": f"{F}{G}held = list(map(id, [g]))",
+    "a default": f"{F}def g(call=f):\n    return call()\nheld = g()",
+    "another name": f"{F}alias = f\nheld = alias()",
+    "a table": f"{F}{G}table = {{}}\ntable[0] = g\nheld = table[0]()",
+    "a loop": f"{F}held = [call() for call in (f,)]",
+    "a decorator of the module": f"{F}def call(function):\n    return function()\nalias = call\n@alias\n{G}",
+    "a look-up": f"{F}def g(name):\n    return globals()[name]()\nheld = g('f')",
+    "a hook that keeps classes": f"MADE = []\nclass B:\n    def __init_subclass__(cls):\n        MADE.append(cls)\n{C}",
+    "a metaclass": f"""\
+MADE = []
+class M(type):
+    def __init__(cls, *given):
+        MADE.append(cls)
+class B(metaclass=M):
+    pass
+{C}""",
+}
+# No part of an import of these comes to `f`.
+FREE = {
+    "a class without methods": "@dataclass\nclass C:\n    call: object\ndef g():\n    return 3\nheld = C(g)",
+    "another method of that name": "class C:\n    def f(self):\n        return 3\nheld = C()",
+    "a caller of others": "def g():\n    return h()\ndef h():\n    return 3\nheld = g()",
+    "a decorator of others": "def d(function):\n    return function\n@d\ndef g():\n    return 3",
+    "a table that no call reads": "table = [f]\ndef g():\n    return table[0]()",
 }
 
 
@@ -242,6 +275,15 @@ def test_a_body_that_others_may_hold_is_refused(live: Live, name: str, decorator
     live.says(text)
     with pytest.raises(ReapplyRefused):
         live.apply_to(text, ("1", "2"))
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_a_body_that_an_import_cannot_have_read_is_patched(live: Live, name: str) -> None:
+    text = f"from dataclasses import dataclass\n{F}{FREE[name]}\n"
+    live.says(text)
+    held = live.module.f
+    live.apply_to(text, ("return 1", "return 2"))
+    assert held() == 2
 
 
 PLAIN = ("    return value", "    return -value")

@@ -31,6 +31,8 @@ _ONLY_CALL = {"staticmethod", "classmethod", "override", "inference_mode", "inst
 _COMPILES, _COMPILED = "support_torch_compile", ("forward", "__init__", "__call__")
 # Set up objects; run while Python makes a class.
 _MAKERS, _MAKE_CLASSES = ("__new__", "__init__", "__post_init__"), ("__init_subclass__", "__set_name__", "__prepare__")
+# With such a name a text may run its functions without naming them.
+_UNNAMED = {*_MAKE_CLASSES, "globals", "vars", "eval", "exec", "__subclasses__"}
 
 
 class NotABody(PatchingError):
@@ -148,10 +150,9 @@ def changed_bodies(old: ast.Module, new: ast.Module) -> list[Change]:
                 raise NotABody(f"{change.name} may be held by @{ast.unparse(decorator)} of its class")
         if change.old.name in _MAKE_CLASSES:
             raise NotABody(f"{change.name} runs while classes are made, which is over")
-    # Compared by name only: the text does not tell whose method `x.method()` calls.
-    own = {node.name for node in ast.walk(old) if isinstance(node, _Function | ast.ClassDef)} if changes else set()
+    reaching = _reaching(old, changes) if changes else set()
     for node in _used_at_import(old):
-        if used := sorted(own & {_last_name(inner) for inner in ast.walk(node) if isinstance(inner, ast.expr)}):
+        if used := sorted(reaching & _names(node)):
             raise NotABody(f"{used[0]} was used while the module was imported, at line {node.lineno}")
     return changes
 
@@ -178,12 +179,41 @@ def _without_body(node: ast.stmt) -> str:
     return ast.dump(node)
 
 
-def _used_at_import(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield the calls, attributes and decorators that an import evaluates."""
+def _reaching(text: ast.Module, changes: list[Change]) -> set[str]:
+    """Return the names whose use may lead to a changed function.
+
+    Compared by name only: the text does not tell whose method `x.method()` calls.
+    """
+    nodes = [*ast.walk(text)]
+    definitions = [node for node in nodes if isinstance(node, _Function | ast.ClassDef)]
+    local = {part for node in definitions if isinstance(node, _Function) for part in ast.walk(node)}
+    leads = [({node.name}, _names(node)) for node in definitions]
+    leads += [(_names(node, "target", "targets", "optional_vars"), _names(node)) for node in nodes if node not in local]
+    own = {name for names, _ in leads for name in names}
+    for node in definitions:
+        # The module's own decorators, base classes and metaclasses get what is defined with them.
+        leads.append((own & _names(node, "decorator_list", "bases", "keywords"), {node.name, *_names(node)}))
+    reaching = {name for change in changes for name in change.name.split(".")}
+    reaching |= own if _UNNAMED & (own | _names(text)) else set()
+    while more := {name for names, others in leads if reaching & others for name in names} - reaching:
+        reaching |= more
+    return reaching
+
+
+def _names(node: ast.AST, *fields: str) -> set[str]:
+    """Return the variables and attributes in a node or its fields."""
+    values = [getattr(node, field, None) for field in fields] if fields else [node]
+    parts = [part for value in values if value for part in (value if isinstance(value, list) else [value])]
+    names = (name for part in parts for name in ast.walk(part) if isinstance(name, ast.Name | ast.Attribute))
+    return {_last_name(name) for name in names}
+
+
+def _used_at_import(node: ast.AST) -> Iterator[ast.expr | ast.keyword]:
+    """Yield the calls, attributes, decorators and metaclasses that an import evaluates."""
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
     # A property's decorators only hold the function.
     yield from (decorator for decorator in decorators if _last_name(decorator) not in ("setter", "getter", "deleter"))
-    if isinstance(node, ast.Call | ast.Attribute):
+    if isinstance(node, ast.Call | ast.Attribute | ast.keyword):
         yield node
     else:
         for child in [node.args] if isinstance(node, _Function | ast.Lambda) else ast.iter_child_nodes(node):

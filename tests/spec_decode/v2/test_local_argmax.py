@@ -49,6 +49,10 @@ class OtherTokens(OwnWords):
         return -super().get_top_tokens(hidden_states)
 
 
+class NoTopTokens(OwnWords):
+    get_top_tokens = None
+
+
 def changed(path: str, value: object) -> Any:
     *owners, name = path.split(".")
     speculator = owner = EagleSpeculator()
@@ -78,6 +82,7 @@ TAKEN = {"over the drafter's own vocabulary": EagleSpeculator, "per rank": per_r
         (DFlash2Speculator, "DFlash2Speculator drafts in another way"),
         (lambda: EagleSpeculator(OtherLogits), "OtherLogits has other logits"),
         (lambda: EagleSpeculator(OtherTokens), "OtherTokens has other logits"),
+        (lambda: EagleSpeculator(NoTopTokens), "NoTopTokens has no local argmax"),
         (lambda: changed("model.logits_processor.scale", -1.0), "turns the order"),
         (lambda: changed("model.logits_processor.logits_as_input", True), "does not multiply by the head"),
         (lambda: changed("model.logits_processor", torch.nn.Identity()), "does not multiply by the head"),

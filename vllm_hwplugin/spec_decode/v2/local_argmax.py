@@ -72,6 +72,8 @@ def other_logits(speculator: Any) -> str | None:
     if type(speculator).__name__ not in _SPECULATORS:
         return f"{type(speculator).__name__} drafts in another way"
     top_tokens = getattr(type(model), "get_top_tokens", None)
+    if top_tokens is None:
+        return f"{type(model).__name__} has no local argmax (get_top_tokens)"
     if top_tokens is not LocalArgmaxMixin.get_top_tokens or not model.compute_logits.__module__.startswith(_MODELS):
         return f"{type(model).__name__} has other logits"
     processor, head = model.logits_processor, model.lm_head
