@@ -310,11 +310,12 @@ def speedup(load: Mapping[str, Any], baseline: Mapping[str, Any]) -> float | Non
     """Return a load's speedup; None: rounds or answers are missing.
 
     The best of more rounds is better by chance, so both need equally many rounds. If requests come at a rate, the rate
-    determines tokens/s, so the mean time to the last token counts.
+    determines tokens/s, so the mean time to the last token counts. Requests without a bound count as such, because the
+    client may send them at a rate that rises.
     """
     if load["rounds"] != baseline["rounds"]:
         return None
-    if load.get("request_rate"):
+    if _by_arrivals(load):
         times, baseline_times = _rounds(load), _rounds(baseline)
         return min(baseline_times) / min(times) if times and baseline_times else None
     best, baseline_best = (float(measured["tokens_per_second"]["best"]) for measured in (load, baseline))
@@ -324,8 +325,12 @@ def speedup(load: Mapping[str, Any], baseline: Mapping[str, Any]) -> float | Non
 def _rounds(load: Mapping[str, Any]) -> list[float]:
     """Return the figure of each round that comparisons use."""
     figures: list[float]
-    figures = load.get("round_e2e_ms", []) if load.get("request_rate") else load["tokens_per_second"]["all"]
+    figures = load.get("round_e2e_ms", []) if _by_arrivals(load) else load["tokens_per_second"]["all"]
     return figures
+
+
+def _by_arrivals(load: Mapping[str, Any]) -> bool:
+    return bool(load.get("request_rate")) or load.get("concurrency") == 0
 
 
 def _apart(rounds: Sequence[float]) -> float:

@@ -54,8 +54,8 @@ def test_the_words_of_outcomes_differ():
     assert len(said) == 4
 
 
-def test_requests_at_a_rate_decide_the_tokens_and_not_how_long_one_waits():
-    open_loop = {"request_rate": 4.0}
+@pytest.mark.parametrize("open_loop", [{"request_rate": 4.0}, {"request_rate": 0, "concurrency": 0}])
+def test_requests_at_a_rate_decide_the_tokens_and_not_how_long_one_waits(open_loop):
     before, after = (load(100) | open_loop | {"round_e2e_ms": [ms, 2 * ms]} for ms in (300.0, 200.0))
     assert speedup(after, before) == pytest.approx(1.5)
     assert speedup(load(150) | {"request_rate": 0}, load(100)) == pytest.approx(1.5)
