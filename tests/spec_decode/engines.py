@@ -8,7 +8,7 @@ import inspect
 import types
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -493,7 +493,7 @@ class Engine:
         schedule: vLLM's `num_speculative_tokens_per_batch_size`.
         rank: of data parallelism, and of how many.
         window: whether the target has a layer with a sliding window, whose keys are in a group of blocks of their own.
-        recurrent: whether it has one with a state, likewise.
+        recurrent: whether it has one with a state, likewise; "alone": vLLM takes it for a model without attention.
         blocks: whether the drafter is DFlash.
 
     Attributes:
@@ -519,7 +519,7 @@ class Engine:
         schedule: list[list[int]] | None = None,
         rank: tuple[int, int] = (0, 1),
         window: bool = False,
-        recurrent: bool = False,
+        recurrent: bool | Literal["alone"] = False,
         blocks: bool = False,
     ) -> None:
         names = ("target", "draft") if drafts else ("target",)
@@ -540,7 +540,8 @@ class Engine:
         parallel = self.config.parallel_config
         parallel.data_parallel_rank, parallel.data_parallel_size = rank
         self.config.scheduler_config.scheduler_reserve_full_isl = False
-        self.config.model_config.is_hybrid = recurrent
+        self.config.model_config.is_hybrid = recurrent is True
+        self.config.model_config.is_attention_free = recurrent == "alone"
         # As vLLM does where states are not kept for prefixes.
         self.config.cache_config.enable_prefix_caching = not recurrent
         groups = [KVCacheGroupSpec(list(names), layers["target"].get_kv_cache_spec(self.config))]

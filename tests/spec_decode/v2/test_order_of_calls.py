@@ -365,6 +365,28 @@ def test_nothing_differs_without_a_drafter(
     assert not tail._drafting.outcomes()
 
 
+def test_slots_are_there_where_vllm_looks_up_experts(vllm_here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 0.28 to 0.30 an engine that returns experts ended at its first step of decodes."""
+    found: list[set[bool]] = []
+    with both(vllm_here, partial(Side, drafts=0)) as sides:
+        runner = sides.both[1].runner
+        inputs = runner.step_inputs.attention_inputs
+
+        def watched(batch: Any) -> Any:
+            made = inputs(batch)
+            if made is not None:
+                found[-1].add(len(made[1]) > 0)
+            return made
+
+        monkeypatch.setattr(runner.step_inputs, "attention_inputs", watched)
+        for capturer in (None, object()):
+            runner.routed_experts_capturer = capturer
+            found.append(set())
+            sides.add(prompt=[1, 2], max_tokens=6, temperature=0.0)
+            sides.finish()
+    assert found == [{False}, {True}]
+
+
 def test_there_are_no_graphs_without_a_drafter_if_they_are_off(vllm_here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLAIN_DECODE, "0")
     with both(vllm_here, partial(Side, drafts=0)) as sides:
@@ -375,11 +397,12 @@ def test_there_are_no_graphs_without_a_drafter_if_they_are_off(vllm_here: Any, m
     assert runner.step_inputs._step_counts.outcomes().keys() == {"not_captured"}
 
 
-def test_nothing_differs_at_the_corners(vllm_here: Any) -> None:
+@pytest.mark.parametrize("recurrent", [True, "alone"])
+def test_nothing_differs_at_the_corners(vllm_here: Any, recurrent: Any) -> None:
     """Each is met: a request comes at each of some steps, while others are about to end."""
     plain = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}, BEST[0]]
     met: Counter[str] = Counter()
-    with both(vllm_here, partial(Side, recurrent=True)) as sides:
+    with both(vllm_here, partial(Side, recurrent=recurrent)) as sides:
         for wait in range(2, 6):
             for kind in plain:
                 sides.add(prompt=[wait, 1, 2], max_tokens=9, **kind)

@@ -204,7 +204,7 @@ class StepInputs(Graphs[_Captured]):
                 num_tokens,
             )
             block_tables, slots = runner.prepare_attn(attended)
-            if runner.model_config.is_hybrid:
+            if runner.model_config.is_hybrid or runner.model_config.is_attention_free:
                 # As vLLM does for padding. Kernels of recurrent layers process all requests of a graph and skip block
                 # 0. With another block they would move the state that another batch had in the row.
                 for table in block_tables:
@@ -366,6 +366,7 @@ class StepInputs(Graphs[_Captured]):
             return None
         tables = self._owner.block_tables
         block_tables = tuple(table[: batch.num_reqs_after_padding] for table in tables.input_block_tables)
-        # vLLM would make a dict of each layer's slots for metadata, which nothing builds here.
-        slots = tables.slot_mappings[:, : batch.num_tokens_after_padding] if step.captured.reads_slots else ()
-        return block_tables, slots
+        # vLLM would make a dict of each layer's slots for metadata, which nothing builds here. Up to 0.30 it also looks
+        # up the experts of each slot.
+        reads_slots = step.captured.reads_slots or getattr(self._owner, "routed_experts_capturer", None) is not None
+        return block_tables, tables.slot_mappings[:, : batch.num_tokens_after_padding] if reads_slots else ()
