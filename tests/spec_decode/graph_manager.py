@@ -98,7 +98,7 @@ class Manager:
         monkeypatch.setattr(torch.accelerator, "get_memory_info", self.memory.info, raising=False)
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
         spec = config.speculative_config
-        self.block = 1 + spec.num_speculative_tokens
+        self.block = 1 + (0 if spec is None else spec.num_speculative_tokens)
         more = {"varlen_decode": True} if varlen else {}
         self.made = module.ModelCudaGraphManager(config, torch.device("cpu"), mode, self.block, **more)
         if full:

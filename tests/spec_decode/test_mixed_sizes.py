@@ -106,20 +106,23 @@ def estimated(manager: Manager) -> int:
     return found_bytes
 
 
+@pytest.mark.parametrize("k", [3, 0])
 @pytest.mark.parametrize(
     ("version", "seqs"), crossed(versions(*V2, among=SUPPORTED[SUPPORTED.index("0.26.0") :]), [64, 1024])
 )
 def test_graphs_that_no_batch_would_get_are_not_captured(
-    entry: run_records.RunRecord, version: str, seqs: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+    entry: run_records.RunRecord, version: str, seqs: int, k: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = vllm_tree(version)
-    config = engine_of(tree, seqs=seqs, v2=True)
+    config = engine_of(tree, seqs=seqs, v2=True, k=k)
     manager = Manager(tree, config, monkeypatch, mixed_graphs.SIZES)
     pieces = set(manager.captured("PIECEWISE"))
     # 256 requests at most have FULL graphs of any batch.
     most = MAX_NUM_REQS
     sizes = {size for size in config.compilation_config.cudagraph_capture_sizes if seqs > most and size > most}
     assert {size for size in sizes if size > 512} <= pieces <= sizes
+    # Without drafts more requests have as few tokens.
+    assert k or pieces == sizes
     for below, size in pairwise(sorted(pieces)):
         assert size - (below + 1) <= size / 5
     assert manager.serves(64, 65) == "FULL 96"

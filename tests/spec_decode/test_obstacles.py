@@ -305,6 +305,7 @@ CASES: Final = [
     (runner_v2, "vllm_config.parallel_config.decode_context_parallel_size", 2, "split among", TAIL | MIXED),
     (runner_v2, "vllm_config.parallel_config.prefill_context_parallel_size", 2, "split among", TAIL | MIXED),
     (runner_v2, "vllm_config.parallel_config.enable_eplb", True, "experts", TAIL),
+    (runner_v2, "vllm_config.parallel_config.enable_elastic_ep", True, "join while the others serve", MIXED),
     (runner_v2, "lora_config", SimpleNamespace(specialize_active_lora=True), "LoRA", MIXED),
     (runner_v2, "model_config.is_encoder_decoder", True, "encoder", TAIL | MIXED),
     (
@@ -380,7 +381,7 @@ WITHOUT_DRAFTS = Part.V2_SAMPLING | Part.V2_INPUTS | Part.V2_METADATA | Part.V2_
 @pytest.mark.parametrize(
     ("path", "value", "words", "parts"),
     [
-        ("sampler", type("DiffusionSampler", (), {})(), "DiffusionSampler samples", Part.V2_SAMPLING),
+        ("sampler", type("DiffusionSampler", (), {})(), "DiffusionSampler samples", Part.V2_SAMPLING | Part.V2_MIXED),
         ("sampler.trace_replay_state", object(), "bring the tokens", Part.V2_SAMPLING),
         ("attn_groups", [[group(FlexAttentionMetadataBuilder)]], "on the host", Part.V2_METADATA),
         ("vllm_config.parallel_config.enable_eplb", True, "experts", Part.V2_SAMPLING),
@@ -457,7 +458,8 @@ def test_each_stage_of_a_pipeline_has_graphs_of_mixed_batches_and_knows_of_no_im
     for last in (True, False):
         made = change(runner_v2(), "vllm_config.parallel_config.pipeline_parallel_size", 2)
         made.is_last_pp_rank = last
-        made.speculator = made.speculator if last else None
+        if not last:
+            made.speculator = made.sampler = None
         assert why_not(made, MIXED) is None
         assert why_not(made, TAIL) == (
             "stages of a pipeline exchange tokens in the host's order" if last else "this worker does not draft"

@@ -148,7 +148,8 @@ def check_and_update_config(vllm_config: Any) -> bool:
         reason, decision = _set(vllm_config, limit) if reason is None else (reason, "")
         vars(compilation)[_LEFT] = reason
         decision = decision or f"left to vLLM: {reason}"
-        _note_unserved(vllm_config, "cudagraph_capture_sizes" if listed else "max_cudagraph_capture_size")
+        if spec is not None or not reason:
+            _note_unserved(vllm_config, "cudagraph_capture_sizes" if listed else "max_cudagraph_capture_size")
     except Exception as error:
         decision = f"left to vLLM: {type(error).__name__}: {error}"
         if gates.read(gates.STRICT).flag:

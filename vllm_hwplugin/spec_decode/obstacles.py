@@ -347,8 +347,10 @@ def _other_speculator(runner: Any) -> str:
 def _other_sampler(runner: Any) -> str:
     """Name another sampler."""
     # A model that fills in several tokens together has one, and counts the tokens as drafts.
-    name = type(runner.sampler).__name__
-    return "" if runner.speculator is not None or name in _SAMPLERS else name
+    # Only the last stage of a pipeline samples.
+    sampler = runner.sampler
+    name = type(sampler).__name__
+    return "" if runner.speculator is not None or sampler is None or name in _SAMPLERS else name
 
 
 def _no_decode_apart(runner: Any) -> str:
@@ -542,7 +544,7 @@ OBSTACLES: Final = (
         _TAIL,
         lambda r: r.speculator is not None and r.rejection_sampler is None,
     ),
-    Obstacle("{} samples in its own way", Part.V2_SAMPLING, _other_sampler),
+    Obstacle("{} samples in its own way", Part.V2_SAMPLING | _MIXED, _other_sampler),
     Obstacle(_VERIFIED, _V1, lambda r: r.speculative_config.method == "ngram_gpu"),
     Obstacle(_VERIFIED, _V2 | _DRAFTS, _has("adaptive_verification")),
     Obstacle(f"{_VERIFIED}, and {{}}", _MIXED, _counts_on_host),
@@ -563,6 +565,11 @@ OBSTACLES: Final = (
     Obstacle("ranks of data parallelism agree on each step on the host", _METADATA | _V1_MIXED, _ranks("data")),
     Obstacle("ranks of data parallelism agree on each draft pass on the host", _DRAFTS, _agrees_on_drafts),
     Obstacle("ranks of data parallelism draft for all requests that a mixed batch's graph holds", _MIXED, _pads_drafts),
+    Obstacle(
+        "ranks join while the others serve (elastic expert parallelism)",
+        _MIXED,
+        _has("vllm_config.parallel_config.enable_elastic_ep"),
+    ),
     Obstacle("ranks of data parallelism share the draft's experts, and {}", _DRAFTS, _exchanges_otherwise),
     Obstacle(
         "ranks of data parallelism, and stages of a pipeline, do not know of each other's images",

@@ -17,7 +17,7 @@ from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
-from vllm_hwplugin.spec_decode.v2.mixed_bounds import most_splits
+from vllm_hwplugin.spec_decode.v2.mixed_bounds import is_mixed_graph, most_splits
 
 from ...conftest import versions
 from .. import engines
@@ -336,6 +336,11 @@ def test_without_a_drafter_there_are_some_unless_they_are_off(
     with with_them(vllm_here, CUDAGraphMode.FULL_DECODE_ONLY, drafts=0) as sides:
         runner = sides.both[1].runner
         graphs = dict(runner.cudagraph_manager.graphs)
+        # The requests of a capture are no longer than the model's longest.
+        runner.max_model_len = 3
+        mixed_graphs.add_mixed_graphs(runner)
+        largest = [is_mixed_graph(runner.compilation_config, MAX_REQS_HERE, size, size) for size in (12, 16)]
+        assert largest == [not off, False]
         # A model that only embeds starts, though the feature's switch is `on`.
         runner.sampler = None
         mixed_graphs.add_mixed_graphs(runner)

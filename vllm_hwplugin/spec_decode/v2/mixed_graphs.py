@@ -65,15 +65,22 @@ def add_mixed_graphs(runner: Any) -> None:
     if lost_mixed_graphs(runner.compilation_config):
         # The capture for vLLM's memory estimate failed and gave the reason.
         return
-    most_tokens = min(runner.max_num_tokens, runner.compilation_config.max_cudagraph_capture_size or 0)
+    most = min(runner.max_num_reqs, MAX_NUM_REQS)
+    largest_size: int = runner.compilation_config.max_cudagraph_capture_size or 0
+    # A capture's requests share its tokens, and may not be longer than their block tables.
+    most_tokens = min(runner.max_num_tokens, largest_size, most * runner.max_model_len)
     sizes = [*(size for size in SIZES if size < most_tokens), most_tokens]
-    reason = why_not(runner, Part.V2_MIXED, beyond=Beyond.STAGES | Beyond.DATA_PARALLEL)
+    beyond = Beyond.STAGES | Beyond.DATA_PARALLEL
+    if getattr(runner.vllm_config.parallel_config, "enable_elastic_ep", False):
+        # A rank that joins captures while the others serve.
+        beyond = Beyond.STAGES
+    reason = why_not(runner, Part.V2_MIXED, beyond=beyond)
     if reason is not None or most_tokens < SIZES[0]:
         report_unused(V2_MIXED_GRAPHS, _STOCK, reason or f"graphs have {most_tokens} tokens at most")
         return
     groups = (group for groups in runner.attn_groups for group in groups)
     over_flash_2 = any(2 in flash_versions(group, runner.compilation_config) for group in groups)
-    most, grid = runner.max_num_reqs, _FLASH_2_GRID if over_flash_2 else None
+    grid = _FLASH_2_GRID if over_flash_2 else None
     builders = list(builders_of(runner.attn_groups))
     delta_rules = [builder for builder in builders if is_delta_rule(builder)]
     most_prompts = None
@@ -82,12 +89,11 @@ def add_mixed_graphs(runner: Any) -> None:
         from vllm_hwplugin.spec_decode.v2 import delta_rule
 
         most_prompts = delta_rule.MOST_PROMPTS
-    if runner.dp_size == 1:
-        most = min(most, MAX_NUM_REQS)
-    elif grid:
+    if runner.dp_size > 1:
         # Ranks of data parallelism agree on tokens, and each looks for the graph by its own requests: a graph takes as
         # many as a batch of its tokens may have, so that all find the same.
-        sizes = [size for size in sizes if min(size, most) <= grid // size]
+        most = runner.max_num_reqs
+        sizes = [size for size in sizes if not grid or min(size, most) <= grid // size]
     # None for any number of tokens of a request.
     longest = min(filter(None, map(longest_as_decode, builders)), default=None)
     if longest is not None:

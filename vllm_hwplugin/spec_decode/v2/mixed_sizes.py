@@ -88,13 +88,15 @@ def _seldom_replayed(manager: Any, dropped: Collection[Any]) -> dict[Any, Any]:
         if desc not in dropped and desc.uniform_token_count is None and getattr(desc, "max_query_len", None) is None
     ]
     requests: int = manager.max_num_reqs
+    # Without drafts batches with more requests than the FULL graphs hold have as few tokens.
+    gap = 4 / 5 if manager.decode_query_len > 1 else 1
     held = max((desc.num_tokens for desc in mixed if desc.num_reqs >= min(desc.num_tokens, requests)), default=0)
     pieces = [desc for desc in planned.get(CUDAGraphMode.PIECEWISE, ()) if desc not in dropped]
     own, above, substitutes = largest_own(manager.compilation_config) or 0, None, dict[Any, Any]()
     for desc, below in zip(pieces, [*(desc.num_tokens for desc in pieces[1:]), 0], strict=False) if held else ():
         if desc.num_tokens <= held:
             substitutes[desc] = None
-        elif above is not None and desc.num_tokens <= own and below + 1 >= above.num_tokens * 4 / 5:
+        elif above is not None and desc.num_tokens <= own and below + 1 >= above.num_tokens * gap:
             substitutes[desc] = above
         else:
             above = desc
