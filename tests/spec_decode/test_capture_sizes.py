@@ -184,10 +184,7 @@ def test_what_is_decided_is_on_record_and_stays(entry: run_records.RunRecord, mo
         # Its graphs of batches with prompts would be as many, and as large.
         ({"mode": CUDAGraphMode.FULL}, "cudagraph_mode is FULL"),
         ({"dp": 2, "experts": True}, "data-parallel ranks pad their batches to each other's"),
-        (
-            {"dp": 2, "experts": True, "v2": True, "elastic": True},
-            "data-parallel ranks pad their batches to each other's",
-        ),
+        ({"experts": True, "v2": True, "elastic": True}, "ranks may join (elastic expert parallelism)"),
         (
             {"dp": 2, "experts": True, "v2": True, "ubatches": True},
             "data-parallel ranks pad their batches to each other's",

@@ -175,10 +175,11 @@ def _why_left(vllm_config: Any) -> str | None:
     if compilation.compile_sizes:
         # vLLM ends the start if one of them is padded.
         return "compile_sizes are given"
-    # With elastic expert parallelism ranks join later, and would choose sizes by another number of ranks. With
-    # micro-batches vLLM captures each size twice.
-    left = any(getattr(parallel, name, False) for name in ("enable_elastic_ep", "use_ubatching"))
-    if _padding_ranks(vllm_config) > 1 and (left or not _is_v2(vllm_config)):
+    # Ranks that join later would choose sizes by another number of ranks, and capture while the others serve.
+    if getattr(parallel, "enable_elastic_ep", False):
+        return "ranks may join (elastic expert parallelism)"
+    # With micro-batches vLLM captures each size twice.
+    if _padding_ranks(vllm_config) > 1 and (getattr(parallel, "use_ubatching", False) or not _is_v2(vllm_config)):
         return "data-parallel ranks pad their batches to each other's"
     model = getattr(vllm_config, "model_config", None)
     if vllm_config.speculative_config is None and not _is_v2(vllm_config):
