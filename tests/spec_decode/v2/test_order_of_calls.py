@@ -379,7 +379,7 @@ def test_slots_are_there_where_vllm_looks_up_experts(vllm_here: Any, monkeypatch
             return made
 
         monkeypatch.setattr(runner.step_inputs, "attention_inputs", watched)
-        for capturer in (None, object()):
+        for capturer in (None, SimpleNamespace(get_routed_experts=lambda slots, num_tokens: None)):
             runner.routed_experts_capturer = capturer
             found.append(set())
             sides.add(prompt=[1, 2], max_tokens=6, temperature=0.0)
@@ -400,6 +400,8 @@ def test_there_are_no_graphs_without_a_drafter_if_they_are_off(vllm_here: Any, m
 @pytest.mark.parametrize("recurrent", [True, "alone"])
 def test_nothing_differs_at_the_corners(vllm_here: Any, recurrent: Any) -> None:
     """Each is met: a request comes at each of some steps, while others are about to end."""
+    if recurrent == "alone" and Versions("<0.28").covers(vllm_here.version):
+        pytest.skip("models without attention have no states on Model Runner V2")
     plain = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}, BEST[0]]
     met: Counter[str] = Counter()
     with both(vllm_here, partial(Side, recurrent=recurrent)) as sides:
