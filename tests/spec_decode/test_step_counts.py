@@ -11,7 +11,9 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import prometheus_client
@@ -20,6 +22,7 @@ import pytest
 from tests.cpu_seconds import patience, wait_until
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.cachedir import write_atomically
+from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin.base.run_records import RunRecord, Use
 from vllm_hwplugin.spec_decode import step_counts, step_metrics
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
@@ -193,6 +196,26 @@ def test_metrics_are_what_the_workers_of_this_servers_engines_have_on_record(tmp
         for one in workers:
             os.kill(one.pid, signal.SIGKILL)
             os.waitpid(one.pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "v2", "plain", "counted"),
+    [(True, False, "0", True), (False, True, "1", True), (False, True, "0", False), (False, False, "1", False)],
+)
+def test_metrics_follow_engines_that_the_plugin_may_serve(
+    drafts: bool, v2: bool, plain: str, counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PLAIN_DECODE, plain)
+    config = SimpleNamespace(
+        speculative_config=object() if drafts else None,
+        use_v2_model_runner=v2,
+        parallel_config=SimpleNamespace(_api_process_rank=0),
+    )
+    registry = prometheus_client.CollectorRegistry()
+    counter = partial(prometheus_client.Counter, registry=registry)
+    step_metrics.follow(config, counter, ["model_name", "engine"], {0: ["m", "0"]})
+    step_metrics._stop.set()
+    assert bool([*registry.collect()]) is counted
 
 
 def test_each_reason_is_in_the_documents_table() -> None:

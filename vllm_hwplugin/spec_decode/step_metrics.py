@@ -68,7 +68,8 @@ def follow(
     """
     global _stop
     _stop.set()
-    counted = config.speculative_config is not None or gates.is_on(gates.PLAIN_DECODE)
+    plain = gates.is_on(gates.PLAIN_DECODE) and getattr(config, "use_v2_model_runner", False)
+    counted = config.speculative_config is not None or plain
     if not counted or config.parallel_config._api_process_rank > 0:
         return
     _stop = threading.Event()
