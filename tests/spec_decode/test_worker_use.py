@@ -270,14 +270,15 @@ def test_v1_compiles_fewer_kernels_of_top_k_and_top_p_where_the_version_has_more
 
 
 def test_capture_sizes_are_used_where_they_are_set_and_captured() -> None:
-    for v2, changes, expected in (
-        (False, {}, True),
-        (True, {"drafter": None}, True),
+    for v2, changes, left, expected in (
+        (False, {}, "", True),
+        (True, {"drafter": None}, "", True),
         # What the attention backend decided later.
-        (False, {MODE: CUDAGraphMode.PIECEWISE}, False),
+        (False, {MODE: CUDAGraphMode.PIECEWISE}, "", False),
+        (False, {"speculative_config": None}, "without a drafter only Model Runner V2 has graphs of the plugin", False),
     ):
         one = worker(v2, **changes)
-        vars(one.vllm_config.compilation_config)[capture_sizes._LEFT] = ""
+        vars(one.vllm_config.compilation_config)[capture_sizes._LEFT] = left
         assert ("capture-sizes" in used(one)) is expected
 
 

@@ -75,8 +75,9 @@ def _seldom_replayed(manager: Any, dropped: Collection[Any]) -> dict[Any, Any]:
     A PIECEWISE graph takes about twice as long to capture as a FULL graph. Some only cover batches that have a FULL
     graph, which `v2-mixed-graphs` puts first. A batch without a FULL graph has more requests than the FULL graphs hold,
     and usually more tokens than vLLM's largest size. So if the sizes are the plugin's, a graph up to vLLM's largest
-    size stays only if a batch would otherwise be padded by more than a fifth. All stay if a batch with an image or a
-    long request replays no FULL graph. `dropped` are graphs already removed.
+    size stays only if a batch would otherwise be padded by more than a fifth. Without drafts these stay, because such a
+    batch may have as few tokens as requests. All stay if a batch with an image or a long request replays no FULL graph.
+    `dropped` are graphs already removed.
     """
     if vars(manager.compilation_config).get(KEEPS_PIECES):
         return {}
@@ -88,7 +89,6 @@ def _seldom_replayed(manager: Any, dropped: Collection[Any]) -> dict[Any, Any]:
         if desc not in dropped and desc.uniform_token_count is None and getattr(desc, "max_query_len", None) is None
     ]
     requests: int = manager.max_num_reqs
-    # Without drafts batches with more requests than the FULL graphs hold have as few tokens.
     gap = 4 / 5 if manager.decode_query_len > 1 else 1
     held = max((desc.num_tokens for desc in mixed if desc.num_reqs >= min(desc.num_tokens, requests)), default=0)
     pieces = [desc for desc in planned.get(CUDAGraphMode.PIECEWISE, ()) if desc not in dropped]
