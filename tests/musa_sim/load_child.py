@@ -417,6 +417,23 @@ def drafting_with_images() -> contextlib.AbstractContextManager:
     return stack
 
 
+def memory_for_graphs_too(memory: int) -> contextlib.AbstractContextManager:
+    """While it lasts, vLLM has so many bytes for its KV cache and graphs together, whose memory it estimates, as it
+    does on CUDA alone.
+    """
+    load_plugins()
+    from vllm.v1.worker.gpu_worker import Worker
+
+    measure = Worker.determine_available_memory
+
+    def determine_available_memory(self) -> int:
+        measure(self)
+        self.cudagraph_memory_estimate = self.model_runner.profile_cudagraph_memory()
+        return memory - self.cudagraph_memory_estimate
+
+    return mock.patch.object(Worker, "determine_available_memory", determine_available_memory)
+
+
 def not_knowing(what: str) -> contextlib.AbstractContextManager:
     """While it lasts, the plugin does not know what `Load.unknown` names."""
     if what == "updates alone":
@@ -467,7 +484,12 @@ def one(job: dict, others_follow: bool) -> dict:
     from . import kv_connector
 
     kv_connector.SHOWN.clear()
-    with waiting(job["waits"]), not_knowing(job["unknown"]) if job["unknown"] else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(waiting(job["waits"]))
+        if job["unknown"]:
+            stack.enter_context(not_knowing(job["unknown"]))
+        if job["memory"] is not None:
+            stack.enter_context(memory_for_graphs_too(job["memory"]))
         llm = LLM(**known(job["options"]))
     runner = model_runner(llm)
     check_runner(runner)

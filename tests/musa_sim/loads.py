@@ -89,6 +89,7 @@ class Load:
             attends to does not count.
         calls: methods of the worker, or of `load_child.CALLS`, by the engine's step before which they are called.
         ceiling: tokens of the largest size that vLLM captures by itself, in place of 512.
+        memory: bytes of the device for KV cache and graphs.
         waits: functions, as ``module:name``, that wait for the device while the engine starts: no graph can hold them.
         unknown: what the plugin does not know, and leaves to vLLM: the ``drafter``, or that ``updates alone`` may be in
             a graph; or ``any batch``, see `load_child.attention_of_any_batch`; or ``FLASH_ATTN_MLA``, see
@@ -104,6 +105,7 @@ class Load:
     initialised: bool = False
     calls: Sequence[tuple[int, str]] = ()
     ceiling: int | None = None
+    memory: int | None = None
     waits: Sequence[str] = ()
     unknown: str = ""
 

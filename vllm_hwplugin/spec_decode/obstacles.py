@@ -46,6 +46,7 @@ from vllm_hwplugin.spec_decode.drafters import (
     STANDALONE_METHODS,
     TRIED_METHODS,
 )
+from vllm_hwplugin.spec_decode.kv_cache_room import GRAPHS_LEFT, TOO_SMALL
 from vllm_hwplugin.spec_decode.ranks import Beyond, all_ranks
 
 logger = logging.getLogger("vllm.hwplugin")
@@ -455,6 +456,7 @@ _V1, _V2, _METADATA, _DRAFTS = Part.V1_INPUTS, Part.V2_INPUTS, Part.V1_METADATA,
 _V1_MIXED: Final = Part.V1_MIXED
 
 OBSTACLES: Final = (
+    Obstacle(TOO_SMALL, ~_STEPS, _has(f"vllm_config.{GRAPHS_LEFT}")),
     Obstacle("{} has its own drafting code, which no patched-in feature covers", _PASSES, _other_proposer),
     Obstacle("the speculative config asks for enforce_eager", _PASSES, attrgetter("speculative_config.enforce_eager")),
     Obstacle(

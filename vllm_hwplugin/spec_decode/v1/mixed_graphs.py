@@ -46,6 +46,9 @@ def plan_mixed_graphs(runner: Any) -> None:
     sizes = [size for size in piecewise_sizes(compilation) or () if size >= least]
     if reason is not None or not sizes:
         report_unused(V1_MIXED_GRAPHS, ONLY_DECODES, reason or f"no capture size has {least} tokens")
+        if full_mixed_sizes(compilation):
+            # vLLM has estimated their memory, and it does not suffice.
+            set_full_mixed_sizes(compilation, ())
         return
     set_full_mixed_sizes(compilation, sizes)
     if _BUILD not in vars(runner):

@@ -71,6 +71,8 @@ def captured(
         _begin_anew(manager)
         return ()
     if not mixed and not has_sizes(compilation):
+        # Of an earlier estimate, after which the plugin's graphs were left out.
+        vars(compilation).pop(LEFT_OUT, None)
         return ()
     pieces = {id(wrapper): set(wrapper.concrete_cudagraph_entries) for wrapper in CUDAGraphWrapper._all_instances}
     # Ranks of data parallelism pad a batch to the same graph, and so do stages of a pipeline.

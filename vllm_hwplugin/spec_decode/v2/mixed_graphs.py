@@ -26,7 +26,7 @@ from vllm_hwplugin.spec_decode.delta_rule_obstacles import is_delta_rule
 from vllm_hwplugin.spec_decode.drafters import SHARED_FIRST_PASS
 from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
 from vllm_hwplugin.spec_decode.ranks import Beyond, same_on_stages
-from vllm_hwplugin.spec_decode.v2.mixed_bounds import lost_mixed_graphs, set_mixed_graphs
+from vllm_hwplugin.spec_decode.v2.mixed_bounds import has_mixed_graphs, lost_mixed_graphs, set_mixed_graphs
 from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch
 from vllm_hwplugin.spec_decode.v2.mixed_sizes import KEEPS_PIECES
 
@@ -77,6 +77,9 @@ def add_mixed_graphs(runner: Any) -> None:
     reason = why_not(runner, Part.V2_MIXED, beyond=beyond)
     if reason is not None or most_tokens < SIZES[0]:
         report_unused(V2_MIXED_GRAPHS, _STOCK, reason or f"graphs have {most_tokens} tokens at most")
+        if has_mixed_graphs(runner.compilation_config):
+            # vLLM has estimated their memory, and it does not suffice.
+            set_mixed_graphs(runner.compilation_config, {})
         return
     groups = (group for groups in runner.attn_groups for group in groups)
     over_flash_2 = any(2 in flash_versions(group, runner.compilation_config) for group in groups)
