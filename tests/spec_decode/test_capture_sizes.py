@@ -196,6 +196,9 @@ def test_what_is_decided_is_on_record_and_stays(entry: run_records.RunRecord, mo
             {"architectures": ["DeepseekV41ForCausalLM"]},
             "DeepSeek V4.1 replays layers in graphs whose sizes and buffers follow from the capture sizes",
         ),
+        ({"multimodal": SimpleNamespace(mm_encoder_only=True)}, "only the multi-modal encoder runs"),
+        # In 0.28.
+        ({"encodes": True}, "only the multi-modal encoder runs"),
         ({"lora": object()}, "with LoRA each of them is captured several times"),
         ({"tiers": [(1, 8, 3)]}, "the number of drafts changes from step to step"),
     ],

@@ -387,6 +387,7 @@ WITHOUT_DRAFTS = Part.V2_SAMPLING | Part.V2_INPUTS | Part.V2_METADATA | Part.V2_
         ("vllm_config.parallel_config.enable_eplb", True, "experts", Part.V2_SAMPLING),
         # It embeds, and samples nothing.
         ("sampler", None, "does not draft", WITHOUT_DRAFTS),
+        ("vllm_config.is_encoder_only", True, "does not draft", WITHOUT_DRAFTS),
     ],
 )
 def test_without_drafts_there_are_graphs_of_inputs_and_sampling_unless_they_are_off(

@@ -186,6 +186,8 @@ def _why_left(vllm_config: Any) -> str | None:
         return "without a drafter only Model Runner V2 has graphs of the plugin"
     if vllm_config.speculative_config is None and getattr(model, "runner_type", None) != "generate":
         return "the model does not generate"
+    if encodes_only(vllm_config):
+        return "only the multi-modal encoder runs"
     if any("DeepseekV41" in name for name in getattr(model, "architectures", None) or ()):
         return "DeepSeek V4.1 replays layers in graphs whose sizes and buffers follow from the capture sizes"
     # Not there from 0.32 on.
@@ -197,6 +199,13 @@ def _why_left(vllm_config: Any) -> str | None:
     if getattr(spec, "num_speculative_tokens_per_batch_size", None):
         return "the number of drafts changes from step to step"
     return None
+
+
+def encodes_only(vllm_config: Any) -> bool:
+    """Whether this instance runs only the multi-modal encoder."""
+    # A producer of an encoder connector says so by a property in 0.28, and sets the option from 0.29 on.
+    named = getattr(getattr(vllm_config, "model_config", None), "multimodal_config", None)
+    return bool(getattr(named, "mm_encoder_only", False) or getattr(vllm_config, "is_encoder_only", False))
 
 
 def _is_v2(vllm_config: Any) -> bool:

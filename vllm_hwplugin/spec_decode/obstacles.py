@@ -37,6 +37,7 @@ from vllm_hwplugin.spec_decode.builders import (
     updated_in_place,
     why_not_in_graph,
 )
+from vllm_hwplugin.spec_decode.capture_sizes import encodes_only
 from vllm_hwplugin.spec_decode.delta_rule_obstacles import is_delta_rule, why_no_delta_rule
 from vllm_hwplugin.spec_decode.drafters import (
     CACHED_METHODS,
@@ -179,9 +180,10 @@ def _reason(row: Obstacle, owner: Any) -> str:
 
 def decodes_plainly(runner: Any) -> bool:
     """Whether this runner samples without a drafter and graphs are asked for."""
-    asked_for = gates.is_on(gates.PLAIN_DECODE)
+    if runner.speculative_config is not None or not gates.is_on(gates.PLAIN_DECODE) or encodes_only(runner.vllm_config):
+        return False
     # A model that only embeds has no sampler.
-    return asked_for and runner.speculative_config is None and getattr(runner, "sampler", None) is not None
+    return getattr(runner, "sampler", None) is not None
 
 
 def builder_classes(proposer: Any) -> frozenset[type]:
