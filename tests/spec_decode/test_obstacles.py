@@ -468,6 +468,16 @@ def test_each_stage_of_a_pipeline_has_graphs_of_mixed_batches_and_knows_of_no_im
         assert refused(change(made, "supports_mm_inputs", True), runner_v2, "each other's images") == MIXED
 
 
+def test_each_stage_of_a_pipeline_without_a_drafter_has_the_same_reason() -> None:
+    """The first stage has no sampler, and the last stage blamed another rank."""
+    for last in (True, False):
+        made = change(plain_v2(), "vllm_config.parallel_config.pipeline_parallel_size", 2)
+        made.is_last_pp_rank = last
+        if not last:
+            made.sampler = None
+        assert why_not(made, MIXED) == "the pipeline has several stages and no drafter"
+
+
 def test_beside_a_drafter_no_request_brings_the_tokens_that_are_to_be_sampled() -> None:
     assert why_not(change(runner_v2(), "sampler.trace_replay_state", object()), TAIL) is None
 
@@ -656,6 +666,7 @@ OTHERS: Final = {
     "ranks of data parallelism, and stages of a pipeline, do not know of each other's images",
     "ranks of data parallelism do not know of each other's longest requests",
     "a schedule for windows depends on the longest sequence",
+    "the pipeline has several stages and no drafter",
 }
 
 

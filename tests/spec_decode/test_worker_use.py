@@ -283,6 +283,14 @@ def test_capture_sizes_are_used_where_they_are_set_and_captured() -> None:
         assert ("capture-sizes" in used(one)) is expected
 
 
+def test_the_first_stage_of_a_pipeline_without_a_drafter_leaves_sampling_to_the_last() -> None:
+    one = worker(True, drafter=None, speculative_config=None, **{PP: 2})
+    one.model_runner.sampler, one.model_runner.is_last_pp_rank = None, False
+    vars(one.vllm_config.compilation_config)[capture_sizes._LEFT] = ""
+    assert used(one) == {"capture-sizes", "v2-mixed-graphs", "backport-top-k-top-p"}
+    assert uses()["v2-tail-graph"]["cause"] == uses()["v2-step-inputs"]["cause"] == TERMS["drafts-here"]
+
+
 def test_linear_layers_overlap_where_the_gpu_and_the_models_type_have_the_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

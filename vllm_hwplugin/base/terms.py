@@ -21,7 +21,7 @@ TERMS: Final = {
     "draft-loader:": "no draft was loaded by {}",
     "draft-setting:": "--speculative-config names no {}",
     "drafter:": "the speculative method is {}",
-    "drafts-here": "another stage of the pipeline drafts",
+    "drafts-here": "only the last stage of the pipeline samples and drafts",
     "dtype:": "the model is not in {}",
     "hopper": "this is no GPU of compute capability 9.0, or VLLM_BATCH_INVARIANT is on",
     "image-features": "the model keeps no features of images in buffers",

@@ -157,7 +157,7 @@ def why_not(owner: Any, parts: Part, *, together: bool = True, beyond: Beyond = 
 
 def _reasons(owner: Any, parts: Part) -> str | None:
     drafter = getattr(owner, "drafter", getattr(owner, "speculator", owner))
-    if owner.speculative_config is not None and not getattr(owner, "is_last_pp_rank", True):
+    if not getattr(owner, "is_last_pp_rank", True):
         # Another stage samples and drafts.
         parts &= Part.V2_MIXED
     elif owner.speculative_config is None or drafter is None:
@@ -587,6 +587,11 @@ OBSTACLES: Final = (
     ),
     Obstacle("stages of a pipeline exchange tokens in the host's order", _PHASE | _V1 | _TAIL, _ranks("pipeline")),
     Obstacle("the pipeline has several stages", _V1_MIXED, _ranks("pipeline")),
+    Obstacle(
+        "the pipeline has several stages and no drafter",
+        _MIXED,
+        lambda r: r.speculative_config is None and _ranks("pipeline")(r),
+    ),
     Obstacle(
         "the context is split among ranks",
         _V1 | _V1_MIXED | _TAIL | _MIXED,

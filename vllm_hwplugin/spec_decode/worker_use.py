@@ -149,7 +149,7 @@ class EngineFacts:
                 cure = "" if gates.is_on(gates.PLAIN_DECODE) else f"--speculative-config, or {gates.PLAIN_DECODE}=1"
                 return NO_SPECULATION._replace(text=text, holds=self._undrafted, cure=cure)
             case "drafts-here":
-                return Unused(text, self._spec is not None and self._drafter is None, cause=text)
+                return Unused(text, self._is_early_stage(), cause=text)
             case "runner:":
                 here, wanted = text.format(self._runner), values[0].upper()
                 return Unused(here, wanted != self._runner, cause=here, wants=wanted)
@@ -188,8 +188,16 @@ class EngineFacts:
             return ""
         if not gates.is_on(gates.PLAIN_DECODE):
             return f"{gates.PLAIN_DECODE} is off"
-        # Model Runner V1 is another reason.
-        return "" if self._runner == "V1" or _decodes_plainly(self._worker) else "nothing is sampled"
+        # Model Runner V1, and a stage before the last, are other reasons.
+        elsewhere = self._runner == "V1" or self._is_early_stage()
+        return "" if elsewhere or _decodes_plainly(self._worker) else "nothing is sampled"
+
+    def _is_early_stage(self) -> bool:
+        """Whether another stage of the pipeline samples."""
+        if self._spec is not None:
+            return self._drafter is None
+        pipeline = self._config.parallel_config.pipeline_parallel_size > 1
+        return pipeline and not getattr(self._worker.model_runner, "is_last_pp_rank", True)
 
     def _lacks(self, graphs: str) -> bool:
         return not hasattr(self._drafter, graphs)
