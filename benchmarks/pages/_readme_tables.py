@@ -47,17 +47,25 @@ def starts(files: Sequence[Found]) -> str:
     measured = (
         paragraph(
             f"`{file.name}`: {file.source}. Starts of each side before: {file.results['settings']['fills']}; "
-            f"later ones: {file.results['settings']['rounds']}{_FEW if file.results['settings']['rounds'] < 2 else ''}."
-            f"{_host_of_starts(file)}"
+            f"later ones: {_later(file)}{_FEW if _later(file) < 2 else ''}.{_host_of_starts(file)}"
         )
         for file in files
     )
     return "\n\n".join(["\n".join(table(_START_NAMES, _starts(files))), paragraph(_START_HOW), *measured])
 
 
+def _sides(file: Found) -> list[Any]:
+    return [side for case in file.results["cases"] for side in case["sides"].values()]
+
+
+def _later(file: Found) -> int:
+    """Return how many later starts each side has."""
+    # A time limit may leave some out.
+    return min(len(side["alone"]) for side in _sides(file))
+
+
 def _host_of_starts(file: Found) -> str:
-    sides = [side for case in file.results["cases"] for side in case["sides"].values()]
-    times = [start["host_us"] for side in sides for start in side["alone"] if start.get("host_us")]
+    times = [start["host_us"] for side in _sides(file) for start in side["alone"] if start.get("host_us")]
     # Older files have no time of the host.
     if not times:
         return ""
