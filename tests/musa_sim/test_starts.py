@@ -57,7 +57,11 @@ def runs(
     """By model runner: stock vLLM, and each engine with gates as they are by default."""
     folder, processes = tmp_path_factory.mktemp("starts"), {}
     for runner, engines in ENGINES.items():
-        chosen = {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2"))}
+        chosen = {
+            "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2")),
+            # As on CUDA.
+            "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "1",
+        }
         stock = loads.musa(folder / f"stock host, {runner}", newest, VLLM_HWPLUGIN="1", **loads.UNPATCHED, **chosen)
         processes[f"stock {runner}"] = Process({"stock": _load(), "stock, no room": _NO_ROOM}, stock)
         processes[runner] = Process(engines, loads.musa(folder / f"host, {runner}", newest, **chosen))

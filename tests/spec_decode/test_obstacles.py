@@ -34,6 +34,7 @@ from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
 from vllm_hwplugin.base.gates import MORE_GRAPHS, PLAIN_DECODE
 from vllm_hwplugin.spec_decode import obstacles
+from vllm_hwplugin.spec_decode.kv_cache_room import GRAPHS_LEFT
 from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, Part, why_not
 
 from ..obstacles_page import PAGE, TOLD, markdown
@@ -234,6 +235,10 @@ class Breakable:
 
 #: A drafter or runner, what is changed, words of the reason that is then said, and the parts that it hinders.
 CASES: Final = [
+    *(
+        (make, f"vllm_config.{GRAPHS_LEFT}", True, "be too small", PARTS[make])
+        for make in (proposer, runner_v1, runner_v2)
+    ),
     (proposer, "__class__", type("Gemma4Proposer", (SimpleNamespace,), {}), "Gemma4Proposer", Part.V1_PASSES),
     (proposer, "__class__", type("DFlashProposer", (SimpleNamespace,), {}), "DFlashProposer", Part.V1_PASSES),
     (proposer, "speculative_config.enforce_eager", True, "enforce_eager", Part.V1_PASSES),

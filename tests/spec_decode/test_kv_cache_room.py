@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When an engine core leaves out the plugin's graphs: its memory is short, or that of another rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import CUDAGraphMode
+
+from vllm_hwplugin.spec_decode.kv_cache_room import leave_graphs, with_room
+
+#: Bytes for the KV cache beside all graphs, that graphs of the plugin take, and for one request.
+AVAILABLE, GRAPHS, NEEDED = 100, 50, 120
+
+
+class Core:
+    """An engine core of two workers, and what vLLM makes of their memory."""
+
+    def __init__(self, needed: int = NEEDED, freed: int = GRAPHS, **parallel: Any):
+        self.needed, self.freed, self.asked, self.told = needed, freed, list[list[int]](), list[Any]()
+        self.model_executor = SimpleNamespace(collective_rpc=self.collective_rpc)
+        self.states = False
+        given = {"distributed_executor_backend": "mp", "data_parallel_size": 1, "enable_elastic_ep": False, **parallel}
+        self.config = SimpleNamespace(
+            parallel_config=SimpleNamespace(has_unfinished_dp=lambda group, short: group(short), **given),
+            scheduler_config=SimpleNamespace(max_num_seqs=AVAILABLE + 1),
+            compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
+        )
+
+    def collective_rpc(self, call: Any) -> list[int]:
+        self.told.append(call)
+        return [self.freed] * 2
+
+    def get_kv_cache_configs(self, config: Any, specs: Any, memory: list[int]) -> list[Any]:
+        assert config is self.config
+        self.asked.append(memory)
+        if min(memory) < self.needed:
+            raise ValueError("vLLM's")
+        return [SimpleNamespace(num_blocks=size, has_mamba_layers=self.states) for size in memory]
+
+    def start(self) -> list[int]:
+        configs = with_room(self, self.get_kv_cache_configs)(self.config, [{}, {}], [AVAILABLE] * 2)
+        return [config.num_blocks for config in configs]
+
+
+def test_a_start_with_memory_for_all_graphs_is_left_alone() -> None:
+    core = Core(needed=AVAILABLE)
+    assert core.start() == [AVAILABLE] * 2
+    assert (len(core.asked), core.told) == (1, [])
+
+
+def test_graphs_are_left_out_where_no_request_fits() -> None:
+    core = Core()
+    assert core.start() == [AVAILABLE + GRAPHS] * 2
+    assert core.told == [leave_graphs]
+
+
+def test_graphs_are_left_out_where_requests_have_no_state() -> None:
+    core = Core(needed=AVAILABLE)
+    core.states = True
+    assert core.start() == [AVAILABLE + GRAPHS] * 2
+
+
+def test_ranks_that_share_experts_leave_them_out_together() -> None:
+    core = Core(needed=AVAILABLE, data_parallel_size=2)
+    core.dp_group = lambda short: True  # type: ignore[attr-defined]
+    assert core.start() == [AVAILABLE + GRAPHS] * 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"freed": 0},
+        {"distributed_executor_backend": "external_launcher"},
+        {"enable_elastic_ep": True},
+        {"data_parallel_size": 2},
+    ],
+)
+def test_vllm_ends_the_start_if_nothing_helps_or_ranks_cannot_agree(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="vLLM's"):
+        Core(**settings).start()
