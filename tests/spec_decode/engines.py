@@ -440,6 +440,7 @@ def config_of(
         max_concurrent_batches=1 + asynchronous,
         use_v2_model_runner=True,
         use_cumem_cudagraph_pool=False,
+        _hwplugin_graphs_left=False,
         mamba_config=None,
         offload_config=None,
         **dict.fromkeys(

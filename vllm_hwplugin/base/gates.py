@@ -287,11 +287,11 @@ GATES: Final[tuple[Gate, ...]] = (
     Gate(
         "VLLM_HWPLUGIN_V2_DRAFT_HEAD",
         "choice",
-        "off",
-        "Feature v2-draft-head: Eagle and MTP drafts multiply by an FP8 copy of the head (copy), or by FP8 rows "
-        "of recent tokens (rows); Model Runner V2.",
+        "auto",
+        "Feature v2-draft-head: Eagle and MTP drafts multiply by an FP8 copy of the head (copy; auto, if it is large), "
+        "or by FP8 rows of recent tokens (rows); Model Runner V2.",
         affects=("patches",),
-        choices=("off", "copy", "rows"),
+        choices=("auto", "off", "copy", "rows"),
         since="0.3.0",
     ),
     Gate(

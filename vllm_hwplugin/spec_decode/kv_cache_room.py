@@ -78,15 +78,16 @@ def _lacks_states(vllm_config: Any, configs: Sequence[Any]) -> bool:
 
 
 def leave_graphs(worker: Any) -> int:
-    """Leave out the plugin's graphs; return the bytes counted for them."""
+    """Leave out the plugin's graphs, and a copied head; return their bytes."""
     # The executor calls this in each worker.
     import torch
     from vllm import envs
 
     runner, compilation = worker.model_runner, worker.vllm_config.compilation_config
     estimated: int = getattr(worker, "cudagraph_memory_estimate", 0)
+    copied: int = runner.leave_draft_head() if hasattr(runner, "leave_draft_head") else 0
     if not estimated or not envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS:
-        return 0
+        return copied
     logger.warning("the graphs that only the plugin captures are left out: %s", TOO_SMALL)
     vars(worker.vllm_config)[GRAPHS_LEFT] = True
     if has_sizes(compilation):
@@ -97,6 +98,6 @@ def leave_graphs(worker: Any) -> int:
         runner.tail_graphs.forget()
     with torch.inference_mode():
         worker.cudagraph_memory_estimate = int(runner.profile_cudagraph_memory())
-    freed: int = max(0, estimated - worker.cudagraph_memory_estimate)
+    freed: int = copied + max(0, estimated - worker.cudagraph_memory_estimate)
     worker.available_kv_cache_memory_bytes += freed
     return freed

@@ -304,6 +304,40 @@ def test_keeps_the_whole_head(reason: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert not getattr(runner.speculator, "use_local_argmax_reduction", False)
 
 
+BY_DEFAULT = {
+    "reads the head once": {"drafts": 1},
+    "takes little time": {"pays_from": 400_000_000},
+    "2% of the GPU's memory": {"memory": 50 * WORDS * WIDTH - 1},
+    "compute capability 9.0": {"hopper": False},
+    "only one GPU": {"ranks": 2},
+    "": {},
+}
+
+
+@pytest.mark.parametrize("reason", BY_DEFAULT)
+def test_by_default_a_large_head_is_copied_until_memory_is_short(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Any = {"drafts": 2, "pays_from": 1, "memory": 50 * WORDS * WIDTH, "hopper": True, **BY_DEFAULT[reason]}
+    monkeypatch.delenv(gate_of(V2_DRAFT_HEAD), raising=False)
+    monkeypatch.setattr(draft_head, "PAYS_FROM", asked["pays_from"])
+    platform = SimpleNamespace(
+        get_device_total_memory=lambda: asked["memory"], is_device_capability=lambda one: asked["hopper"] and one == 90
+    )
+    monkeypatch.setattr(draft_head, "current_platform", platform)
+    runner = Runner(ranks=asked.get("ranks", 1))
+    runner.speculative_config.num_speculative_tokens = asked["drafts"]
+    whole, draft = runner.model["lm_head"], runner.speculator.model
+    said = draft_head.why_not_by_default(runner) or ""
+    assert reason in said
+    draft_head.install(runner)
+    assert isinstance(draft.lm_head, draft_head.Fp8Head) == (not said)
+    if not said:
+        # FP8, and a scale for each row.
+        assert runner.leave_draft_head() == WORDS * (WIDTH + 4)  # type: ignore[attr-defined]
+        runner.reload_weights()
+        runner.wake_up()
+    assert draft.lm_head is whole
+
+
 def test_a_gpu_without_a_kernel_keeps_the_whole_head(
     installed: Callable[[str], Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:

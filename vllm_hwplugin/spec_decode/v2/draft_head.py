@@ -20,21 +20,26 @@ from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLine
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.base.fallback import in_a_line, report_unused
 from vllm_hwplugin.base.features import V2_DRAFT_HEAD, gate_of
+from vllm_hwplugin.spec_decode.kv_cache_room import TOO_SMALL
 
 from .local_argmax import other_logits, whole_logits_needed
 from .methods import put_before
 
+#: Bytes of a rank's head from which `auto` makes a copy. A copy takes half, and at most this share of the GPU's memory.
+PAYS_FROM, MOST_MEMORY = 400_000_000, 0.02
 #: Most rows of the form `rows`, of all ranks; it has a quarter of the vocabulary if that is less.
 ROWS: Final = 65536
 #: Prompts and answers after which all rows are copied again: a trainer may write weights and call nothing.
 FEEDS: Final = 1000
 #: Rows that are quantized together, to bound the float32 numbers between.
 _CHUNK: Final = 4096
+_WHOLE: Final = "drafts use the whole head"
 #: A draft's `embed_tokens` may be the same module as its head, and stays.
 _NAMES: Final = ("lm_head", "head")
 
@@ -46,15 +51,17 @@ def install(runner: Any) -> None:
     """
     form = gates.read(gate_of(V2_DRAFT_HEAD)).text
     try:
-        reason = obstacle(runner, form)
+        reason = obstacle(runner, form) or (why_not_by_default(runner) if form == "auto" else None)
         head = DraftHead(runner, form == "rows") if reason is None else None
     except Exception as error:  # A kernel that this GPU does not have, or a model of another shape.
         reason, head = f"the head cannot be quantized: {in_a_line(error)}", None
     if head is None:
-        report_unused(V2_DRAFT_HEAD, "drafts use the whole head", reason or "")
+        report_unused(V2_DRAFT_HEAD, _WHOLE, reason or "")
         return
     run_records.use(V2_DRAFT_HEAD, True)
     head.note()
+    if form == "auto":
+        runner.leave_draft_head = head.leave
     if isinstance(head.head, Fp8Head):
         # vLLM refreshes its own copy. Up to 0.31 no weight update resets the state of adapters.
         for name in ("reload_weights", "reset_lora_state"):
@@ -105,6 +112,20 @@ def obstacle(runner: Any, form: str) -> str | None:
     if ranks > 2:
         return f"with tensor parallelism of {ranks} a rank's part of the head is small"
     return _rows_obstacle(speculator, ranks) if form == "rows" else None
+
+
+def why_not_by_default(runner: Any) -> str | None:
+    """Return why a head that can be copied stays, or None."""
+    if runner.speculative_config.num_speculative_tokens < 2:
+        return "one draft reads the head once; copy asks for a copy"
+    ((*_, head), *_) = places(runner.speculator.model)
+    if head.weight.nbytes < PAYS_FROM:
+        return f"a head of {head.weight.nbytes / 1e6:.0f} MB takes little time"
+    if head.weight.nbytes / 2 > MOST_MEMORY * current_platform.get_device_total_memory():
+        return f"a copy takes more than {MOST_MEMORY:.0%} of the GPU's memory; copy asks for it"
+    if head.tp_size > 1 or not current_platform.is_device_capability(90):
+        return "only one GPU of compute capability 9.0 was measured; copy asks for it"
+    return None
 
 
 def _rows_obstacle(speculator: Any, ranks: int) -> str | None:
@@ -204,7 +225,7 @@ class DraftHead:
         self._runner, self.model = runner, runner.speculator.model
         heads = places(self.model)
         # A tuple, because the target owns the head.
-        self._source = (heads[0][2],)
+        self._source, self._heads = (heads[0][2],), heads
         self.ring: Ring | None = None
         self._feeds = self._noted = self._turn = 0
         #: By request, the tokens that were looked at.
@@ -254,8 +275,19 @@ class DraftHead:
             text += f"; of {self.ring.sampled} sampled tokens {self.ring.inside / self.ring.sampled:.1%} had a row"
         run_records.note(V2_DRAFT_HEAD, text)
 
+    def leave(self) -> int:
+        """Give the draft the whole head again; return the copy's bytes."""
+        for owner, name, head in self._heads:
+            setattr(owner, name, head)
+        size: int = sum(tensor.nbytes for tensor in self.head.parameters(recurse=False))
+        self.head = None
+        report_unused(V2_DRAFT_HEAD, _WHOLE, TOO_SMALL)
+        return size
+
     def refresh(self) -> None:
         """Copy all rows and ids again: weights or memory may have changed."""
+        if self.head is None:
+            return
         rows = np.arange(self.head.weight.shape[1])
         self._write(rows, rows if self.ring is None else self.ring.token_of)
 
