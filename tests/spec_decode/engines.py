@@ -345,6 +345,7 @@ def config_of(
         attention_backend=None,
         rejection_sample_method="standard" if drawn else "strict",
         draft_sample_method="probabilistic" if drawn else "greedy",
+        draft_lm_head_quantization=None,
         max_num_new_slots_for_drafting=0,
         use_local_argmax_reduction=False,
         enable_adaptive_verification=False,
