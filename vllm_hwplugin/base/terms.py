@@ -15,6 +15,7 @@ TERMS: Final = {
     "attention-backend": "no attention backend is named, so the draft selects its own anyway",
     "capture-sizes": "the capture sizes are vLLM's: {}",
     "context-norm": "the norm operation reads each layer's row of weights",
+    "copied-head": "the draft keeps the target's whole head",
     "data-parallel": "there is one data parallel rank",
     "decode-graphs": "decode batches have no FULL CUDA graphs",
     "draft-counts": "the number of drafts stays as configured: {}",

@@ -85,6 +85,9 @@ def leave_graphs(worker: Any) -> int:
 
     runner, compilation = worker.model_runner, worker.vllm_config.compilation_config
     estimated: int = getattr(worker, "cudagraph_memory_estimate", 0)
+    if hasattr(runner, "tail_graphs"):
+        # Graphs of the estimate stay until the real capture, and read a copied head.
+        runner.tail_graphs.forget()
     copied: int = runner.leave_draft_head() if hasattr(runner, "leave_draft_head") else 0
     if not estimated or not envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS:
         return copied
@@ -93,9 +96,6 @@ def leave_graphs(worker: Any) -> int:
     if has_sizes(compilation):
         leave_to_vllm(compilation)
         report_unused(CAPTURE_SIZES, "only the sizes that vLLM captures by itself", TOO_SMALL)
-    if hasattr(runner, "tail_graphs"):
-        # Graphs of the estimate stay until the real capture.
-        runner.tail_graphs.forget()
     with torch.inference_mode():
         worker.cudagraph_memory_estimate = int(runner.profile_cudagraph_memory())
     freed: int = copied + max(0, estimated - worker.cudagraph_memory_estimate)

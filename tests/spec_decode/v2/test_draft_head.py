@@ -262,11 +262,20 @@ class Gemma4Speculator(SimpleNamespace):
     pass
 
 
+class InklingMTP(Draft):
+    pass
+
+
 def gemma(runner: Runner) -> None:
     runner.speculator = Gemma4Speculator(**vars(runner.speculator))
 
 
+def inkling(runner: Runner) -> None:
+    runner.speculator.model.__class__ = InklingMTP
+
+
 ALWAYS = {
+    "InklingMTP multiplies by": inkling,
     "this worker does not draft": change("speculator", None),
     "the drafter is dflash": change("speculative_config.method", "dflash"),
     "the drafter is draft_model": change("speculative_config.method", "draft_model"),
@@ -304,35 +313,57 @@ def test_keeps_the_whole_head(reason: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert not getattr(runner.speculator, "use_local_argmax_reduction", False)
 
 
-BY_DEFAULT = {
-    "reads the head once": {"drafts": 1},
+#: What differs from an engine that has a copy by default.
+BY_DEFAULT: dict[str, dict[str, Any]] = {
+    "reads the head once": {"speculative_config.num_speculative_tokens": 1},
     "takes little time": {"pays_from": 400_000_000},
+    "only one GPU of": {"vllm_config.parallel_config.data_parallel_size": 2},
+    "capability 9.0 was": {"capability": 80},
     "2% of the GPU's memory": {"memory": 50 * WORDS * WIDTH - 1},
-    "compute capability 9.0": {"hopper": False},
-    "only one GPU": {"ranks": 2},
+    "before 0.33": {"vllms": None},
+    "weights may change": {"vllm_config.model_config.enable_sleep_mode": True},
+    "could not give it back": {"vllm_config.cache_config.kv_cache_memory_bytes": 1},
+    "too little memory": {"vllm_config.model_config.original_max_model_len": -1},
     "": {},
 }
 
 
 @pytest.mark.parametrize("reason", BY_DEFAULT)
 def test_by_default_a_large_head_is_copied_until_memory_is_short(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: Any = {"drafts": 2, "pays_from": 1, "memory": 50 * WORDS * WIDTH, "hopper": True, **BY_DEFAULT[reason]}
+    asked = {"pays_from": 1, "capability": 90, "memory": 50 * WORDS * WIDTH, "vllms": object(), **BY_DEFAULT[reason]}
     monkeypatch.delenv(gate_of(V2_DRAFT_HEAD), raising=False)
     monkeypatch.setattr(draft_head, "PAYS_FROM", asked["pays_from"])
-    platform = SimpleNamespace(
-        get_device_total_memory=lambda: asked["memory"], is_device_capability=lambda one: asked["hopper"] and one == 90
-    )
+    monkeypatch.setattr(draft_head, "quantized_lm_head_copy", asked["vllms"])
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (0, asked["memory"]), raising=False)
+    platform = SimpleNamespace(is_device_capability=lambda one: one == asked["capability"])
     monkeypatch.setattr(draft_head, "current_platform", platform)
-    runner = Runner(ranks=asked.get("ranks", 1))
-    runner.speculative_config.num_speculative_tokens = asked["drafts"]
+    monkeypatch.setattr(run_records, "current", lambda: SimpleNamespace(live={"engine-report"}))
+    runner: Any = Runner()
+    runner.device, runner.speculative_config.num_speculative_tokens = "cuda", 2
+    runner.vllm_config = SimpleNamespace(
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=None, num_gpu_blocks_override=None),
+        model_config=SimpleNamespace(enable_sleep_mode=False, original_max_model_len=None),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            world_size=1,
+            data_parallel_size=1,
+            worker_extension_cls="",
+            distributed_executor_backend="uni",
+        ),
+        weight_transfer_config=None,
+    )
+    for path, value in BY_DEFAULT[reason].items():
+        if "." in path:
+            change(path, value)(runner)
     whole, draft = runner.model["lm_head"], runner.speculator.model
     said = draft_head.why_not_by_default(runner) or ""
     assert reason in said
+    assert bool(reason) == bool(said)
     draft_head.install(runner)
     assert isinstance(draft.lm_head, draft_head.Fp8Head) == (not said)
     if not said:
         # FP8, and a scale for each row.
-        assert runner.leave_draft_head() == WORDS * (WIDTH + 4)  # type: ignore[attr-defined]
+        assert runner.leave_draft_head() == WORDS * (WIDTH + 4)
         runner.reload_weights()
         runner.wake_up()
     assert draft.lm_head is whole

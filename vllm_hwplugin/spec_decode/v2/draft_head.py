@@ -7,12 +7,14 @@ logits processor multiplies by. The target keeps its head and verifies, so only 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import torch
+from vllm import envs
 from vllm.config import set_current_vllm_config
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -25,11 +27,15 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.base.fallback import in_a_line, report_unused
-from vllm_hwplugin.base.features import V2_DRAFT_HEAD, gate_of
-from vllm_hwplugin.spec_decode.kv_cache_room import TOO_SMALL
+from vllm_hwplugin.base.features import ENGINE_REPORT, V2_DRAFT_HEAD, gate_of
 
 from .local_argmax import other_logits, whole_logits_needed
 from .methods import put_before
+
+try:
+    from vllm.model_executor.layers.quantization.online.lm_head import quantized_lm_head_copy
+except ImportError:
+    quantized_lm_head_copy = None
 
 #: Bytes of a rank's head from which `auto` makes a copy. A copy takes half, and at most this share of the GPU's memory.
 PAYS_FROM, MOST_MEMORY = 400_000_000, 0.02
@@ -50,14 +56,19 @@ def install(runner: Any) -> None:
     Both models are loaded, and nothing is captured.
     """
     form = gates.read(gate_of(V2_DRAFT_HEAD)).text
+    runner.draft_head = None
+    if runner.speculator is None and form == "auto":
+        return
     try:
         reason = obstacle(runner, form) or (why_not_by_default(runner) if form == "auto" else None)
         head = DraftHead(runner, form == "rows") if reason is None else None
     except Exception as error:  # A kernel that this GPU does not have, or a model of another shape.
         reason, head = f"the head cannot be quantized: {in_a_line(error)}", None
     if head is None:
-        report_unused(V2_DRAFT_HEAD, _WHOLE, reason or "")
+        level = logging.DEBUG if form == "auto" else logging.INFO
+        report_unused(V2_DRAFT_HEAD, _WHOLE, reason or "", level=level)
         return
+    runner.draft_head = head
     run_records.use(V2_DRAFT_HEAD, True)
     head.note()
     if form == "auto":
@@ -94,6 +105,8 @@ def obstacle(runner: Any, form: str) -> str | None:
         return f"{type(speculator).__name__} drafts with several heads, or in another way"
     if getattr(config, "draft_lm_head_quantization", None) is not None:
         return "vLLM quantizes the draft's head already (draft_lm_head_quantization)"
+    if type(speculator.model).__name__ == "InklingMTP":
+        return "InklingMTP multiplies by the head's weight itself"
     if getattr(speculator.model, "draft_id_to_target_id", None) is not None:
         return "the drafter has its own vocabulary"
     heads = {head for *_, head in places(speculator.model)}
@@ -116,16 +129,26 @@ def obstacle(runner: Any, form: str) -> str | None:
 
 def why_not_by_default(runner: Any) -> str | None:
     """Return why a head that can be copied stays, or None."""
-    if runner.speculative_config.num_speculative_tokens < 2:
-        return "one draft reads the head once; copy asks for a copy"
+    config, entry = runner.vllm_config, run_records.current()
+    cache, model, parallel = config.cache_config, config.model_config, config.parallel_config
     ((*_, head), *_) = places(runner.speculator.model)
+    if runner.speculative_config.num_speculative_tokens < 2:
+        return "one draft reads the head once"
     if head.weight.nbytes < PAYS_FROM:
         return f"a head of {head.weight.nbytes / 1e6:.0f} MB takes little time"
-    if head.weight.nbytes / 2 > MOST_MEMORY * current_platform.get_device_total_memory():
-        return f"a copy takes more than {MOST_MEMORY:.0%} of the GPU's memory; copy asks for it"
-    if head.tp_size > 1 or not current_platform.is_device_capability(90):
-        return "only one GPU of compute capability 9.0 was measured; copy asks for it"
-    return None
+    if max(parallel.world_size, parallel.data_parallel_size) > 1 or not current_platform.is_device_capability(90):
+        return "only one GPU of compute capability 9.0 was measured"
+    if head.weight.nbytes / 2 > MOST_MEMORY * torch.accelerator.get_memory_info(runner.device)[1]:
+        return f"a copy takes more than {MOST_MEMORY:.0%} of the GPU's memory"
+    if quantized_lm_head_copy is None:
+        return "before 0.33 vLLM does not copy a head again that a weight update changes"
+    if model.enable_sleep_mode or config.weight_transfer_config is not None or parallel.worker_extension_cls:
+        return "weights may change"
+    # The engine core asks for the memory only where it sizes the KV cache by what is free.
+    fixed = cache.kv_cache_memory_bytes or cache.num_gpu_blocks_override or envs.VLLM_ENABLE_STARTUP_PLAN
+    by_itself = parallel.distributed_executor_backend == "external_launcher"
+    asks = entry is not None and ENGINE_REPORT in entry.live and model.original_max_model_len != -1
+    return None if asks and not fixed and not by_itself else "a start with too little memory could not give it back"
 
 
 def _rows_obstacle(speculator: Any, ranks: int) -> str | None:
@@ -277,11 +300,14 @@ class DraftHead:
 
     def leave(self) -> int:
         """Give the draft the whole head again; return the copy's bytes."""
+        if self.head is None:
+            return 0
         for owner, name, head in self._heads:
             setattr(owner, name, head)
         size: int = sum(tensor.nbytes for tensor in self.head.parameters(recurse=False))
-        self.head = None
-        report_unused(V2_DRAFT_HEAD, _WHOLE, TOO_SMALL)
+        self.head = self._runner.draft_head = None
+        reason = "with a copy the KV cache would be too small for the engine to start"
+        report_unused(V2_DRAFT_HEAD, _WHOLE, reason, level=logging.WARNING)
         return size
 
     def refresh(self) -> None:
@@ -367,9 +393,7 @@ class DraftHead:
 
 def _copy_of(source: Any) -> torch.nn.Module:
     """Return vLLM's FP8 copy of a head; up to 0.32 the plugin's."""
-    try:
-        from vllm.model_executor.layers.quantization.online.lm_head import quantized_lm_head_copy
-    except ImportError:
+    if quantized_lm_head_copy is None:
         return Fp8Head(source, None)
     copy: torch.nn.Module = quantized_lm_head_copy(source, "fp8")
     return copy
