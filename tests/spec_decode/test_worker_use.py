@@ -41,7 +41,10 @@ SAMPLES = {"backport-nan-logits", "backport-top-k-top-p"}
 ON_V2 = TAIL | SCHEDULED | SAMPLES | {"nwor", "v2-mixed-graphs", "v2-draft-metadata", "v2-draft-head"}
 DFLASH_V1 = ON_V1 | {"dflash-full-graph", "dflash-context-norm"}
 #: It makes the metadata that it captures with, and drafts in one pass.
-DFLASH_V2 = ON_V2 - {"v2-fused-drafts", "v2-capture-metadata", "v2-draft-head"} | {"dflash-context-norm", "backport-dflash-lm-head"}
+DFLASH_V2 = ON_V2 - {"v2-fused-drafts", "v2-capture-metadata", "v2-draft-head"} | {
+    "dflash-context-norm",
+    "backport-dflash-lm-head",
+}
 
 
 def patched_in(names: Iterable[str]) -> dict[str, dict[str, str]]:
