@@ -83,7 +83,7 @@ def leave_graphs(worker: Any) -> int:
     import torch
     from vllm import envs
 
-    runner, compilation = worker.model_runner, worker.vllm_config.compilation_config
+    runner: Any = getattr(worker, "model_runner", None)
     estimated: int = getattr(worker, "cudagraph_memory_estimate", 0)
     if hasattr(runner, "tail_graphs"):
         # Graphs of the estimate stay until the real capture, and read a copied head.
@@ -91,6 +91,7 @@ def leave_graphs(worker: Any) -> int:
     copied: int = runner.leave_draft_head() if hasattr(runner, "leave_draft_head") else 0
     if not estimated or not envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS:
         return copied
+    compilation = worker.vllm_config.compilation_config
     logger.warning("the graphs that only the plugin captures are left out: %s", TOO_SMALL)
     vars(worker.vllm_config)[GRAPHS_LEFT] = True
     if has_sizes(compilation):

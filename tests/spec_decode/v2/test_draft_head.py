@@ -210,6 +210,21 @@ def test_new_weights_are_copied(
     assert torch.allclose(stored, runner.model["lm_head"].weight.float()[: len(stored)], rtol=0.07, atol=0.01)
 
 
+def test_vllms_copy_is_made_again_after_a_sleep(
+    installed: Callable[[str], Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer writes weights between a sleep and the next request, and vLLM is not told."""
+    refreshed: list[torch.nn.Module] = []
+    monkeypatch.setattr(draft_head, "_copy_of", lambda source: torch.nn.Linear(1, 1))
+    monkeypatch.setattr(draft_head, "refresh_quantized_lm_heads", refreshed.append, raising=False)
+    runner = installed("copy")
+    runner.begin([1])
+    assert refreshed == []
+    runner.wake_up()
+    runner.begin([1])
+    assert refreshed == [runner.speculator.model]
+
+
 def test_two_ranks_have_rows_of_their_words_and_draft_the_best_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(gate_of(V2_DRAFT_HEAD), "rows")
     # The stand-in's model is none of vLLM's, whose logits are known.

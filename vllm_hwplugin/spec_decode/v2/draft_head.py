@@ -33,7 +33,10 @@ from .local_argmax import other_logits, whole_logits_needed
 from .methods import put_before
 
 try:
-    from vllm.model_executor.layers.quantization.online.lm_head import quantized_lm_head_copy
+    from vllm.model_executor.layers.quantization.online.lm_head import (
+        quantized_lm_head_copy,
+        refresh_quantized_lm_heads,
+    )
 except ImportError:
     quantized_lm_head_copy = None
 
@@ -73,12 +76,12 @@ def install(runner: Any) -> None:
     head.note()
     if form == "auto":
         runner.leave_draft_head = head.leave
+    put_before(runner, "add_requests", head.add_requests)
     if isinstance(head.head, Fp8Head):
-        # vLLM refreshes its own copy. Up to 0.31 no weight update resets the state of adapters.
+        # vLLM copies to its own head then. Up to 0.31 no weight update resets the state of adapters.
         for name in ("reload_weights", "reset_lora_state"):
             if hasattr(runner, name):
                 put_before(runner, name, head.refresh_after)
-        put_before(runner, "add_requests", head.add_requests)
     if head.ring is not None:
         put_before(runner, "finish_requests", partial(head.finish_requests, head.ring))
 
@@ -313,6 +316,10 @@ class DraftHead:
     def refresh(self) -> None:
         """Copy all rows and ids again: weights or memory may have changed."""
         if self.head is None:
+            return
+        if not isinstance(self.head, Fp8Head):
+            with set_current_vllm_config(self._runner.vllm_config):
+                refresh_quantized_lm_heads(self.model)
             return
         rows = np.arange(self.head.weight.shape[1])
         self._write(rows, rows if self.ring is None else self.ring.token_of)
