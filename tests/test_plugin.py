@@ -141,7 +141,8 @@ REAL = """
     assert entry.error is None and entry.live, entry
     refused = {name for name, item in entry.features.items() if item["state"] == "refused"}
     # New bodies of functions neither add a parameter nor replace a class.
-    more = {"backport-state-bounds", "backport-top-k-top-p", "v2-mixed-graphs", "v2-step-inputs", "v2-tail-graph"}
+    more = {"backport-state-bounds", "backport-top-k-top-p"}
+    more |= {f"v2-{name}" for name in ("draft-head", "mixed-graphs", "step-inputs", "tail-graph")}
     assert refused == (more if EARLY else set()), entry.features
     assert entry.features["step-metrics"]["state"] == "off", entry.features
     if not EARLY:
