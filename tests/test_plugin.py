@@ -146,7 +146,8 @@ REAL = """
     assert refused == (more if EARLY else set()), entry.features
     assert entry.features["step-metrics"]["state"] == "off", entry.features
     if not EARLY:
-        assert set(entry.modules.values()) == {"pending"}, entry.modules
+        early = {name for name, state in entry.modules.items() if state != "pending"}
+        assert early == {"vllm.v1.engine.core"}, entry.modules
 
     exec(AS_ON_A_GPU)
 
@@ -184,14 +185,14 @@ REAL = """
                     assert inspect.getsource(function) in file.text
                     changed += 1
                 elif code.co_filename == f"{entry.vllm_root}/{file.path}":
-                    assert EARLY and code == stock[key], function
+                    assert file.module in before and code == stock[key], function
                     assert inspect.getsource(function) in file.text
             linecache.clearcache()
         assert changed, file.module
         assert module.__file__ == module.__spec__.origin != f"{entry.vllm_root}/{file.path}"
     states = {name: state for name, state in entry.modules.items() if not name.startswith("vllm.models.")}
     assert states == {name: "re-applied" if name in before else "served" for name in states}, states
-    assert ("re-applied" in states.values()) == EARLY
+    assert (list(states.values()).count("re-applied") > 1) == EARLY
     import vllm.envs as envs
     assert plan.fingerprint != "none"
     assert envs.compile_factors()["VLLM_HWPLUGIN_FINGERPRINT"] == f"{plan.fingerprint} {__version__}"
