@@ -111,6 +111,7 @@ def worker(v2: bool = False, drafter: Any = ..., **changes: Any) -> SimpleNamesp
     runner = SimpleNamespace(
         model=object(),
         vllm_config=config,
+        draft_head=object(),
         speculative_config=config.speculative_config,
         sampler=object() if config.model_config.runner_type == "generate" else None,
         **{"speculator" if v2 else "drafter": drafter},

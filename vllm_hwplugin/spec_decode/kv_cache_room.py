@@ -3,7 +3,7 @@
 
 vLLM estimates the memory of CUDA graphs before it sizes its KV cache, and ends a start whose KV cache does not hold one
 request of `max_model_len` tokens, or the states of `max_num_seqs` requests. Graphs that only the plugin captures would
-end starts that unpatched vLLM survives. No torch is imported here: engine cores import this module.
+end starts that unpatched vLLM survives.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
+
+import torch
+from vllm import envs
 
 from vllm_hwplugin.base.fallback import report_unused
 from vllm_hwplugin.base.features import CAPTURE_SIZES
@@ -80,9 +83,6 @@ def _lacks_states(vllm_config: Any, configs: Sequence[Any]) -> bool:
 def leave_graphs(worker: Any) -> int:
     """Leave out the plugin's graphs, and a copied head; return their bytes."""
     # The executor calls this in each worker.
-    import torch
-    from vllm import envs
-
     runner: Any = getattr(worker, "model_runner", None)
     estimated: int = getattr(worker, "cudagraph_memory_estimate", 0)
     if hasattr(runner, "tail_graphs"):

@@ -119,7 +119,7 @@ class EngineFacts:
         #: By term, whether its reason holds, which costs the engine nothing; or a function of the term's values.
         self._unneeded: dict[str, object] = {
             "attention-backend": not named,
-            "copied-head": lambda: getattr(worker.model_runner, "draft_head", self) is None,
+            "copied-head": lambda: worker.model_runner.draft_head is None,
             "data-parallel": parallel.data_parallel_size == 1,
             "draft-loader:": self._loaded_otherwise,
             "draft-setting:": lambda name: getattr(spec, name, None) is None,
