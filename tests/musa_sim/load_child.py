@@ -490,6 +490,7 @@ def one(job: dict, others_follow: bool) -> dict:
             stack.enter_context(not_knowing(job["unknown"]))
         if job["memory"] is not None:
             stack.enter_context(memory_for_graphs_too(job["memory"]))
+        freezes = stack.enter_context(mock.patch.object(gc, "freeze", wraps=gc.freeze))
         llm = LLM(**known(job["options"]))
     runner = model_runner(llm)
     check_runner(runner)
@@ -527,6 +528,7 @@ def one(job: dict, others_follow: bool) -> dict:
         # The next engine of this process adds its own.
         "noted": dict(entry.decisions) if entry is not None else {},
         "shown": list(kv_connector.SHOWN),
+        "freezes": freezes.call_count,
     }
 
 

@@ -130,6 +130,7 @@ class Run:
         counted: of each fast path, how many steps had which outcome, as the process's run record has it.
         noted: what features decided, as the process's run record has it.
         shown: what `kv_connector` was shown of each step, where the engine has it.
+        freezes: calls of `gc.freeze` in its start.
     """
 
     answers: Mapping[str, Mapping[str, Any]]
@@ -143,6 +144,7 @@ class Run:
     counts: Mapping[str, Any]
     counted: Mapping[str, Mapping[str, int]]
     noted: Mapping[str, str]
+    freezes: int
     shown: Sequence[Mapping[str, Any] | None] = ()
 
     def texts(self, names: Iterable[str]) -> dict[str, list[int]]:
