@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from packaging.version import Version
+
 from vllm_hwplugin_lab.bench import SHAPES
 from vllm_hwplugin_lab.bench.plan import STOCK_OF
 from vllm_hwplugin_lab.bench.table import between, host_line, rows
@@ -73,17 +75,23 @@ def _host_of_starts(file: Found) -> str:
 
 
 def starts_in_short(files: Sequence[Found]) -> str:
-    """Return README.md's sentence about starts."""
-    both = [two for file in files for case in file.results["cases"] for two in _pairs(case)]
+    """Return README.md's sentence about starts, of the newest vLLM that was measured."""
+    newest = max((Version(file.vllm) for file in files), default=None)
+    recent = [file for file in files if Version(file.vllm) == newest]
+    # A later file replaces what an earlier one has of the same engine.
+    both = {
+        tuple(_case(file, case, before["runner"])): (before, after)
+        for file in sorted(recent, key=lambda file: str(file.results["date"]))
+        for case in file.results["cases"]
+        for before, after in _pairs(case)
+    }.values()
     if not both:
         return "What a start with the plugin takes longer was not measured."
-    seconds = between((after["seconds"] - before["seconds"] for before, after in both), "+.0f")
+    seconds = between((round(after["seconds"] - before["seconds"]) for before, after in both), "+d")
     blocks = between((after["num_gpu_blocks"] / before["num_gpu_blocks"] - 1 for before, after in both), "+.1%")
-    *older, newest = sorted({file.vllm for file in files})
-    vllm = f"{', '.join(older)} and {newest}" if older else newest
     return paragraph(
         f"With warm caches, startup time changes by {seconds} s and the number of KV cache blocks by {blocks}: "
-        f"{len(both)} engines of vLLM {vllm} on one {' or '.join(sorted({file.device for file in files}))} "
+        f"{len(both)} engines of vLLM {newest} on one {' or '.join(sorted({file.device for file in recent}))} "
         "([docs/benchmarks.md](docs/benchmarks.md#what-does-a-start-cost))."
     )
 
