@@ -70,7 +70,8 @@ class Runner:
         )
         self.model_config = SimpleNamespace(dtype=torch.bfloat16, head_dtype=torch.bfloat16)
         self.decode_query_len = 2
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=ranks))
+        parallel = SimpleNamespace(tensor_parallel_size=ranks)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel, weight_transfer_config=None)
         tokens = np.zeros((1, 64), dtype=np.int32)
         self.req_states = SimpleNamespace(
             req_id_to_index={"r": 0},
@@ -326,6 +327,16 @@ def test_keeps_the_whole_head(reason: str, monkeypatch: pytest.MonkeyPatch) -> N
     draft_head.install(runner)
     assert getattr(draft, "lm_head", None) is head
     assert not getattr(runner.speculator, "use_local_argmax_reduction", False)
+
+
+@pytest.mark.parametrize(("form", "vllms", "stays"), [("rows", True, True), ("copy", False, True), ("copy", True, False)])
+def test_a_head_that_weight_updates_look_for_stays(
+    form: str, vllms: bool, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_head, "quantized_lm_head_copy", object() if vllms else None)
+    runner = Runner()
+    runner.vllm_config.weight_transfer_config = object()
+    assert ("would not find the head" in (draft_head.obstacle(runner, form) or "")) == stays
 
 
 #: What differs from an engine that has a copy by default.

@@ -127,6 +127,8 @@ def obstacle(runner: Any, form: str) -> str | None:
         return f"the head is {head.weight.dtype} and computes in {runner.model_config.head_dtype}"
     if ranks > 2:
         return f"with tensor parallelism of {ranks} a rank's part of the head is small"
+    if runner.vllm_config.weight_transfer_config is not None and (form == "rows" or quantized_lm_head_copy is None):
+        return "an update of the draft's weights would not find the head"
     return _rows_obstacle(speculator, ranks) if form == "rows" else None
 
 
