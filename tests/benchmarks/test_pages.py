@@ -13,6 +13,7 @@ from vllm_hwplugin_lab.bench.table import rows
 
 ENGINES = "benchmarks/results/engines-h200-vllm-0.26.0-eagle3-0.6b.json"
 SERVED = "benchmarks/results/serve-h200-vllm-0.33.0-eagle3-0.6b-256.json"
+STARTS = "benchmarks/results/starts-h200-vllm-0.33.0-0.6b.json"
 
 
 def change(path, by):
@@ -69,6 +70,26 @@ def test_readme_has_the_newest_vllm_on_a_machine_with_one_load(tree):
     assert after["other, Eagle3 k=3 (V2)"][:3] == ["-", "-", before[row][2]]
     change(tree / SERVED.replace("0.6b", "other"), lambda results: results.update(conditions="busy host"))
     assert readme_rows(tree) == before
+
+
+def test_readme_has_the_newest_start_of_each_engine(tree):
+    """Of the newest vLLM, whatever an older file of the same engine says."""
+
+    def of(starts, seconds):
+        def longer(results):
+            for case in results["cases"]:
+                for side, found in case["sides"].items():
+                    for start in found["alone"]:
+                        start["seconds"] = 10.0 + (seconds if side.endswith("patched") else 0)
+
+        change(tree / STARTS.replace("vllm-0.33.0-0.6b", starts), longer)
+
+    of("vllm-0.33.0-0.6b", 2)
+    of("vllm-0.33.0-0.6b-none", 5)
+    assert "startup time changes by +2 to +5 s" in pages(tree)["README.md"]
+    # It has an engine with drafts, too.
+    change(tree / STARTS.replace("0.6b", "0.6b-none"), lambda results: results.update(date="2027-01-01T00:00:00+00:00"))
+    assert "startup time changes by +5 s" in pages(tree)["README.md"]
 
 
 def test_a_loss_is_called_a_loss(tree):
