@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_hwplugin.spec_decode.step_counts import INTERVAL
 
-from . import _gpu_busy
+from . import _gpu_samples
 from ._child import commands, host_us, read_job
 from ._worker import EXTENSION
 
@@ -85,7 +85,7 @@ class Server:
             except (urllib.error.URLError, OSError):
                 time.sleep(_POLL)
 
-    def ask(self, method: str, *arguments: float) -> Any:
+    def ask(self, method: str, *arguments: Any) -> Any:
         """Call a method of `BenchWorker`; return the first worker's answer."""
         body = json.dumps({"method": method, "args": arguments}).encode()
         request = urllib.request.Request(f"{self.url}/collective_rpc", body, {"Content-Type": "application/json"})
@@ -139,9 +139,9 @@ class RunningServer(Server):
         """Request /health once; raise OSError without an answer."""
         urllib.request.urlopen(f"{self.url}/health", timeout=_ANSWER).close()
 
-    def ask(self, method: str, *arguments: float) -> Any:
+    def ask(self, method: str, *arguments: Any) -> Any:
         """Answer `BenchWorker`'s GPU question if its GPUs are this host's."""
-        return _gpu_busy.of_server(self.url, *arguments) if method == "hwplugin_gpu_busy" else []
+        return _gpu_samples.of_server(self.url, *arguments) if method == "hwplugin_gpu_samples" else []
 
     def facts(self) -> dict[str, Any]:
         self._steps = _plugin_steps(_metrics(self.url)) or Counter()
@@ -218,7 +218,7 @@ class InProcess(Server):
         # The usage context of vLLM's server: it decides some defaults.
         return AsyncLLMEngine.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
 
-    def ask(self, method: str, *arguments: float) -> Any:
+    def ask(self, method: str, *arguments: Any) -> Any:
         first, *_ = self.run(self._engine.collective_rpc(method, args=arguments))
         return first
 
@@ -431,7 +431,10 @@ def measure(server: Server, model: str, load: Mapping[str, Any]) -> dict[str, An
             count - before["accepted"].get(position, 0) for position, count in sorted(after["accepted"].items())
         ],
         "kinds": kinds,
-        "gpu_busy": server.ask("hwplugin_gpu_busy", began, began + facts["seconds"]),
+        **{
+            name: server.ask("hwplugin_gpu_samples", name, began, began + facts["seconds"])
+            for name in _gpu_samples.SAMPLED
+        },
     }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from ._gpu_busy import samples
+from ._gpu_samples import samples
 from ._inside import package_facts, runner_facts
 from ._profile import Profile, profiled
 from ._step_kinds import StepKinds
@@ -38,18 +38,15 @@ class BenchWorker:
             self._hwplugin_kinds = StepKinds(self.model_runner)
         return self._hwplugin_kinds.taken()
 
-    def hwplugin_gpu_busy(self, since: float, until: float) -> list[float]:
-        """Return shares of time in which this worker's GPU ran kernels.
-
-        The samples are between two of ``time.time``; empty: not known.
-        """
+    def hwplugin_gpu_samples(self, name: str, since: float, until: float) -> list[float]:
+        """Return :func:`samples` of this worker's GPU; empty: not known."""
         import torch
         from vllm.third_party import pynvml
 
         try:
             pynvml.nvmlInit()
             uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-            return samples(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"), since, until)
+            return samples(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"), name, since, until)
         except (pynvml.NVMLError, RuntimeError, AssertionError):  # no GPU, or no permission in a container
             return []
 

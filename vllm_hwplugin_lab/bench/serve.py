@@ -20,6 +20,7 @@ from vllm_hwplugin.base.errors import HwpluginError
 from vllm_hwplugin.spec_decode.step_counts import SERVED
 
 from ._checkpoints import Checkpoints
+from ._gpu_samples import SAMPLED
 from ._host import Host
 from ._job import Event, Job, Outcome
 from ._settings import engine_options
@@ -386,7 +387,7 @@ def load_entry(rounds: Sequence[Event]) -> dict[str, Any] | None:
     several = [request for request in answered if request["tokens"] > 1]
     speeds = [speed(measured) for measured in rounds]
     ends = [[_end_to_end(request) for request in _counted(measured) if request["tokens"]] for measured in rounds]
-    busy = [share for measured in rounds for share in measured["gpu_busy"]]
+    sampled = {name: [sample for measured in rounds for sample in measured[name]] for name in SAMPLED}
     waited = [request["ttft"] for request in everyone if request["tokens"]]
     until_first = sum(measured["until_first"] for measured in rounds)
     ended, whole = sum(measured["ended"] for measured in rounds), sum(measured["seconds"] for measured in rounds)
@@ -418,7 +419,7 @@ def load_entry(rounds: Sequence[Event]) -> dict[str, Any] | None:
         "cpu": {name: sum(measured["cpu"][name] for measured in rounds) / whole for name in rounds[0]["cpu"]},
         **acceptance(rounds),
         "kinds": list(kinds.values()),
-        "gpu_busy": sum(busy) / len(busy) if busy else None,
+        **{name: sum(values) / len(values) if values else None for name, values in sampled.items()},
     }
 
 

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("numpy")
 
 from vllm_hwplugin_lab.bench import _server, _shapes
+from vllm_hwplugin_lab.bench._gpu_samples import SAMPLED
 from vllm_hwplugin_lab.bench.serve import PromptsUnreadable, load_entry, read_prompts, speed, steady
 
 
@@ -21,7 +22,7 @@ def request(start=0.0, ttft=0.25, gaps=(0.25,), tokens=2):
 
 def round_of(requests, seconds, **more):
     facts = {"host_us": 1.0, "seconds": seconds, "steps": 4, "drafts": 5, "accepted_per_position": [4, 1]}
-    facts |= {"kinds": [], "gpu_busy": [], "ended": len(requests), "until_first": 0.125 * len(requests)}
+    facts |= {"kinds": [], **dict.fromkeys(SAMPLED, ()), "ended": len(requests), "until_first": 0.125 * len(requests)}
     facts |= {"cpu": {"client": seconds / 4, "server": seconds / 2}}
     return {**facts, "requests": requests, **more}
 

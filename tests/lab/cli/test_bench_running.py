@@ -53,7 +53,7 @@ def run(monkeypatch):
 
         monkeypatch.setattr(_server, "run_load", run_load)
         monkeypatch.setattr(_server, "_COUNTED", 0.0)
-        monkeypatch.setattr(_server._gpu_busy, "of_server", lambda *_: [0.25, 0.75])
+        monkeypatch.setattr(_server._gpu_samples, "of_server", lambda *_: [0.25, 0.75])
         monkeypatch.setattr(_sides, "measure_in_turn", in_turn)
         monkeypatch.setenv("COLUMNS", "200")
         with serving(stand):

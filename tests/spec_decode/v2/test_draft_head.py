@@ -329,7 +329,9 @@ def test_keeps_the_whole_head(reason: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert not getattr(runner.speculator, "use_local_argmax_reduction", False)
 
 
-@pytest.mark.parametrize(("form", "vllms", "stays"), [("rows", True, True), ("copy", False, True), ("copy", True, False)])
+@pytest.mark.parametrize(
+    ("form", "vllms", "stays"), [("rows", True, True), ("copy", False, True), ("copy", True, False)]
+)
 def test_a_head_that_weight_updates_look_for_stays(
     form: str, vllms: bool, stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,33 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU utilization from the driver: NVML has a sample every sixth of a second to every second."""
+"""What the driver sampled of a GPU: NVML has a sample every sixth of a second to every second."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
+#: What is sampled -> NVML's kind of samples, and its unit. The share of time in which a GPU ran a kernel; the clock of
+#: its multiprocessors, which falls where power limits it; and its power.
+SAMPLED: Final = {
+    "gpu_busy": ("NVML_GPU_UTILIZATION_SAMPLES", 1e-2),
+    "gpu_clock_mhz": ("NVML_PROCESSOR_CLK_SAMPLES", 1.0),
+    "gpu_power_w": ("NVML_TOTAL_POWER_SAMPLES", 1e-3),
+}
 
-def samples(gpu: Any, since: float, until: float) -> list[float]:
-    """Return shares of time in which a GPU ran a kernel.
 
-    The samples are between two of ``time.time``.
+def samples(gpu: Any, name: str, since: float, until: float) -> list[float]:
+    """Return samples between two of ``time.time``.
 
     Args:
         gpu: A handle of NVML.
+        name: One of ``SAMPLED``.
+
+    Returns:
+        Empty if this GPU has no such samples.
 
     Raises:
         pynvml.NVMLError: The driver does not answer.
     """
     from vllm.third_party import pynvml
 
-    _, values = pynvml.nvmlDeviceGetSamples(gpu, pynvml.NVML_GPU_UTILIZATION_SAMPLES, int(since * 1e6))
-    return [sample.sampleValue.uiVal / 100 for sample in values if sample.timeStamp <= until * 1e6]
+    kind, unit = SAMPLED[name]
+    try:
+        _, values = pynvml.nvmlDeviceGetSamples(gpu, getattr(pynvml, kind), int(since * 1e6))
+    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NotFound):
+        return []
+    return [sample.sampleValue.uiVal * unit for sample in values if sample.timeStamp <= until * 1e6]
 
 
-def of_server(url: str, since: float, until: float) -> list[float]:
+def of_server(url: str, name: str, since: float, until: float) -> list[float]:
     """Return the :func:`samples` of a server's GPUs.
 
     Empty if the server runs elsewhere, or the driver does not answer. The server's GPUs are those with a process of the
@@ -48,7 +62,7 @@ def of_server(url: str, since: float, until: float) -> list[float]:
             if server & {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
         ]
         measured = own or (gpus if len(gpus) == 1 else [])
-        return [share for gpu in measured for share in samples(gpu, since, until)]
+        return [sample for gpu in measured for sample in samples(gpu, name, since, until)]
     except pynvml.NVMLError:
         return []
 

@@ -9,12 +9,20 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from vllm_hwplugin_lab.bench import _gpu_busy
+from vllm_hwplugin_lab.bench import _gpu_samples
 
 pytest.importorskip("psutil")
 
 
 class NVMLError(Exception):
+    pass
+
+
+class NVMLError_NotSupported(NVMLError):
+    pass
+
+
+class NVMLError_NotFound(NVMLError):
     pass
 
 
@@ -24,14 +32,18 @@ def driver(monkeypatch):
 
     def use(*processes):
         nvml = ModuleType("vllm.third_party.pynvml")
-        nvml.NVMLError, nvml.NVML_GPU_UTILIZATION_SAMPLES = NVMLError, 1
+        for error in (NVMLError, NVMLError_NotSupported, NVMLError_NotFound):
+            setattr(nvml, error.__name__, error)
+        nvml.NVML_TOTAL_POWER_SAMPLES, nvml.NVML_GPU_UTILIZATION_SAMPLES, nvml.NVML_PROCESSOR_CLK_SAMPLES = 0, 1, 5
         nvml.nvmlInit = lambda: None
         nvml.nvmlDeviceGetCount = lambda: len(processes)
         nvml.nvmlDeviceGetHandleByIndex = lambda index: index
         nvml.nvmlDeviceGetComputeRunningProcesses = lambda gpu: [SimpleNamespace(pid=pid) for pid in processes[gpu]]
 
         def samples(gpu, kind, since):
-            # A percent of the GPU's number and one after what is asked for.
+            if kind == nvml.NVML_TOTAL_POWER_SAMPLES:
+                raise NVMLError_NotSupported
+            # One sample, tens by the GPU's number, and one after what is asked for.
             times = (since + 1, since + 2_000_000)
             return 0, [
                 SimpleNamespace(timeStamp=time, sampleValue=SimpleNamespace(uiVal=10 * gpu + n))
@@ -58,23 +70,29 @@ def url():
 
 def test_the_gpus_of_a_server_are_those_with_its_processes(driver, url):
     driver([1], [os.getpid()], [1, os.getpid()], [])
-    assert _gpu_busy.of_server(url, 100.0, 101.0) == [0.1, 0.2]
+    assert _gpu_samples.of_server(url, "gpu_busy", 100.0, 101.0) == [0.1, 0.2]
+
+
+def test_clocks_come_where_power_is_not_sampled(driver, url):
+    driver([1], [os.getpid()])
+    found = {name: _gpu_samples.of_server(url, name, 100.0, 101.0) for name in _gpu_samples.SAMPLED}
+    assert found == {"gpu_busy": [0.1], "gpu_clock_mhz": [10.0], "gpu_power_w": []}
 
 
 def test_a_container_hides_processes_and_then_the_only_gpu_is_the_servers(driver, url):
     driver([])
-    assert _gpu_busy.of_server(url, 100.0, 101.0) == [0.0]
+    assert _gpu_samples.of_server(url, "gpu_busy", 100.0, 101.0) == [0.0]
     # Of two, nobody knows which.
     driver([], [])
-    assert _gpu_busy.of_server(url, 100.0, 101.0) == []
+    assert _gpu_samples.of_server(url, "gpu_busy", 100.0, 101.0) == []
 
 
 def test_a_server_elsewhere_or_a_driver_that_does_not_answer_has_none(driver, url):
     nvml = driver([os.getpid()])
-    assert _gpu_busy.of_server("http://192.0.2.1:8000", 100.0, 101.0) == []
+    assert _gpu_samples.of_server("http://192.0.2.1:8000", "gpu_busy", 100.0, 101.0) == []
 
     def refuse():
         raise NVMLError
 
     nvml.nvmlInit = refuse
-    assert _gpu_busy.of_server(url, 100.0, 101.0) == []
+    assert _gpu_samples.of_server(url, "gpu_busy", 100.0, 101.0) == []
