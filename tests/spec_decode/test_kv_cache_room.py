@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, ParallelConfig
+from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+from vllm.utils.network_utils import get_open_port
 
 from vllm_hwplugin.spec_decode.kv_cache_room import leave_graphs, with_room
 
@@ -63,10 +66,21 @@ def test_graphs_are_left_out_where_requests_have_no_state() -> None:
     assert core.start() == [AVAILABLE + GRAPHS] * 2
 
 
-def test_ranks_that_share_experts_leave_them_out_together() -> None:
-    core = Core(needed=AVAILABLE, data_parallel_size=2)
-    core.dp_group = lambda short: True  # type: ignore[attr-defined]
-    assert core.start() == [AVAILABLE + GRAPHS] * 2
+@pytest.mark.parametrize("needed", [(NEEDED, AVAILABLE), (AVAILABLE, NEEDED), (AVAILABLE, AVAILABLE)])
+def test_ranks_that_share_experts_leave_them_out_together(needed: tuple[int, int]) -> None:
+    """They ask each other over vLLM's own group of such ranks."""
+    port = get_open_port()
+
+    def start(rank: int) -> list[int]:
+        core: Any = Core(needed=needed[rank], data_parallel_size=2)
+        core.config.parallel_config.has_unfinished_dp = ParallelConfig.has_unfinished_dp
+        core.dp_group = stateless_init_torch_distributed_process_group("127.0.0.1", port, rank, 2, backend="gloo")
+        blocks: list[int] = core.start()
+        return blocks
+
+    with ThreadPoolExecutor(2) as ranks:
+        found = list(ranks.map(start, range(2), timeout=60))
+    assert found == [[AVAILABLE + GRAPHS if NEEDED in needed else AVAILABLE] * 2] * 2
 
 
 @pytest.mark.parametrize(
