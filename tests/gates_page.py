@@ -42,8 +42,9 @@ def markdown() -> str:
         "not set. A *switch* takes one of three values; [failures.md](failures.md) says what each failure does:",
         "",
         "- `auto`: the feature is patched in where it applies.",
-        "- `on` or 1: the process stops with an error if the feature cannot be patched in, or the engine cannot have its "
-        "CUDA graphs.",
+        "- `on` or 1: the process stops with an error if the feature cannot be patched in, or the "
+        "engine cannot have its CUDA",
+        "  graphs.",
         "- `off` or 0: the feature is not patched in.",
         "",
         "## All variables",

@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilde
 
 import vllm_hwplugin
 from vllm_hwplugin.base.versions import Versions
-from vllm_hwplugin.spec_decode.builders import BUILDERS, host_work, refusing, updated_in_place, why_not_in_graph
+from vllm_hwplugin.spec_decode.builders import BUILDERS, allows, refusing, updated_in_place, why_not_in_graph
 
 from ..conftest import versions
 from ..released import take
@@ -298,10 +298,10 @@ def test_flashinfers_trtllm_kernels_have_graphs_where_they_are_asked_for(monkeyp
     refused = why_not_in_graph(made)
     assert refused is not None
     assert "VLLM_HWPLUGIN_MORE_GRAPHS=trtllm" in refused
-    assert host_work(group.get_metadata_builder(0)) is not None
+    assert not allows(group.get_metadata_builder(0), "decode")
     monkeypatch.setenv("VLLM_HWPLUGIN_MORE_GRAPHS", "trtllm")
     assert why_not_in_graph(made) is None
-    assert host_work(group.get_metadata_builder(0)) is None
+    assert allows(group.get_metadata_builder(0), "decode")
     # They know no queries that see later ones, and a draft model's first pass is no decode to them.
     assert why_not_in_graph(made, causal=False) is not None
     assert why_not_in_graph(made, "chain") is not None
@@ -309,9 +309,9 @@ def test_flashinfers_trtllm_kernels_have_graphs_where_they_are_asked_for(monkeyp
     builder = group.get_metadata_builder(0)
     builder.flashinfer_trtllm_api_decode_kernel, builder.reorder_batch_threshold = Kernel.XQA, 1
     assert why_not_in_graph(made) is None
-    assert host_work(builder) is not None
+    assert not allows(builder, "decode")
     builder.reorder_batch_threshold = 4
-    assert host_work(builder) is None
+    assert allows(builder, "decode")
 
 
 INDEXER = "vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerMetadataBuilder"

@@ -77,6 +77,7 @@ _BACKENDS: Final = "vllm.v1.attention.backends"
 # They name the batch's tensors. FlashAttention 3 puts a kernel's schedule into one tensor of the builder, which is long
 # enough for every graph; `fast_build`, which drafting asks for, leaves the schedule out.
 _VIEWS: Final = Builder(passes=True, chain=True, non_causal=True, one_token=True, decode=True, prompts=True)
+_MLA: Final = Builder(passes=True, one_token=True, decode=True, why="a chain over it was never run")
 _UPDATED: Final = Builder(updated=True, why="its build works on the host, and here vLLM cannot update what it made")
 _UNKNOWN: Final = Builder(why="it is not among the builders whose metadata is known to suit a graph")
 
@@ -107,12 +108,8 @@ BUILDERS: Final[Mapping[str, Builder]] = {
     ),
     # All requests of a step are decodes, and the metadata names the batch's tensors. FLASHINFER_MLA has its own builder
     # from 0.31 on. TRITON_MLA in all versions, CUTLASS_MLA and TOKENSPEED_MLA add nothing to the common builder.
-    f"{_BACKENDS}.mla.flashinfer_mla.FlashInferMLAMetadataBuilder": Builder(
-        passes=True, one_token=True, decode=True, why="a chain over it was never run"
-    ),
-    "vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder": Builder(
-        passes=True, one_token=True, decode=True, why="a chain over it was never run"
-    ),
+    f"{_BACKENDS}.mla.flashinfer_mla.FlashInferMLAMetadataBuilder": _MLA,
+    "vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder": _MLA,
     # Their builds work on the host. Their updates write all of a decode step's metadata again, from lengths and block
     # tables on the device, into tensors that the metadata names.
     f"{_BACKENDS}.mla.flashattn_mla_sparse.FlashAttnMLASparseMetadataBuilder": _UPDATED,
@@ -230,9 +227,9 @@ def updated_in_place(speculator: Any) -> bool:
     )
 
 
-def serves_prompts(builder: Any) -> bool:
-    """Whether a graph can make prompt metadata in place of this builder."""
-    return _of(builder, causal=True).prompts
+def allows(builder: Any, use: str) -> bool:
+    """Whether a graph can make a builder's metadata for a `Builder` field."""
+    return bool(getattr(_of(builder, causal=True), use))
 
 
 def longest_as_decode(builder: Any) -> int:
@@ -268,13 +265,6 @@ def computes_images_apart(attn_groups: Iterable[Iterable[Any]]) -> bool:
 def is_flash_attn(builder: type) -> bool:
     """Whether it is the builder of vLLM's FLASH_ATTN."""
     return f"{builder.__module__}.{builder.__qualname__}" == _FLASH_ATTN
-
-
-def host_work(builder: Any) -> str | None:
-    """Return why a graph cannot make this builder's decode metadata, or None."""
-    if not _of(builder, causal=True).decode:
-        return f"{type(builder).__name__} may make metadata on the host"
-    return None
 
 
 def _joined(refused: Mapping[str, str]) -> str | None:

@@ -26,14 +26,13 @@ from vllm.v1.sample import logits_processor
 from vllm_hwplugin.base import features, gates
 from vllm_hwplugin.base.fallback import in_a_line
 from vllm_hwplugin.spec_decode.builders import (
+    allows,
     builder_of,
     builders_of,
     flash_versions,
-    host_work,
     known,
     longest_as_decode,
     refusing,
-    serves_prompts,
     updated_in_place,
     why_not_in_graph,
 )
@@ -301,7 +300,7 @@ def _host_builders(runner: Any) -> str:
     return _names(
         builder
         for builder in builders_of(runner.attn_groups)
-        if host_work(builder) or (on_v1 and not known(type(builder)).chain)
+        if not allows(builder, "decode") or (on_v1 and not known(type(builder)).chain)
     )
 
 
@@ -381,7 +380,7 @@ def _some_batches_only(runner: Any) -> str:
             continue
         if support != AttentionCGSupport.ALWAYS:
             refused.append(f"{name} supports {support.name}")
-        elif not serves_prompts(builder):
+        elif not allows(builder, "prompts"):
             # ALWAYS may also mean any mix of decodes.
             refused.append(f"{name} is not known to serve prompts in one")
     return ", ".join(dict.fromkeys(refused))

@@ -8,7 +8,7 @@ addresses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -26,7 +26,8 @@ class Parameters:
 
     def __init__(self, *modules: torch.nn.Module | None, places: Iterable[tuple[Any, str]] = ()):
         self._places = [(_attributes(owner, name), owner, name, getattr(owner, name)) for owner, name in places]
-        below = (owner for module in (*modules, *(place[3] for place in self._places)) for owner in _below(module))
+        roots = (module for module in (*modules, *(place[3] for place in self._places)) if module is not None)
+        below = (owner for root in roots for owner in root.modules())
         owners = {id(owner): owner for owner in (*below, *(place[1] for place in self._places))}
         self._recorded = [
             (tensors, type(owner).__name__, name, tensor.data_ptr())
@@ -47,10 +48,6 @@ class Parameters:
             if current is None or current.data_ptr() != address:
                 return f"the {name} of a {owner_name} is another tensor than at capture"
         return None
-
-
-def _below(module: torch.nn.Module | None) -> Iterator[torch.nn.Module]:
-    return iter(()) if module is None else module.modules()
 
 
 def _attributes(owner: Any, name: str) -> Mapping[str, Any]:

@@ -96,6 +96,7 @@ def served() -> tuple[StepInputs, Tail, Graph]:
     runner = SimpleNamespace(
         speculator=object(),
         block_tables=SimpleNamespace(num_blocks=blocks),
+        model_state=SimpleNamespace(),
         req_states=SimpleNamespace(
             num_computed_tokens_np=np.array([0, 30, 20, 0, 0, 50]),
             req_id_to_index={"a": 2, "b": 5, "c": 1},
@@ -158,7 +159,7 @@ def test_offsets_of_positions_are_taken_over_after_a_step_with_a_video(
 ) -> None:
     """vLLM computes them anew in such a step if it leaves out parts, and the step may bring no new blocks."""
     inputs, _, _ = served
-    change(inputs, moves_positions=leaves_parts_out)
+    inputs._owner.model_state.mm_pruner = object() if leaves_parts_out else None
     step(inputs, scheduled())
     inputs._owner.req_states.num_computed_prefill_tokens[2] = 7
     fewer = {**vars(scheduled()), "scheduled_spec_decode_tokens": {"a": [-1] * DRAFTS}}

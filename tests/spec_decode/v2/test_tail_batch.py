@@ -23,7 +23,7 @@ from vllm_hwplugin.spec_decode.v2.recording import (
     rungs,
     scheduled_query_lens,
 )
-from vllm_hwplugin.spec_decode.v2.tail_buffers import DeviceRows, TailBuffers
+from vllm_hwplugin.spec_decode.v2.tail_buffers import LogitsRows, TailBuffers
 
 from ...conftest import versions
 from ...released import text_of
@@ -179,7 +179,7 @@ def test_their_rows_are_copied_on_the_device(gathered: bool, monkeypatch: pytest
         expanded_local_pos=torch.tensor([0, 1, 2, 0, 1]),
         logits_indices=torch.tensor([4, 5, 6, 0, 1]),
     )
-    buffers.write(np.array([7, 2]), 9, 2, DeviceRows(batch, gathered))
+    buffers.write(np.array([7, 2]), 9, 2, LogitsRows(batch, gathered, on_device=True))
     # Padding has no rows, and the others belong to no request.
     assert buffers.cu_num_logits.tolist() == [0, 3, 5, 5]
     assert buffers.idx_mapping_alive(3).tolist() == [7, 2, -1]

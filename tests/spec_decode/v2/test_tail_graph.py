@@ -48,7 +48,8 @@ def test_fused_weights_that_do_not_fit_leave_the_step_to_vllm(monkeypatch: pytes
     noted: list[Any] = []
     monkeypatch.setattr(run_records, "use", lambda *said: noted.append(said))
     draft = SimpleNamespace(model=SimpleNamespace(fused=torch.ones(2, 3)))
-    graphs = TailGraphs(SimpleNamespace(max_num_reqs=2, sample=lambda *_: "vLLM's"))
+    runner = SimpleNamespace(max_num_reqs=2, sample=lambda *_: "vLLM's", model_state=None)
+    graphs = TailGraphs(runner)
     graphs.captured = captured(fused=FusedWeights(draft))
     inputs = graphs.add(StepInputs)
     inputs.captured = object()  # type: ignore[assignment]

@@ -18,7 +18,7 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_hwplugin.base.features import DRAFT_FULL_GRAPH, gate_of
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape
-from vllm_hwplugin.spec_decode.v1.draft_decision import STEP_QUERY_LEN, DraftKeys, rows_held
+from vllm_hwplugin.spec_decode.v1.draft_decision import DraftKeys, rows_held
 
 # Per-request tensors on the host that a metadata builder may read. They follow the padding of the device tensors.
 _HOST_ROWS = ("_seq_lens_cpu", "_num_computed_tokens_cpu", "seq_lens_cpu_upper_bound", "is_prefilling")
@@ -62,11 +62,6 @@ def full_block_table(table: torch.Tensor, num_reqs: int) -> torch.Tensor:
     return table.as_strided((num_reqs, table.shape[1]), table.stride())
 
 
-def _resized(rows: torch.Tensor, num_reqs: int) -> torch.Tensor:
-    missing = num_reqs - rows.shape[0]
-    return rows[:num_reqs] if missing <= 0 else torch.cat([rows, rows.new_zeros(missing)])
-
-
 class PassBuffers:
     """`query_start_loc` and `seq_lens` of one kind of pass; `query_len` is None if the pass is not uniform."""
 
@@ -84,17 +79,12 @@ class PassBuffers:
         self.write_seq_lens(metadata.seq_lens, shape.num_reqs)
         batch = metadata.num_reqs
         if self.query_len is not None:
-            self.write_even_starts(batch, shape.num_reqs, self.query_len)
+            self.write_even_starts(batch, shape.num_reqs)
             return
         self.query_start_loc[: batch + 1].copy_(metadata.query_start_loc[: batch + 1])
         if shape.num_reqs > batch:
             self.query_start_loc[batch + 1 : shape.num_reqs + 1].fill_(metadata.num_actual_tokens)
         self._written = None
-
-    def write_steps(self, metadata: Any, shape: GraphShape) -> None:
-        """Do as `write` for one token per request, without reading row starts."""
-        self.write_seq_lens(metadata.seq_lens, shape.num_reqs)
-        self.write_even_starts(metadata.num_reqs, shape.num_reqs, STEP_QUERY_LEN)
 
     def write_seq_lens(self, seq_lens: torch.Tensor, num_reqs: int) -> None:
         batch = seq_lens.shape[0]
@@ -102,13 +92,13 @@ class PassBuffers:
         if num_reqs > batch:
             self.seq_lens[batch:num_reqs].zero_()
 
-    def write_even_starts(self, batch: int, num_reqs: int, query_len: int) -> None:
+    def write_even_starts(self, batch: int, num_reqs: int) -> None:
         """Write row starts of `batch` requests of `query_len` tokens, padded to `num_reqs`."""
         # They depend only on the two counts, and a decode batch keeps its size for many steps.
         if self._written == (batch, num_reqs):
             return
         starts = self.query_start_loc[: num_reqs + 1]
-        torch.clamp(self._steps[: num_reqs + 1], max=batch * query_len, out=starts)
+        torch.clamp(self._steps[: num_reqs + 1], max=batch * (self.query_len or 1), out=starts)
         self._written = (batch, num_reqs)
 
     def view(self, metadata: Any, shape: GraphShape, slot_mapping: torch.Tensor) -> Any:
@@ -134,7 +124,7 @@ class PassBuffers:
         for name in _HOST_ROWS:
             rows = getattr(metadata, name, None)
             if rows is not None and rows.shape[0] != num_reqs:
-                changes[name] = _resized(rows, num_reqs)
+                changes[name] = torch.cat([rows[:num_reqs], rows.new_zeros(max(0, num_reqs - rows.shape[0]))])
         for name in _DROPPED:
             if getattr(metadata, name, None) is not None:
                 changes[name] = None

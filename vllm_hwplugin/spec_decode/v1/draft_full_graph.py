@@ -200,7 +200,8 @@ class DraftGraphs(Graphs[PassGraphs]):
         self._shape = self._find(metadata.num_reqs, STEP_QUERY_LEN, metadata)
         if self.captured is not None and self._shape is not None:
             buffers = self.captured.buffers.of(self._shape)
-            buffers.write_steps(metadata, self._shape)
+            buffers.write_seq_lens(metadata.seq_lens, self._shape.num_reqs)
+            buffers.write_even_starts(metadata.num_reqs, self._shape.num_reqs)
             metadata.seq_lens = buffers.seq_lens[: metadata.num_reqs]
 
     def _find(self, num_tokens: int, query_len: int | None, metadata: Any) -> GraphShape | None:

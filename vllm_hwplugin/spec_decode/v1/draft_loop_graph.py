@@ -49,7 +49,8 @@ class ChainGraphs:
         self._drafts = torch.zeros((max_reqs, self.num_tokens), dtype=torch.int64, device=device)
         self._sample_hidden = torch.zeros((max_reqs, proposer.hidden_size), dtype=proposer.dtype, device=device)
         self._inert = torch.zeros(max_reqs, dtype=torch.bool, device=device)
-        self._graphs = full_graphs(self._draft, proposer.vllm_config, passes.graph_pool)
+        chain = partial(self._chain, sample=proposer._greedy_sample)
+        self._graphs = full_graphs(chain, proposer.vllm_config, passes.graph_pool)
 
     @property
     def buffers(self) -> PassBuffers:
@@ -65,7 +66,7 @@ class ChainGraphs:
 
     def prepare(self, batch: int, num_reqs: int) -> None:
         """Make the chain's first `batch` requests real, and the rest inert."""
-        self.buffers.write_even_starts(batch, num_reqs, STEP_QUERY_LEN)
+        self.buffers.write_even_starts(batch, num_reqs)
         self._mark_inert(batch, num_reqs)
 
     def replay(
@@ -122,10 +123,6 @@ class ChainGraphs:
         with self._passes.forward_context(self._metadata[num_reqs], _shape(num_reqs), mode):
             self._graphs(num_reqs=num_reqs)
 
-    def _draft(self, num_reqs: int) -> torch.Tensor:
-        """Run the chain, captured. `CUDAGraphWrapper` wants a tensor back."""
-        return self._chain(num_reqs, self._proposer._greedy_sample)
-
     def _chain(self, num_reqs: int, sample: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Run the chain in vLLM's order of operations; int64 [num_reqs, num_speculative_tokens]."""
         # It is captured, so every tensor here is persistent or the graph's own.
@@ -133,10 +130,8 @@ class ChainGraphs:
         slots = proposer._slot_mapping_buffer[:num_reqs]
         seq_lens = self.buffers.seq_lens[:num_reqs]
         block_table, inert = self._passes.buffers.block_table(num_reqs), self._inert[:num_reqs]
-        positions, hidden = proposer.positions[:num_reqs], proposer.hidden_states[:num_reqs]
-        inputs = {"input_ids": proposer.input_ids[:num_reqs], "positions": positions, "inputs_embeds": None}
-        if proposer.pass_hidden_states_to_model:
-            inputs["hidden_states"] = hidden
+        inputs = self._passes.inputs(num_reqs)
+        positions, hidden = inputs["positions"], proposer.hidden_states[:num_reqs]
         tokens = sample(self._sample_hidden[:num_reqs])
         self._drafts[:num_reqs, 0].copy_(tokens)
         for step in range(1, self.num_tokens):

@@ -41,12 +41,12 @@ from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
 from vllm_hwplugin.spec_decode.v1.draft_decision import DraftKeys
 from vllm_hwplugin.spec_decode.v1.draft_phase_graphs import (
     Drafting,
-    Filters,
     PhaseBuffers,
     PhaseGraphs,
     PhaseRecorder,
     Sampling,
-    TargetStates,
+    addresses,
+    default_filters,
     draws_natively,
     input_addresses,
 )
@@ -132,16 +132,16 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
         buffers = PhaseBuffers(shapes[-1].num_reqs, self.query_len, runner.device)
         drawn = getattr(runner.drafter, "_enable_probabilistic_draft_probs", False)
         sampling: tuple[Sampling, ...] = ()
-        filters, left = Filters(False, False), ""
+        filters, left = (False, False), ""
         if why_not(runner, Part.V1_SAMPLING) is not None:
             left = "vLLM samples"
         else:
             # Graphs that filter take as long to capture as the others, and more memory: if requests rarely ask for
             # filters, that would be wasted.
-            filters = Filters.by_default(runner.model_config, runner.input_batch.vocab_size)
+            filters = default_filters(runner.model_config, runner.input_batch.vocab_size)
             if any(filters) and not draws_natively(runner):
                 left = "vLLM samples within top-k and top-p, because a graph would repeat its random numbers"
-                filters = Filters(False, False)
+                filters = (False, False)
             sampling = tuple(
                 kind for kind in Sampling if (drawn or not kind.of_drawn) and (any(filters) or not kind.filters)
             )
@@ -172,8 +172,8 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
         if has_mixed and not profiling and template.max_query_len != self.query_len:
             # A graph of mixed batches, and decode batches have another of this size.
             return
-        states = TargetStates.of(outputs)
-        num_tokens = states.hidden.shape[0]
+        states = (outputs,) if isinstance(outputs, torch.Tensor) else (outputs[0], *outputs[1])
+        num_tokens = states[0].shape[0]
         if profiling:
             num_tokens = max((size for size in plan.shapes if size <= num_tokens), default=0)
         shape = plan.shapes.get(num_tokens)
@@ -260,7 +260,7 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
     ) -> Any:
         """Return the next drafts, int64 [batch, num_speculative_tokens], as `propose_draft_token_ids`."""
         runner, step = self._owner, self._step
-        states = TargetStates(hidden_states, tuple(aux_hidden_states or ()))
+        states = (hidden_states, *(aux_hidden_states or ()))
         if not isinstance(step, Reason):
             step = self._against(step.graphs, scheduler_output, states, metadata) or step
         if self._drafting.missed(step):
@@ -361,13 +361,13 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
             asks_for_nothing_else(requests[req_id].sampling_params) for req_id in self._owner.input_batch.req_ids
         ):
             return None
-        filters = Filters.of(metadata)
+        filters = metadata.top_k is not None, metadata.top_p is not None
         if any(filters):
             return Sampling.FILTERED if filters == plan.recorder.filters else None
         return Sampling.GREEDY if metadata.all_greedy else Sampling.RANDOM
 
     def _against(
-        self, graphs: PhaseGraphs, scheduler_output: Any, states: TargetStates, metadata: Any
+        self, graphs: PhaseGraphs, scheduler_output: Any, states: Sequence[torch.Tensor], metadata: Any
     ) -> Reason | None:
         """Return why the drafting graph would differ from vLLM, or None."""
         proposer = self._owner.drafter
@@ -375,7 +375,7 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
         if wanted not in (None, self.query_len - 1):
             return Reason.FEWER_DRAFTS
         if (
-            graphs.states != states.addresses()
+            graphs.states != addresses(states)
             or graphs.inputs != input_addresses(metadata)
             or self._draft_graphs is None
             or not self._draft_graphs.may_replay(metadata)

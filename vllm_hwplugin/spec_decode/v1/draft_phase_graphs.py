@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -54,27 +53,15 @@ class Sampling(Enum):
         return self in (Sampling.RANDOM_OF_DRAWN, Sampling.FILTERED_OF_DRAWN)
 
 
-class Filters(NamedTuple):
-    """Which of top-k and top-p a batch is sampled with. vLLM leaves out a filter that no request asks for."""
+def default_filters(model_config: Any, vocab_size: int) -> tuple[bool, bool]:
+    """Return whether requests that set no sampling parameters need top-k, and top-p.
 
-    top_k: bool
-    top_p: bool
-
-    @classmethod
-    def of(cls, metadata: Any) -> Filters:
-        """Return the filters of vLLM's `SamplingMetadata`."""
-        return cls(metadata.top_k is not None, metadata.top_p is not None)
-
-    @classmethod
-    def by_default(cls, model_config: Any, vocab_size: int) -> Filters:
-        """Return the filters of requests that set no sampling parameters.
-
-        The model's `generation_config.json` or the user sets the defaults. vLLM's `get_diff_sampling_param` is not
-        called: it would log what it finds once more.
-        """
-        given = {} if model_config.generation_config == "vllm" else model_config.try_get_generation_config()
-        given = {**given, **model_config.override_generation_config}
-        return cls(0 < (given.get("top_k") or 0) < vocab_size, (given.get("top_p") or 1.0) < 1.0)
+    The model's `generation_config.json` or the user sets the defaults. vLLM's `get_diff_sampling_param` is not called:
+    it would log what it finds once more.
+    """
+    given = {} if model_config.generation_config == "vllm" else model_config.try_get_generation_config()
+    given = {**given, **model_config.override_generation_config}
+    return 0 < (given.get("top_k") or 0) < vocab_size, (given.get("top_p") or 1.0) < 1.0
 
 
 def draws_natively(runner: Any) -> bool:
@@ -94,28 +81,8 @@ class Drafting(Enum):
     DRAWN = "drawn"
 
 
-@dataclass(frozen=True)
-class TargetStates:
-    """The results of the target's graph of one shape.
-
-    Attributes:
-        hidden: [num_tokens, hidden].
-        aux: the same of several layers, if the drafter reads them; else empty.
-    """
-
-    hidden: torch.Tensor
-    aux: tuple[torch.Tensor, ...]
-
-    @classmethod
-    def of(cls, outputs: Any) -> TargetStates:
-        """Take the results of the target's model."""
-        if isinstance(outputs, torch.Tensor):
-            return cls(outputs, ())
-        hidden, aux = outputs
-        return cls(hidden, tuple(aux))
-
-    def addresses(self) -> tuple[int, ...]:
-        return tuple(states.data_ptr() for states in (self.hidden, *self.aux))
+def addresses(states: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(layer.data_ptr() for layer in states)
 
 
 class PhaseBuffers:
@@ -164,7 +131,11 @@ class PhaseBuffers:
         self.start_loc = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device) * query_len
         self._dead = torch.ones(max_num_reqs, dtype=torch.bool, device=device)
         self._alive = (0, max_num_reqs)
-        self._indices: dict[int, tuple[torch.Tensor, ...]] = {}
+        requests = torch.arange(1, max_num_reqs + 1, dtype=torch.int32, device=device)
+        every = torch.arange(max_num_reqs * query_len, dtype=torch.int32, device=device)
+        target, bonus = every.view(-1, query_len).split((query_len - 1, 1), dim=1)
+        # Of all requests: a batch of fewer reads the leading part.
+        self._indices = requests * (query_len - 1), requests * query_len, target.flatten(), bonus.flatten(), every
 
     def draft_probs(self, num_reqs: int, like: torch.Tensor | None = None) -> torch.Tensor:
         """Return float32 [num_reqs, query_len - 1, vocabulary] draft distributions, made like `like`."""
@@ -192,32 +163,17 @@ class PhaseBuffers:
 
         Its tensors last as long as the buffers. `token_ids`, int32 [num_tokens], are what the target was given.
         """
-        if shape.num_reqs not in self._indices:
-            self._indices[shape.num_reqs] = self._indices_of(shape)
-        cu_draft, cu_sampled, target, bonus, every = self._indices[shape.num_reqs]
-        drafts = token_ids.view(shape.num_reqs, self.query_len)[:, 1:].reshape(-1).contiguous()
+        num_reqs, num_drafts = shape.num_reqs, self.query_len - 1
+        cu_draft, cu_sampled, target, bonus, every = self._indices
         return SpecDecodeMetadata(
-            draft_token_ids=drafts,
-            num_draft_tokens=[self.query_len - 1] * shape.num_reqs,
-            cu_num_draft_tokens=cu_draft,
-            cu_num_sampled_tokens=cu_sampled,
-            target_logits_indices=target,
-            bonus_logits_indices=bonus,
-            logits_indices=every,
+            draft_token_ids=token_ids.view(num_reqs, self.query_len)[:, 1:].reshape(-1).contiguous(),
+            num_draft_tokens=[num_drafts] * num_reqs,
+            cu_num_draft_tokens=cu_draft[:num_reqs],
+            cu_num_sampled_tokens=cu_sampled[:num_reqs],
+            target_logits_indices=target[: num_reqs * num_drafts],
+            bonus_logits_indices=bonus[:num_reqs],
+            logits_indices=every[: shape.num_tokens],
         )
-
-    def _indices_of(self, shape: GraphShape) -> tuple[torch.Tensor, ...]:
-        every: Any = np.arange(shape.num_tokens, dtype=np.int32)
-        requests: Any = np.arange(1, shape.num_reqs + 1, dtype=np.int32)
-        by_request = every.reshape(shape.num_reqs, self.query_len)
-        host = (
-            requests * (self.query_len - 1),
-            requests * self.query_len,
-            by_request[:, :-1].reshape(-1),
-            by_request[:, -1],
-            every,
-        )
-        return tuple(torch.from_numpy(np.ascontiguousarray(array)).to(self._dead.device) for array in host)
 
 
 @dataclass(frozen=True)
@@ -246,7 +202,7 @@ def input_addresses(metadata: Any) -> tuple[int, ...]:
 
 
 class PhaseRecorder:
-    """Captures the graphs of one runner's draft phase. `filters` is for the kinds of sampling that filter."""
+    """Captures the graphs of one runner's draft phase. `filters`: whether top-k and top-p are applied."""
 
     def __init__(
         self,
@@ -255,7 +211,7 @@ class PhaseRecorder:
         buffers: PhaseBuffers,
         sampling: Sequence[Sampling],
         drafting: Sequence[Drafting],
-        filters: Filters,
+        filters: tuple[bool, bool],
     ):
         self.sampling, self.drafting, self.filters = sampling, drafting, filters
         self._runner = runner
@@ -268,35 +224,29 @@ class PhaseRecorder:
 
     def hold(self, count: int, shape: GraphShape) -> None:
         """Make the first `count` requests of `shape` real, the rest padding."""
-        num_reqs, query_len = shape.num_reqs, self._buffers.query_len
-        self._buffers.hold(count, num_reqs)
-        self._passes.buffers.of(shape).write_even_starts(count, num_reqs, query_len)
+        self._buffers.hold(count, shape.num_reqs)
+        self._passes.buffers.of(shape).write_even_starts(count, shape.num_reqs)
         if self._chain is not None:
-            self._chain.prepare(count, num_reqs)
+            self._chain.prepare(count, shape.num_reqs)
 
-    def record(self, shape: GraphShape, states: TargetStates, template: Any) -> PhaseGraphs:
+    def record(self, shape: GraphShape, states: Sequence[torch.Tensor], template: Any) -> PhaseGraphs:
         """Capture the graphs of `shape`, in a stream of vLLM's `graph_capture`.
 
         All requests are padding meanwhile, so nothing is written to the KV cache.
 
         Args:
+            states: the target's hidden states, [num_tokens, hidden], then several layers' if the drafter reads them.
             template: the `CommonAttentionMetadata` that the runner built for it, of the drafter's KV-cache group.
         """
         buffers, num_reqs = self._buffers, shape.num_reqs
         batch = self._batch(shape, template)
         metadata = self._passes.dummy_metadata(shape, template)
         self.hold(0, shape)
-
-        def sample(kind: Sampling) -> None:
-            self._sample(shape, states, batch, kind)
+        recorded = partial(record_graph, pool=self._passes.graph_pool, vllm_config=self._runner.vllm_config)
+        sample = partial(self._sample, shape, states, batch)
 
         def draft(kind: Drafting) -> None:
             buffers.drafts[:num_reqs].copy_(self._draft(shape, states, batch, metadata, kind))
-
-        pool, config = self._passes.graph_pool, self._runner.vllm_config
-
-        def recorded(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-            return record_graph(run, pool, config)
 
         # The largest logits first: later captures reuse their memory. Sampling of drawn drafts last: it needs the
         # distribution that drafting draws from.
@@ -305,7 +255,7 @@ class PhaseRecorder:
         sampling |= {kind: recorded(partial(sample, kind)) for kind in self.sampling if kind.of_drawn}
         return PhaseGraphs(
             shape=shape,
-            states=states.addresses(),
+            states=addresses(states),
             inputs=input_addresses(template),
             sampling=sampling,
             drafting=drafting,
@@ -337,8 +287,8 @@ class PhaseRecorder:
         """Return vLLM's `SamplingMetadata` that asks for nothing, with some changes."""
         return dataclasses.replace(self._runner.input_batch.sampling_metadata, all_random=False, **changes)
 
-    def _sample(self, shape: GraphShape, states: TargetStates, batch: Any, kind: Sampling) -> None:
-        logits = self._runner.model.compute_logits(states.hidden[: shape.num_tokens])
+    def _sample(self, shape: GraphShape, states: Sequence[torch.Tensor], batch: Any, kind: Sampling) -> None:
+        logits = self._runner.model.compute_logits(states[0][: shape.num_tokens])
         batch_size = max(1, TOKENS_AT_ONCE // self._buffers.query_len)
         for first in range(0, shape.num_reqs, batch_size):
             self._verify(slice(first, min(first + batch_size, shape.num_reqs)), logits, kind)
@@ -375,9 +325,8 @@ class PhaseRecorder:
         )
         # Without a token a padded request's draft would follow the last token of the request before it.
         num_valid.masked_fill_(buffers.dead(num_reqs), 1)
-        _, sample_indices, num_rejected = proposer.prepare_inputs_padded(
-            batch, self._spec_decode_metadata(shape), num_valid
-        )
+        metadata = buffers.spec_decode_metadata(shape, runner.input_ids.gpu[: shape.num_tokens])
+        _, sample_indices, num_rejected = proposer.prepare_inputs_padded(batch, metadata, num_valid)
         for result, buffer in (
             (next_token_ids, buffers.next_token_ids),
             (num_valid, buffers.num_valid),
@@ -386,11 +335,8 @@ class PhaseRecorder:
         ):
             buffer[:num_reqs].copy_(result)
 
-    def _spec_decode_metadata(self, shape: GraphShape) -> Any:
-        return self._buffers.spec_decode_metadata(shape, self._runner.input_ids.gpu[: shape.num_tokens])
-
     def _draft(
-        self, shape: GraphShape, states: TargetStates, batch: Any, metadata: dict[str, Any], kind: Drafting
+        self, shape: GraphShape, states: Sequence[torch.Tensor], batch: Any, metadata: dict[str, Any], kind: Drafting
     ) -> torch.Tensor:
         """Draft from what was sampled, int64 [num_reqs, num_speculative_tokens]."""
         proposer, num_reqs = self._proposer, shape.num_reqs
@@ -430,7 +376,7 @@ class PhaseRecorder:
         return sample
 
     def _first_pass(
-        self, shape: GraphShape, states: TargetStates, batch: Any, metadata: dict[str, Any]
+        self, shape: GraphShape, states: Sequence[torch.Tensor], batch: Any, metadata: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the first pass; return sample indices, last and next hidden states."""
         # In vLLM's order of operations.
@@ -452,7 +398,7 @@ class PhaseRecorder:
         last_hidden, hidden = output if proposer.model_returns_tuple() else (output, output)
         return indices, last_hidden, hidden
 
-    def _inputs(self, shape: GraphShape, states: TargetStates, batch: Any) -> tuple[torch.Tensor, Any]:
+    def _inputs(self, shape: GraphShape, states: Sequence[torch.Tensor], batch: Any) -> tuple[torch.Tensor, Any]:
         """Fill the drafter's buffers; return sample indices and `CommonAttentionMetadata`."""
         proposer, runner, buffers = self._proposer, self._runner, self._buffers
         num_reqs, num_tokens = shape.num_reqs, shape.num_tokens
@@ -474,8 +420,7 @@ class PhaseRecorder:
         return indices, batch
 
 
-def _side_by_side(states: TargetStates, num_tokens: int) -> torch.Tensor:
+def _side_by_side(states: Sequence[torch.Tensor], num_tokens: int) -> torch.Tensor:
     """Return the target states that a drafter reads, [num_tokens, hidden * layers]."""
-    if not states.aux:
-        return states.hidden[:num_tokens]
-    return torch.cat([layer[:num_tokens] for layer in states.aux], dim=-1)
+    hidden, *aux = (layer[:num_tokens] for layer in states)
+    return torch.cat(aux, dim=-1) if aux else hidden

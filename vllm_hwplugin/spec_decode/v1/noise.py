@@ -7,36 +7,11 @@ later draws, would differ from unpatched vLLM's. Here each draw is a launch in f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-
-
-@dataclass(frozen=True)
-class _Draw:
-    """One of vLLM's draws.
-
-    Attributes:
-        numbers: [max_num_reqs * rows, ...], what the graphs read.
-        rows: rows per request.
-        exponential: exponentially distributed; else uniformly.
-    """
-
-    numbers: torch.Tensor
-    rows: int
-    exponential: bool
-
-    def fill(self, first: int, last: int, generator: torch.Generator | None = None) -> None:
-        """Draw the numbers of the requests from `first` to `last`."""
-        part = self.numbers[first * self.rows : last * self.rows]
-        if self.exponential:
-            part.exponential_(generator=generator)
-        else:
-            part.uniform_(generator=generator)
 
 
 class Noise:
@@ -44,7 +19,8 @@ class Noise:
 
     def __init__(self, max_num_reqs: int):
         self._max_num_reqs = max_num_reqs
-        self._draws: list[_Draw] = []
+        # By draw: what the graphs read, [max_num_reqs * rows, ...], rows per request, and the method that draws.
+        self._draws: list[tuple[torch.Tensor, int, str]] = []
         self._num_reqs = self._first = 0
         self._next = 0
 
@@ -52,30 +28,27 @@ class Noise:
         """Start at the first draw, for `num_reqs` requests from `first` on."""
         self._num_reqs, self._first, self._next = num_reqs, first, 0
 
-    @contextmanager
-    def read(self) -> Iterator[None]:
-        """Replace vLLM's draws with these numbers inside the context."""
-        with _Reading(self):
-            yield
+    def read(self) -> _Reading:
+        """Return a context in which these numbers replace vLLM's draws."""
+        return _Reading(self)
 
-    def numbers(self, like: torch.Tensor, *, exponential: bool) -> torch.Tensor:
+    def numbers(self, like: torch.Tensor, method: str) -> torch.Tensor:
         """Return the next draw's numbers, in the shape and type of `like`."""
         rows = like.shape[0] // self._num_reqs
         if self._next == len(self._draws):
-            numbers = like.new_ones((self._max_num_reqs * rows, *like.shape[1:]))
-            self._draws.append(_Draw(numbers, rows, exponential))
-        draw = self._draws[self._next]
+            self._draws.append((like.new_ones((self._max_num_reqs * rows, *like.shape[1:])), rows, method))
+        numbers, *_ = self._draws[self._next]
         self._next += 1
-        return draw.numbers[self._first * rows :][: like.shape[0]]
+        return numbers[self._first * rows :][: like.shape[0]]
 
     def draw(self, count: int, generators: Mapping[int, torch.Generator]) -> None:
         """Draw for the first `count` requests, with `generators` of seeded requests."""
-        for index, draw in enumerate(self._draws):
+        for index, (numbers, rows, method) in enumerate(self._draws):
             # vLLM's sampler of single tokens, which comes first, leaves out numbers that nobody reads.
             if index > 0 or len(generators) != count:
-                draw.fill(0, count)
+                getattr(numbers[: count * rows], method)()
             for request, generator in generators.items():
-                draw.fill(request, request + 1, generator)
+                getattr(numbers[request * rows : (request + 1) * rows], method)(generator=generator)
 
 
 class _Reading(TorchFunctionMode):  # type: ignore[misc]
@@ -88,8 +61,8 @@ class _Reading(TorchFunctionMode):  # type: ignore[misc]
         name = getattr(func, "__name__", None)
         if name == "exponential_":
             out = args[0]
-            return out.copy_(self._noise.numbers(out, exponential=True))
+            return out.copy_(self._noise.numbers(out, name))
         if name == "rand":
             out = torch.empty(*args, **(kwargs or {}))
-            return out.copy_(self._noise.numbers(out, exponential=False))
+            return out.copy_(self._noise.numbers(out, "uniform_"))
         return func(*args, **(kwargs or {}))

@@ -129,7 +129,10 @@ def obstacle(runner: Any, form: str) -> str | None:
         return f"with tensor parallelism of {ranks} a rank's part of the head is small"
     if runner.vllm_config.weight_transfer_config is not None and (form == "rows" or quantized_lm_head_copy is None):
         return "an update of the draft's weights would not find the head"
-    return _rows_obstacle(speculator, ranks) if form == "rows" else None
+    if form != "rows":
+        return None
+    reason = whole_logits_needed(speculator) or (other_logits(speculator) if ranks > 1 else None)
+    return reason and f"{reason}; use copy"
 
 
 def why_not_by_default(runner: Any) -> str | None:
@@ -154,11 +157,6 @@ def why_not_by_default(runner: Any) -> str | None:
     by_itself = parallel.distributed_executor_backend == "external_launcher"
     asks = entry is not None and ENGINE_REPORT in entry.live and model.original_max_model_len != -1
     return None if asks and not fixed and not by_itself else "a start with too little memory could not give it back"
-
-
-def _rows_obstacle(speculator: Any, ranks: int) -> str | None:
-    reason = whole_logits_needed(speculator) or (other_logits(speculator) if ranks > 1 else None)
-    return reason and f"{reason}; use copy"
 
 
 class Fp8Head(torch.nn.Module):  # type: ignore[misc]
@@ -251,9 +249,8 @@ class DraftHead:
 
     def __init__(self, runner: Any, with_rows: bool):
         self._runner, self.model = runner, runner.speculator.model
-        heads = places(self.model)
-        # A tuple, because the target owns the head.
-        self._source, self._heads = (heads[0][2],), heads
+        self._heads = places(self.model)
+        self.source = self._heads[0][2]
         self.ring: Ring | None = None
         self._feeds = self._noted = self._turn = 0
         #: By request, the tokens that were looked at.
@@ -272,13 +269,9 @@ class DraftHead:
             self.model.get_top_tokens = self.top_tokens
             # vLLM then asks the model for `get_top_tokens`; its checks of the option are done.
             runner.speculator.use_local_argmax_reduction = True
-        for owner, name, _ in heads:
+        for owner, name, _ in self._heads:
             delattr(owner, name)
             setattr(owner, name, self.head)
-
-    @property
-    def source(self) -> Any:
-        return self._source[0]
 
     def top_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the best rows' token ids, (tokens,) int64, in graphs too."""

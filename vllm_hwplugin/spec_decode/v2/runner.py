@@ -71,7 +71,11 @@ def with_tail_graphs(vllms: Any) -> Any:
     # `v2-step-inputs` has no decorator: two hunks cannot insert lines at one place.
     if getattr(vllms, "hwplugin_step_inputs", False):
         made = _with_step_inputs(made)
-    return _defined_as(vllms, made)
+    # For `inspect`, `pickle` and logs.
+    for name in _DEFINED:
+        if hasattr(vllms, name):
+            setattr(made, name, getattr(vllms, name))
+    return made
 
 
 def _with_step_inputs(tail_graph_runner: Any) -> Any:
@@ -112,11 +116,3 @@ def _with_step_inputs(tail_graph_runner: Any) -> Any:
             return self.step_inputs.attention_inputs(input_batch) or super().prepare_attn(input_batch)
 
     return StepInputRunner
-
-
-def _defined_as(vllms: Any, made: Any) -> Any:
-    """Copy the names that `inspect`, `pickle` and logs use from vLLM's class."""
-    for name in _DEFINED:
-        if hasattr(vllms, name):
-            setattr(made, name, getattr(vllms, name))
-    return made

@@ -32,7 +32,7 @@ from vllm_hwplugin.base.features import V2_STEP_INPUTS
 from vllm_hwplugin.spec_decode.graph_recording import Graphs, record_graph
 from vllm_hwplugin.spec_decode.obstacles import Part, custom_processors, why_not
 from vllm_hwplugin.spec_decode.step_counts import Reason, StepCounts
-from vllm_hwplugin.spec_decode.v2.tail_buffers import StandIn, TailBuffers
+from vllm_hwplugin.spec_decode.v2.tail_buffers import TailBuffers, stand_in
 from vllm_hwplugin.spec_decode.v2.tail_capture import Captured, Held
 from vllm_hwplugin.spec_decode.v2.tail_graph import TailGraphs
 
@@ -69,10 +69,8 @@ class _Captured:
         moving: vLLM's tensors whose addresses change.
         fixed: their copies, which the graphs read.
         metadata_is_vllms: whether vLLM builds attention metadata in each step.
-        reads_slots: whether metadata that vLLM builds reads slots.
         embeds: whether the graphs embed tokens.
         tells_of_each_step: whether the sampler has processors that count steps.
-        moves_positions: whether steps with prompts change offsets of positions.
     """
 
     base: Captured
@@ -80,10 +78,8 @@ class _Captured:
     moving: tuple[Any, ...]
     fixed: tuple[torch.Tensor, ...]
     metadata_is_vllms: bool
-    reads_slots: bool
     embeds: bool
     tells_of_each_step: bool
-    moves_positions: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +149,7 @@ class StepInputs(Graphs[_Captured]):
         moving = (runner.block_tables.num_blocks, *(() if rope is None else (rope.prefill_delta,)))
         fixed = tuple(source.gpu.to(runner.device, copy=True) for source in moving)
         graphs = {}
-        with base.buffers.stand_in(), StandIn(moving, fixed):
+        with base.buffers.stand_in(), stand_in(moving, fixed):
             for shape, batch in base.batches.items():
                 base.buffers.clear(shape[0])
                 prepare = self._preparing(batch, base.buffers, not metadata_is_vllms, embeds)
@@ -164,11 +160,8 @@ class StepInputs(Graphs[_Captured]):
             moving=moving,
             fixed=fixed,
             metadata_is_vllms=metadata_is_vllms,
-            # With `ubatch_runner` vLLM builds metadata for each half of a batch, also if a graph has made the inputs.
-            reads_slots=metadata_is_vllms or getattr(runner, "ubatch_runner", None) is not None,
             embeds=embeds,
             tells_of_each_step=bool(custom_processors(runner)),
-            moves_positions=getattr(runner.model_state, "mm_pruner", None) is not None,
         )
 
     def _preparing(self, batch: Any, buffers: TailBuffers, metadata: bool, embeds: bool) -> Callable[[], None]:
@@ -255,7 +248,7 @@ class StepInputs(Graphs[_Captured]):
         covered = self._hold(scheduled, desc)
         if self._step_counts.missed(covered):
             # A step that computes a part of a video changes offsets of positions, if vLLM leaves out other parts.
-            self._blocks_changed |= self.captured is not None and self.captured.moves_positions
+            self._blocks_changed |= getattr(self._owner.model_state, "mm_pruner", None) is not None
             return None
         captured, held = covered
         runner = self._owner
@@ -366,7 +359,8 @@ class StepInputs(Graphs[_Captured]):
             return None
         tables = self._owner.block_tables
         block_tables = tuple(table[: batch.num_reqs_after_padding] for table in tables.input_block_tables)
-        # vLLM would make a dict of each layer's slots for metadata, which nothing builds here. Up to 0.30 it also looks
-        # up the experts of each slot.
-        reads_slots = step.captured.reads_slots or getattr(self._owner, "routed_experts_capturer", None) is not None
+        # vLLM would make a dict of each layer's slots for metadata, which nothing builds here. With `ubatch_runner` it
+        # builds metadata for each half of a batch. Up to 0.30 it also looks up the experts of each slot.
+        readers = ("ubatch_runner", "routed_experts_capturer")
+        reads_slots = step.captured.metadata_is_vllms or any(getattr(self._owner, name, None) for name in readers)
         return block_tables, tables.slot_mappings[:, : batch.num_tokens_after_padding] if reads_slots else ()

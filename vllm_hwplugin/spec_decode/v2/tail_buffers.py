@@ -14,7 +14,8 @@ nothing reads their results. `Padding` has the tensors that keep padding out of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,22 +50,13 @@ class Outputs:
 
 @dataclass(frozen=True)
 class LogitsRows:
-    """Positions of the rows of a batch that logits are computed for."""
-
-    #: [number of requests]: rows of each request; they are its last tokens in the batch.
-    num_logits: np.ndarray
-    #: [number of requests]: end of each request's tokens.
-    query_ends: np.ndarray
-    #: Whether the graph's hidden states are only these rows, not all tokens.
-    gathered: bool
-
-
-@dataclass(frozen=True)
-class DeviceRows:
-    """Positions of the rows of a batch whose draft counts are only on the device, in vLLM's `InputBatch`."""
+    """The rows of vLLM's `InputBatch` that logits are computed for: the last tokens of each request."""
 
     batch: Any
+    #: Whether the graph's hidden states are only these rows, not all tokens.
     gathered: bool
+    #: Whether only the device has the batch's draft counts.
+    on_device: bool
 
 
 class _Packed:
@@ -182,9 +174,7 @@ class TailBuffers:
             written["dead_tokens"][: num_reqs * query_len],
         )
 
-    def write(
-        self, rows: np.ndarray, free_row: int, query_len: int, logits: LogitsRows | DeviceRows | None = None
-    ) -> None:
+    def write(self, rows: np.ndarray, free_row: int, query_len: int, logits: LogitsRows | None = None) -> None:
         """Write the requests' rows, parameters and prompt lengths into the buffers.
 
         Args:
@@ -207,7 +197,7 @@ class TailBuffers:
             host[name][:] = moving.np
         for name, rest in (("expanded_rows", free_row), ("local_pos", 0), ("logits_indices", 0), ("hidden_rows", 0)):
             host[name][:] = rest
-        if isinstance(logits, DeviceRows):
+        if logits is not None and logits.on_device:
             self._write_from_device(logits)
         else:
             self._place(count, query_len, logits)
@@ -219,7 +209,7 @@ class TailBuffers:
         most = len(host["rows"])
         num_logits: Any = np.full(most, query_len if logits is None else 1)
         if logits is not None:
-            num_logits[:count] = logits.num_logits
+            num_logits[:count] = np.diff(logits.batch.cu_num_logits_np)
         ends = host["cu_num_logits"][1:]
         np.cumsum(num_logits, out=ends)
         # For each row of logits: its request, and its place. Places between belong to no request.
@@ -233,11 +223,11 @@ class TailBuffers:
         last: Any = ends
         if logits is not None:
             last = np.ones(most, dtype=np.int64)
-            last[:count] = logits.query_ends
+            last[:count] = logits.batch.query_start_loc_np[1 : 1 + count]
         host["logits_indices"][place] = row + (last - ends)[request]
         host["hidden_rows"][place] = row if logits is None or logits.gathered else host["logits_indices"][place]
 
-    def _write_from_device(self, logits: DeviceRows) -> None:
+    def _write_from_device(self, logits: LogitsRows) -> None:
         """Copy the rows of logits, which vLLM has put one behind another."""
         host, batch, written = self._packed.host, logits.batch, self._packed.device
         num_logits = len(batch.logits_indices)
@@ -256,26 +246,22 @@ class TailBuffers:
         """Fill the buffers with padding only, `query_len` tokens per request."""
         self.write(np.empty(0, dtype=np.int64), 0, query_len)
 
-    def stand_in(self) -> StandIn:
+    def stand_in(self) -> AbstractContextManager[None]:
         """Return a context in which vLLM's sampler reads the fixed parameters."""
-        return StandIn(tuple(self._moving.values()), self._fixed)
+        return stand_in(tuple(self._moving.values()), self._fixed)
 
 
-class StandIn:
-    """Context in which the `gpu` of vLLM's `UvaBackedTensor`s is replaced by fixed tensors.
+@contextmanager
+def stand_in(moving: Sequence[Any], fixed: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Replace the `gpu` of vLLM's `UvaBackedTensor`s by fixed tensors inside the context.
 
     After each change `gpu` is another of the tensor's host buffers, and a graph would keep reading the first.
     """
-
-    def __init__(self, moving: tuple[Any, ...], fixed: tuple[torch.Tensor, ...]):
-        self._moving, self._fixed = moving, fixed
-        self._before: tuple[torch.Tensor, ...] = ()
-
-    def __enter__(self) -> None:
-        self._before = tuple(moving.gpu for moving in self._moving)
-        for moving, fixed in zip(self._moving, self._fixed, strict=True):
-            moving.gpu = fixed
-
-    def __exit__(self, *failure: object) -> None:
-        for moving, before in zip(self._moving, self._before, strict=True):
-            moving.gpu = before
+    before = [tensor.gpu for tensor in moving]
+    for tensor, own in zip(moving, fixed, strict=True):
+        tensor.gpu = own
+    try:
+        yield
+    finally:
+        for tensor, own in zip(moving, before, strict=True):
+            tensor.gpu = own

@@ -298,7 +298,7 @@ class TailRecorder:
             sampling[needed] = Served(graph, buffers.outputs, self._output)
         if Part.V2_DRAFTING in self._left or not later_tokens(runner, shape.num_reqs, query_len):
             return ShapeGraphs(shape, sampling, Reason.NOT_CAPTURED)
-        return self._capture_draft(shape, sampling, batch, query_len, prepared)
+        return self._capture(shape, sampling, lambda: self._draft(batch, query_len, False, *prepared.pop()))
 
     def _capture_mixed(self, shape: GraphShape) -> ShapeGraphs:
         runner, query_len = self._runner, self._runner.decode_query_len
@@ -314,9 +314,12 @@ class TailRecorder:
             num_scheduled_tokens=np.full(num_reqs, longest, dtype=np.int32),
             seq_lens_cpu_upper_bound=torch.full((num_reqs,), runner.max_model_len, dtype=torch.int32),
         )
+
+        def draft() -> None:
+            self._draft(batch, query_len, True, *prepared.pop())
+
         if not drafts_in_blocks(runner):
-            return self._capture_draft(shape, {}, batch, query_len, prepared)
-        draft = partial(self._draft, batch, query_len, True, *prepared[0])
+            return self._capture(shape, {}, draft)
         graph = record_graph(lambda: block_pass(runner.speculator, draft), self._pool, runner.vllm_config)
         return ShapeGraphs(shape, {}, Served(graph, self._buffers.outputs))
 
@@ -351,17 +354,6 @@ class TailRecorder:
             )
             for _ in range(2)
         ]
-
-    def _capture_draft(
-        self,
-        shape: GraphShape,
-        sampling: Mapping[SamplerParts, Served],
-        batch: Any,
-        query_len: int,
-        prepared: list[tuple[Any, Any]],
-    ) -> ShapeGraphs:
-        draft = partial(self._draft, batch, query_len, shape.query_len is None)
-        return self._capture(shape, sampling, lambda: draft(*prepared.pop()))
 
     def _capture(
         self, shape: GraphShape, sampling: Mapping[SamplerParts, Served], draft: Callable[[], object]

@@ -53,7 +53,7 @@ from vllm_hwplugin.spec_decode.v2.recording import (
     mixed_shapes,
     splits_top_p,
 )
-from vllm_hwplugin.spec_decode.v2.tail_buffers import DeviceRows, LogitsRows
+from vllm_hwplugin.spec_decode.v2.tail_buffers import LogitsRows
 from vllm_hwplugin.spec_decode.v2.tail_capture import Captured, Held, Served, ShapeGraphs, TailRecorder, target_states
 
 #: Surplus rows of logits that a graph may compute for a batch that it does not draft for. The GPU should take less time
@@ -387,9 +387,7 @@ class TailGraphs(Graphs[Captured]):
         needed = SamplerParts.of(self._owner.sampler.sampling_states, rows, self._splits_top_p)
         return Reason.SAMPLING_PARAMETERS if needed is None or (captured.drawn_by_host and needed.narrows) else needed
 
-    def _write(
-        self, captured: Captured, rows: np.ndarray, query_len: int, logits: LogitsRows | DeviceRows | None = None
-    ) -> None:
+    def _write(self, captured: Captured, rows: np.ndarray, query_len: int, logits: LogitsRows | None = None) -> None:
         free = self._owner.req_states.free_indices
         # Without drafting, padding's row is read and not written, so it may be a request's row.
         captured.buffers.write(rows, free[-1] if free else int(rows[0]), query_len, logits)
@@ -435,12 +433,7 @@ class TailGraphs(Graphs[Captured]):
         if gathered:
             # Only the target's graphs write there, and nothing reads what they wrote.
             torch.index_select(hidden_states, 0, batch.logits_indices, out=states[: len(batch.logits_indices)])
-        written: LogitsRows | DeviceRows
-        if captured.by_rows:
-            written = DeviceRows(batch, gathered)
-        else:
-            written = LogitsRows(num_logits, batch.query_start_loc_np[1 : 1 + batch.num_reqs], gathered)
-        self._write(captured, rows, smallest.query_len, written)
+        self._write(captured, rows, smallest.query_len, LogitsRows(batch, gathered, bool(captured.by_rows)))
         return smallest.sample(needed)
 
 
