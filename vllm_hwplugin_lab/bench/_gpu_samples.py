@@ -25,19 +25,13 @@ def samples(gpu: Any, name: str, since: float, until: float) -> list[float]:
         gpu: A handle of NVML.
         name: One of ``SAMPLED``.
 
-    Returns:
-        Empty if this GPU has no such samples.
-
     Raises:
-        pynvml.NVMLError: The driver does not answer.
+        pynvml.NVMLError: The driver does not answer, or has no such samples of this GPU.
     """
     from vllm.third_party import pynvml
 
     kind, unit = SAMPLED[name]
-    try:
-        _, values = pynvml.nvmlDeviceGetSamples(gpu, getattr(pynvml, kind), int(since * 1e6))
-    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NotFound):
-        return []
+    _, values = pynvml.nvmlDeviceGetSamples(gpu, getattr(pynvml, kind), int(since * 1e6))
     return [sample.sampleValue.uiVal * unit for sample in values if sample.timeStamp <= until * 1e6]
 
 

@@ -18,22 +18,13 @@ class NVMLError(Exception):
     pass
 
 
-class NVMLError_NotSupported(NVMLError):
-    pass
-
-
-class NVMLError_NotFound(NVMLError):
-    pass
-
-
 @pytest.fixture
 def driver(monkeypatch):
     """`driver(processes)`: a driver with a GPU for each entry, which are the processes that it names there."""
 
     def use(*processes):
         nvml = ModuleType("vllm.third_party.pynvml")
-        for error in (NVMLError, NVMLError_NotSupported, NVMLError_NotFound):
-            setattr(nvml, error.__name__, error)
+        nvml.NVMLError = NVMLError
         nvml.NVML_TOTAL_POWER_SAMPLES, nvml.NVML_GPU_UTILIZATION_SAMPLES, nvml.NVML_PROCESSOR_CLK_SAMPLES = 0, 1, 5
         nvml.nvmlInit = lambda: None
         nvml.nvmlDeviceGetCount = lambda: len(processes)
@@ -42,7 +33,7 @@ def driver(monkeypatch):
 
         def samples(gpu, kind, since):
             if kind == nvml.NVML_TOTAL_POWER_SAMPLES:
-                raise NVMLError_NotSupported
+                raise NVMLError
             # One sample, tens by the GPU's number, and one after what is asked for.
             times = (since + 1, since + 2_000_000)
             return 0, [

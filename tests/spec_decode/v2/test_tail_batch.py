@@ -179,7 +179,7 @@ def test_their_rows_are_copied_on_the_device(gathered: bool, monkeypatch: pytest
         expanded_local_pos=torch.tensor([0, 1, 2, 0, 1]),
         logits_indices=torch.tensor([4, 5, 6, 0, 1]),
     )
-    buffers.write(np.array([7, 2]), 9, 2, LogitsRows(batch, gathered, on_device=True))
+    buffers.write(np.array([7, 2]), 9, 2, LogitsRows(batch, gathered, num_logits=None))
     # Padding has no rows, and the others belong to no request.
     assert buffers.cu_num_logits.tolist() == [0, 3, 5, 5]
     assert buffers.idx_mapping_alive(3).tolist() == [7, 2, -1]

@@ -55,8 +55,8 @@ class LogitsRows:
     batch: Any
     #: Whether the graph's hidden states are only these rows, not all tokens.
     gathered: bool
-    #: Whether only the device has the batch's draft counts.
-    on_device: bool
+    #: [number of requests]: rows of each request; None: only the device has the batch's draft counts.
+    num_logits: np.ndarray | None
 
 
 class _Packed:
@@ -197,7 +197,7 @@ class TailBuffers:
             host[name][:] = moving.np
         for name, rest in (("expanded_rows", free_row), ("local_pos", 0), ("logits_indices", 0), ("hidden_rows", 0)):
             host[name][:] = rest
-        if logits is not None and logits.on_device:
+        if logits is not None and logits.num_logits is None:
             self._write_from_device(logits)
         else:
             self._place(count, query_len, logits)
@@ -209,7 +209,7 @@ class TailBuffers:
         most = len(host["rows"])
         num_logits: Any = np.full(most, query_len if logits is None else 1)
         if logits is not None:
-            num_logits[:count] = np.diff(logits.batch.cu_num_logits_np)
+            num_logits[:count] = logits.num_logits
         ends = host["cu_num_logits"][1:]
         np.cumsum(num_logits, out=ends)
         # For each row of logits: its request, and its place. Places between belong to no request.

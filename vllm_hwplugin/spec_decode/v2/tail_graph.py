@@ -400,10 +400,10 @@ class TailGraphs(Graphs[Captured]):
         `reason` is why graphs do not draft.
         """
         rows, num_rows = batch.idx_mapping_np, batch.num_reqs + batch.num_draft_tokens
-        if captured.by_rows:
+        num_logits = None if captured.by_rows else np.diff(batch.cu_num_logits_np)
+        if num_logits is None:
             smallest = _holding(captured.by_rows, batch.num_reqs, num_rows)
         else:
-            num_logits = np.diff(batch.cu_num_logits_np)
             smallest = min(
                 (
                     graphs
@@ -433,7 +433,7 @@ class TailGraphs(Graphs[Captured]):
         if gathered:
             # Only the target's graphs write there, and nothing reads what they wrote.
             torch.index_select(hidden_states, 0, batch.logits_indices, out=states[: len(batch.logits_indices)])
-        self._write(captured, rows, smallest.query_len, LogitsRows(batch, gathered, bool(captured.by_rows)))
+        self._write(captured, rows, smallest.query_len, LogitsRows(batch, gathered, num_logits))
         return smallest.sample(needed)
 
 
