@@ -470,7 +470,8 @@ def _shares(load: _Load, name: str) -> dict[str, tuple[str, str]]:
 
 
 def _load_row(load: _Load, baseline: _Load | None) -> Iterator[list[str]]:
-    speeds, length, busy = load["tokens_per_second"], load["acceptance_length"], load.get("gpu_busy")
+    speeds, length = load["tokens_per_second"], load["acceptance_length"]
+    busy, power = load.get("gpu_busy"), load.get("gpu_power_w")
     ratio = baseline and speedup(load, baseline)
     yield [
         f"{speeds['best']:.0f}",
@@ -483,6 +484,7 @@ def _load_row(load: _Load, baseline: _Load | None) -> Iterator[list[str]]:
         ),
         f"{length:.3f}" if length else NOT_MEASURED,
         NOT_MEASURED if busy is None else f"{busy:.0%}",
+        NOT_MEASURED if power is None else f"{power:.0f}",
     ]
 
 
@@ -539,6 +541,7 @@ TABLES: tuple[tuple[str, tuple[str, ...], Callable[[_Load, _Load | None], Iterat
             *(f"{name} {percentile}, ms" for name in _LATENCY_NAMES for percentile in ("P50", "P99")),
             "acceptance length",
             "GPU busy",
+            "GPU power, W",
         ),
         _load_row,
     ),

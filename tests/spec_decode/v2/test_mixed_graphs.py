@@ -17,7 +17,7 @@ from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
-from vllm_hwplugin.spec_decode.v2.mixed_bounds import is_mixed_graph, most_splits
+from vllm_hwplugin.spec_decode.v2.mixed_bounds import is_mixed_graph, most_splits, set_mixed_graphs
 
 from ...conftest import versions
 from .. import engines
@@ -215,7 +215,7 @@ def test_each_step_of_a_live_load_is_a_replay_and_nothing_differs(vllm_here, mod
         assert stock == {"target": set(), "first pass": set()}
         assert patched == {"target": {*SIZES_HERE}, "first pass": {*SIZES_HERE}}
         engines = [side.runner.compilation_config for side in sides.both]
-        assert [most_splits(one, MAX_REQS_HERE, 9, 9, 32) for one in engines] == [None, 4]
+        assert [most_splits(one, MAX_REQS_HERE, 9, 9, 32) for one in engines] == [None, 32]
         live_load(sides)
     assert all(graphs for _, graphs in sides.replays)
     assert not all(graphs for graphs, _ in sides.replays)
@@ -345,3 +345,12 @@ def test_without_a_drafter_there_are_some_unless_they_are_off(
         runner.sampler = None
         mixed_graphs.add_mixed_graphs(runner)
     assert {one.num_tokens for one in graphs if one.uniform_token_count is None} == (set() if off else {*SIZES_HERE})
+
+
+def test_splits_take_64_mib_at_most() -> None:
+    config = types.SimpleNamespace()
+    sizes = (64, 128, 512, 1024, 2049, 4096)
+    set_mixed_graphs(config, {size: (16, size) for size in sizes})
+    splits = [most_splits(config, 16, size, size, 32) for size in sizes]
+    assert splits == [32, 32, 8, 4, 1, 1]
+    assert most_splits(config, 16, 128, 128, 1) == 1
