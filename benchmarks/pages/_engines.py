@@ -42,9 +42,10 @@ _API_SERVER = (
 )
 _WHY = (
     "vLLM launches a drafter without graphs kernel by kernel; meanwhile the GPU waits. The plugin's graphs replace "
-    "most launches. If the GPU is busy nearly all of a step, there is nothing to gain. The table has the smallest "
-    "batch, unpatched → patched. GPU busy and launches come from torch's profiler, in a separate run; the idle share "
-    "is of a step without the profiler:"
+    "most launches. If the GPU is busy nearly all of a step, there is nothing to gain, and less than its idle share if "
+    "its power is at the limit ([figures](troubleshooting.md#does-my-server-gain)). The table has the smallest batch, "
+    "unpatched → patched. GPU busy and launches come from torch's profiler, in a separate run; the idle share is of a "
+    "step without the profiler:"
 )
 
 _AGAIN = """## Measure it on your host
