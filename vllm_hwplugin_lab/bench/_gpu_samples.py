@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-#: What is sampled -> NVML's kind of samples, and its unit. The share of time in which a GPU ran a kernel; and its power,
-#: whose limit lowers the clock. An H200 has no samples of the clock.
+#: What is sampled -> NVML's kind of samples, and its unit. The share of time in which a GPU ran a kernel; and its
+#: power, whose limit lowers the clock. An H200 has no samples of the clock.
 SAMPLED: Final = {
     "gpu_busy": ("NVML_GPU_UTILIZATION_SAMPLES", 1e-2),
     "gpu_power_w": ("NVML_TOTAL_POWER_SAMPLES", 1e-3),

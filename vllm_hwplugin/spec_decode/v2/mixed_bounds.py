@@ -67,6 +67,6 @@ def most_splits(
     if not is_mixed_graph(compilation_config, num_reqs, num_tokens, max_query_len):
         return None
     # FlashAttention 3 keeps a float32 output for each token and split, and many tokens keep the GPU busy without
-    # splits. It splits long requests alone, so a higher limit costs short ones nothing. A replay uses the capture's
+    # splits. It only splits long requests, so a higher limit costs short ones nothing. A replay uses the capture's
     # splits, because both have the graph's shape.
     return max(1, min(most, _SPLIT_FLOATS // (num_tokens * width)))
