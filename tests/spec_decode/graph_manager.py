@@ -19,8 +19,19 @@ from vllm_hwplugin.spec_decode.v2 import mixed_graphs
 from vllm_hwplugin.spec_decode.v2.mixed_bounds import set_mixed_graphs
 
 from ..released import Modules, texts
+from .streams import Stream
 
 MODE = CUDAGraphMode.FULL_AND_PIECEWISE
+
+
+@contextlib.contextmanager
+def _graph_capture(**_: Any) -> Iterator[None]:
+    before = Stream.current
+    Stream.current = Stream()
+    try:
+        yield
+    finally:
+        Stream.current = before
 
 
 class _Platform:
@@ -30,7 +41,8 @@ class _Platform:
 STAND_INS: dict[str, Any] = {
     "current_platform": _Platform,
     "get_pp_group": lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True),
-    "graph_capture": lambda **_: contextlib.nullcontext(),
+    "current_stream": lambda: Stream.current,
+    "graph_capture": _graph_capture,
     "capture_pool": lambda *_: contextlib.nullcontext(),
     "has_compiled_submodule": lambda _: True,
     "is_breakable_cudagraph_enabled": lambda: False,
@@ -95,6 +107,10 @@ class Manager:
         self.module = module = Modules(patched, [name], stand_ins=STAND_INS | context)(name)
         monkeypatch.setattr(torch.cuda, "graph", self._graph)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+        self.streams: list[Stream] = []
+        monkeypatch.setattr(Stream, "current", Stream(), raising=False)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream.current)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(Stream, "current", stream))
         monkeypatch.setattr(torch.accelerator, "get_memory_info", self.memory.info, raising=False)
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
         spec = config.speculative_config
@@ -137,8 +153,10 @@ class Manager:
         return drafter
 
     @contextlib.contextmanager
-    def _graph(self, *_: Any, **__: Any) -> Iterator[None]:
+    def _graph(self, *_: Any, stream: Stream | None = None, **__: Any) -> Iterator[None]:
         yield
+        if stream not in self.streams:
+            self.streams += [] if stream is None else [stream]
         tokens, _ = self.passes[-1]
         self.memory.capture(tokens, tokens // self.block)
 

@@ -123,6 +123,20 @@ class Failing(Manager):
             raise Refused
 
 
+def test_a_drafters_graphs_have_one_stream(
+    entry: run_records.RunRecord, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So later ones use the memory of earlier ones; the target's are on another."""
+    tree = vllm_tree(SUPPORTED[-1])
+    manager = Manager(tree, made(config_of(3, 64, v2=True), fill_of(tree)), monkeypatch)
+    (of_target,), before = manager.streams, torch.cuda.current_stream()
+    for mode in DRAFTERS:
+        assert manager.capture_drafter(mode).graphs
+    assert manager.streams[0] is of_target
+    assert len(manager.streams) == 2
+    assert torch.cuda.current_stream() is before
+
+
 @pytest.mark.parametrize(
     ("version", "how"),
     crossed(versions(*V2, among=SUPPORTED[SUPPORTED.index("0.29.0") :]), [(mixed_graphs.SIZES, True), ((), False)]),

@@ -31,6 +31,8 @@ _TARGET: Final = "ModelCudaGraphManager"
 _PROFILES: Final = "_hwplugin_profiles"
 _FAILED: Final = "_hwplugin_added_failed"
 _POOLS: Final = "_hwplugin_pools"
+#: Attribute of a `CompilationConfig`: the stream on which the drafter's graphs are captured.
+_STREAM: Final = "_hwplugin_draft_stream"
 #: Attribute of a manager: whether its `capture` runs inside `captured`, or only vLLM's graphs are left.
 _SETTLED: Final = "_hwplugin_settled"
 
@@ -59,9 +61,11 @@ def captured(
         FeatureRequired: the capture failed, and the switch of the feature that added graphs is `on`.
     """
     compilation, marks = manager.compilation_config, vars(manager)
-    if marks.get(_SETTLED):
-        return ()
     target = type(manager).__name__ == _TARGET
+    if marks.get(_SETTLED):
+        if not target:
+            _capture_on_one_stream(compilation)
+        return ()
     if target:
         vars(compilation)[_PROFILES] = getattr(manager, "_max_full_descs_to_capture", None) is not None
     manager.pool = vars(compilation).get(_POOLS, {}).get(manager.pool, manager.pool)
@@ -117,6 +121,20 @@ def captured(
     if mixed and has_mixed_graphs(compilation):
         run_records.use(V2_MIXED_GRAPHS, True)
     return ()
+
+
+def _capture_on_one_stream(compilation: Any) -> None:
+    """Continue on the stream of the drafter's earlier captures.
+
+    A graph uses memory again that its pool gave to an earlier graph of the same stream, and vLLM's `graph_capture`,
+    which this runs in, makes a stream for each manager. The drafter's graphs only pass on what vLLM copies. Up to 0.28
+    vLLM captured all FULL graphs on one stream.
+    """
+    made = torch.cuda.current_stream()
+    stream = vars(compilation).setdefault(_STREAM, made)
+    stream.wait_stream(made)
+    # The end of `graph_capture` restores the stream before it.
+    torch.cuda.set_stream(stream)
 
 
 def _begin_anew(manager: Any) -> None:
