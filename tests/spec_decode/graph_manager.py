@@ -155,8 +155,8 @@ class Manager:
     @contextlib.contextmanager
     def _graph(self, *_: Any, stream: Stream | None = None, **__: Any) -> Iterator[None]:
         yield
-        if stream not in self.streams:
-            self.streams += [] if stream is None else [stream]
+        if stream is not None and stream not in self.streams:
+            self.streams.append(stream)
         tokens, _ = self.passes[-1]
         self.memory.capture(tokens, tokens // self.block)
 

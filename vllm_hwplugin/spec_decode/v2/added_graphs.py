@@ -127,8 +127,8 @@ def _capture_on_one_stream(compilation: Any) -> None:
     """Continue on the stream of the drafter's earlier captures.
 
     A graph uses memory again that its pool gave to an earlier graph of the same stream, and vLLM's `graph_capture`,
-    which this runs in, makes a stream for each manager. The drafter's graphs only pass on what vLLM copies. Up to 0.28
-    vLLM captured all FULL graphs on one stream.
+    which this runs in, makes a stream for each manager. vLLM copies what the drafter's later passes read of its first
+    pass before they run, so a replay may overwrite the rest. Up to 0.28 vLLM captured all FULL graphs on one stream.
     """
     made = torch.cuda.current_stream()
     stream = vars(compilation).setdefault(_STREAM, made)

@@ -14,7 +14,7 @@ from typing import Any, Final
 #: failed.
 _SHAPES: Final = "_hwplugin_mixed_shapes"
 
-#: Limit of floats per split: 64 MiB.
+#: Limit of the floats of all splits: 64 MiB.
 _SPLIT_FLOATS: Final = 1 << 24
 
 
