@@ -52,7 +52,7 @@ STAND_INS: dict[str, Any] = {
 
 
 class Memory:
-    """A model of what graphs take: of a pool that each uses again, and besides.
+    """A model of what graphs take: of a pool that each of a stream uses again, and besides.
 
     It has the samples that vLLM 0.26 took of Qwen3-0.6B on an H100: a graph of 3840 tokens needs some 100 MiB more than
     one of 4096. FlashAttention 3, in FULL graphs alone, would need those for float32 parts of outputs: 4, or 32 up to
@@ -61,15 +61,17 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self.pool = self.taken = 0
+        self.pools: dict[Stream, int] = {}
+        self.taken = 0
         self.last: dict[bool, int] = {}
 
     def capture(self, tokens: int, requests: int | None = None) -> None:
+        pool = self.pools.setdefault(Stream.current, 0)
         parts = 0 if requests is None or requests > 992 else 4 if tokens > 512 else 32
-        grown = max(0, tokens * (72 << 10) + parts * tokens * (8 << 10) - self.pool)
+        grown = max(0, tokens * (72 << 10) + parts * tokens * (8 << 10) - pool)
         piecewise = requests is None
         again = 20 << 20 if tokens > self.last.get(piecewise, tokens) else 0
-        self.pool += grown
+        self.pools[Stream.current] += grown
         self.taken += grown + again + (4 << 20)
         self.last[piecewise] = tokens
 
@@ -107,7 +109,6 @@ class Manager:
         self.module = module = Modules(patched, [name], stand_ins=STAND_INS | context)(name)
         monkeypatch.setattr(torch.cuda, "graph", self._graph)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-        self.streams: list[Stream] = []
         monkeypatch.setattr(Stream, "current", Stream(), raising=False)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream.current)
         monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(Stream, "current", stream))
@@ -155,8 +156,7 @@ class Manager:
     @contextlib.contextmanager
     def _graph(self, *_: Any, stream: Stream | None = None, **__: Any) -> Iterator[None]:
         yield
-        if stream is not None and stream not in self.streams:
-            self.streams.append(stream)
+        assert stream in (None, Stream.current)
         tokens, _ = self.passes[-1]
         self.memory.capture(tokens, tokens // self.block)
 

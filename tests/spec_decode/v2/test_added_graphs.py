@@ -123,17 +123,19 @@ class Failing(Manager):
             raise Refused
 
 
+@pytest.mark.parametrize("profile", [False, True])
 def test_a_drafters_graphs_have_one_stream(
-    entry: run_records.RunRecord, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+    entry: run_records.RunRecord, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch, *, profile: bool
 ) -> None:
-    """So later ones use the memory of earlier ones; the target's are on another."""
+    """So later ones use the memory of earlier ones; the target's are on another, also for vLLM's estimate."""
     tree = vllm_tree(SUPPORTED[-1])
-    manager = Manager(tree, made(config_of(3, 64, v2=True), fill_of(tree)), monkeypatch)
-    (of_target,), before = manager.streams, torch.cuda.current_stream()
+    config = made(config_of(3, 64, v2=True), fill_of(tree))
+    manager = Manager(tree, config, monkeypatch, profile=profile)
+    before = torch.cuda.current_stream()
+    assert len(manager.memory.pools) == 1
     for mode in DRAFTERS:
         assert manager.capture_drafter(mode).graphs
-    assert manager.streams[0] is of_target
-    assert len(manager.streams) == 2
+    assert len(manager.memory.pools) == 2
     assert torch.cuda.current_stream() is before
 
 

@@ -31,8 +31,8 @@ _TARGET: Final = "ModelCudaGraphManager"
 _PROFILES: Final = "_hwplugin_profiles"
 _FAILED: Final = "_hwplugin_added_failed"
 _POOLS: Final = "_hwplugin_pools"
-#: Attribute of a `CompilationConfig`: the stream on which the drafter's graphs are captured.
-_STREAM: Final = "_hwplugin_draft_stream"
+#: Attribute of the target's manager, and of a `CompilationConfig` for the drafter's: the stream of the captures.
+_STREAM: Final = "_hwplugin_capture_stream"
 #: Attribute of a manager: whether its `capture` runs inside `captured`, or only vLLM's graphs are left.
 _SETTLED: Final = "_hwplugin_settled"
 
@@ -62,9 +62,9 @@ def captured(
     """
     compilation, marks = manager.compilation_config, vars(manager)
     target = type(manager).__name__ == _TARGET
+    captures = marks if target else vars(compilation)
     if marks.get(_SETTLED):
-        if not target:
-            _capture_on_one_stream(compilation)
+        _capture_on_one_stream(captures)
         return ()
     if target:
         vars(compilation)[_PROFILES] = getattr(manager, "_max_full_descs_to_capture", None) is not None
@@ -114,6 +114,7 @@ def captured(
         _leave_pool(manager)
 
     marks[_SETTLED] = True
+    _capture_on_one_stream(captures)
     feature = V2_MIXED_GRAPHS if mixed else CAPTURE_SIZES
     if attempt(feature, _STOCK, record, forget, manager.pool, kernels=nullcontext, beyond=beyond):
         marks[_SETTLED] = False
@@ -123,15 +124,17 @@ def captured(
     return ()
 
 
-def _capture_on_one_stream(compilation: Any) -> None:
-    """Continue on the stream of the drafter's earlier captures.
+def _capture_on_one_stream(captures: dict[str, Any]) -> None:
+    """Continue on the stream of earlier captures; `captures` holds it.
 
-    A graph uses memory again that its pool gave to an earlier graph of the same stream, and vLLM's `graph_capture`,
-    which this runs in, makes a stream for each manager. vLLM copies what the drafter's later passes read of its first
-    pass before they run, so a replay may overwrite the rest. Up to 0.28 vLLM captured all FULL graphs on one stream.
+    A graph uses memory again that its pool gave to an earlier graph of the same stream. vLLM's `graph_capture`, in
+    which this runs, makes a new stream each time: for each manager, and again for the `capture` inside `captured`, so
+    samples of the memory estimate would share no memory with that capture. A drafter's managers have one stream: vLLM
+    copies what the later passes read of the first pass before they run, so a replay may overwrite the rest. Up to 0.28
+    vLLM captured all FULL graphs on one stream.
     """
     made = torch.cuda.current_stream()
-    stream = vars(compilation).setdefault(_STREAM, made)
+    stream = captures.setdefault(_STREAM, made)
     stream.wait_stream(made)
     # The end of `graph_capture` restores the stream before it.
     torch.cuda.set_stream(stream)

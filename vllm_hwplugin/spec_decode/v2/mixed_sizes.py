@@ -34,10 +34,13 @@ def settle(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
     planned = manager._capture_descs
     dropped = dict[Any, Any]()
     if own is not None and largest is not None:
+        spec = manager.vllm_config.speculative_config
+        block = 1 + (0 if spec is None else spec.num_speculative_tokens)
 
         def most(desc: Any) -> int:
             if desc.uniform_token_count:
-                return max(own, LARGEST)
+                # A drafter's later passes have one token of each request of the target's batch.
+                return max(own, LARGEST * int(desc.uniform_token_count) // block)
             # With adaptive verification decode batches have no uniform count, and the larger ones replay mixed graphs.
             of_decodes = desc.cg_mode == CUDAGraphMode.FULL and not is_mixed(compilation, desc)
             return own if of_decodes else largest
