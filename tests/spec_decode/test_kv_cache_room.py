@@ -6,13 +6,20 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+from vllm import envs
 from vllm.config import CUDAGraphMode, ParallelConfig
 from vllm.distributed.utils import stateless_init_torch_distributed_process_group
 from vllm.utils.network_utils import get_open_port
 
+from vllm_hwplugin.base import gates
+from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode.kv_cache_room import leave_graphs, with_room
+
+from ..conftest import versions
+from ..released import Modules, texts
 
 #: Bytes for the KV cache beside all graphs, that graphs of the plugin take, and for one request.
 AVAILABLE, GRAPHS, NEEDED = 100, 50, 120
@@ -95,3 +102,18 @@ def test_ranks_that_share_experts_leave_them_out_together(needed: tuple[int, int
 def test_vllm_ends_the_start_if_nothing_helps_or_ranks_cannot_agree(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="vLLM's"):
         Core(**settings).start()
+
+
+@pytest.mark.parametrize(
+    "version", versions("vllm/v1/worker/startup_plan.py", among=SUPPORTED[SUPPORTED.index("0.29.0") :])
+)
+def test_a_startup_plan_is_not_of_other_patches(vllm_tree: Any, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the memory that a start without these graphs left for the KV cache."""
+    name = "vllm.v1.worker.startup_plan"
+    platform = mock.Mock(get_device_capability=str, get_device_name=str, get_device_total_memory=int)
+    module = Modules(texts(vllm_tree(version)), [name], stand_ins={"current_platform": platform})(name)
+    keys = set()
+    for patches in ("none", "none", "some"):
+        monkeypatch.setitem(envs.environment_variables, gates.FINGERPRINT, lambda patches=patches: patches)
+        keys.add(module.compute_plan_fingerprint(SimpleNamespace(compute_hash=str), 0, 1))
+    assert len(keys) == 2
