@@ -53,8 +53,8 @@ TESTS: Final = (
     "linear/test_kernels.py",
     "ops",
 )
-#: Cores that the starts of the engines of a test keep busy, mostly two at a time. With 2 of 16 cores each, no test of eight
-#: ended within 6 minutes on a host with cold caches; with 5, three took 100 s.
+#: Cores that a test keeps busy: mostly it starts two engines at a time. On 16 cores and with cold caches, none of eight
+#: tests ended within 6 minutes; three took 100 s.
 CORES_PER_TEST: Final = 4
 #: Characters of a failure that are printed at once. An engine's log ends there.
 _SHOWN: Final = 3000
