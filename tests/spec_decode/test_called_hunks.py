@@ -59,7 +59,13 @@ CALLED = (
     Called(
         "engine-report", "vllm/v1/worker/cpu_worker.py", "CPUWorker.compile_or_warm_up_model", "report_worker(self)"
     ),
-    Called("engine-report", "vllm/v1/worker/gpu_worker.py", "Worker.compile_or_warm_up_model", "report_worker(self)"),
+    Called(
+        "engine-report",
+        "vllm/v1/worker/gpu_worker.py",
+        "Worker.compile_or_warm_up_model",
+        "report_worker(self)",
+        {"enforce_eager": False, "capture_model()": 1},
+    ),
     Called(
         "window-blocks",
         "vllm/v1/core/kv_cache_manager.py",
