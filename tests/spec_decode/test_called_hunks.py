@@ -86,6 +86,19 @@ CALLED = (
     ),
     Called(
         "capture-sizes",
+        "vllm/v1/worker/gpu_worker.py",
+        "Worker.determine_available_memory",
+        "if cudagraph_memory_estimate",
+        {
+            "kv_cache_memory_bytes": None,
+            "cudagraph_mode": CUDAGraphMode.FULL,
+            "profile_cudagraph_memory()": 1,
+            "total_memory": 1,
+            "gpu_memory_utilization": 1,
+        },
+    ),
+    Called(
+        "capture-sizes",
         "vllm/v1/worker/gpu_model_runner.py",
         "GPUModelRunner.profile_cudagraph_memory",
         "settled(self, ",

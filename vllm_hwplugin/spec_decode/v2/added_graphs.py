@@ -62,9 +62,9 @@ def captured(
     """
     compilation, marks = manager.compilation_config, vars(manager)
     target = type(manager).__name__ == _TARGET
-    captures = marks if target else vars(compilation)
+    owner = manager if target else compilation
     if marks.get(_SETTLED):
-        _capture_on_one_stream(captures)
+        _capture_on_one_stream(owner)
         return ()
     if target:
         vars(compilation)[_PROFILES] = getattr(manager, "_max_full_descs_to_capture", None) is not None
@@ -114,7 +114,7 @@ def captured(
         _leave_pool(manager)
 
     marks[_SETTLED] = True
-    _capture_on_one_stream(captures)
+    _capture_on_one_stream(owner)
     feature = V2_MIXED_GRAPHS if mixed else CAPTURE_SIZES
     if attempt(feature, _STOCK, record, forget, manager.pool, kernels=nullcontext, beyond=beyond):
         marks[_SETTLED] = False
@@ -124,8 +124,8 @@ def captured(
     return ()
 
 
-def _capture_on_one_stream(captures: dict[str, Any]) -> None:
-    """Continue on the stream of earlier captures; `captures` holds it.
+def _capture_on_one_stream(owner: Any) -> None:
+    """Continue on the stream of the owner's earlier captures.
 
     A graph uses memory again that its pool gave to an earlier graph of the same stream. vLLM's `graph_capture`, in
     which this runs, makes a new stream each time: for each manager, and again for the `capture` inside `captured`, so
@@ -134,7 +134,7 @@ def _capture_on_one_stream(captures: dict[str, Any]) -> None:
     vLLM captured all FULL graphs on one stream.
     """
     made = torch.cuda.current_stream()
-    stream = captures.setdefault(_STREAM, made)
+    stream = vars(owner).setdefault(_STREAM, made)
     stream.wait_stream(made)
     # The end of `graph_capture` restores the stream before it.
     torch.cuda.set_stream(stream)
