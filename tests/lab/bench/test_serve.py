@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -175,6 +176,18 @@ def test_a_load_goes_through_vllms_own_client(client):
     assert found["began"] == pytest.approx(time.time(), abs=1.0)
     assert [(one["ttft"], one["tokens"]) for one in found["requests"]] == [(0.1, 4), (0.2, 2), (None, 0)]
     assert [one["start"] for one in found["requests"]] == pytest.approx([0.5, 0.0, 1.0], abs=0.1)
+
+
+def test_a_failing_server_asks_for_no_longer_round(client, monkeypatch):
+    load = {"client": [], "prompts": None, "chat": True, "output_len": 5, "requests": 3}
+    assert _server.run_trial(HTTP, "M", load)["seconds"] == pytest.approx(2.0 * 3 / 2)
+    monkeypatch.setattr(client, "main_async", functools.partial(fails, client.main_async))
+    with pytest.raises(SystemExit, match="no request of a trial"):
+        _server.run_trial(HTTP, "M", load)
+
+
+async def fails(answers, args):
+    return {**await answers(args), "errors": ["refused"] * 3}
 
 
 def test_a_shapes_text_has_its_tokens_again(tmp_path):
