@@ -412,9 +412,12 @@ def _tokens(text: str, tokenizer: Any, *, chat: bool) -> list[int]:
 
 
 def run_trial(server: Server, model: str, load: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a load like :func:`run_load`; its seconds are as if each request had been answered.
+    """Run a load, with seconds in proportion to the answered requests.
 
-    A server that has failed refuses requests at once, so its seconds would ask for far too many requests in a round.
+    A server that has failed refuses requests without delay. Its seconds would ask for far too many requests in a round.
+
+    Returns:
+        As :func:`run_load`.
 
     Raises:
         SystemExit: No request was answered.
