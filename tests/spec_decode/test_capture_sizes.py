@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from packaging.version import Version
+from vllm import envs
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin.base import gates, run_records
@@ -163,6 +164,16 @@ def test_an_engine_without_a_drafter_has_larger_sizes_unless_its_graphs_are_off(
     config = made(config_of(k=0, seqs=64, hidden=1024, **more), stock)
     assert config.compilation_config.max_cudagraph_capture_size == largest
     assert said in entry.decisions["capture-sizes"]
+
+
+def test_up_to_0_21_the_environment_chooses_the_runner(
+    entry: run_records.RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for on_v2, largest in ((False, 4096), (True, 8192)):
+        monkeypatch.setitem(vars(envs), "VLLM_USE_V2_MODEL_RUNNER", on_v2)
+        config = config_of(hidden=1024)
+        del config.use_v2_model_runner
+        assert made(config, stock).compilation_config.max_cudagraph_capture_size == largest
 
 
 def test_what_is_decided_is_on_record_and_stays(entry: run_records.RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,9 +158,9 @@ def _foreseen(arguments: Any, assumed: bool) -> dict[str, Any]:
     from ..base import run_records
     from ..patching import current_plan, find_installed
     from ..spec_decode import ignored_settings, planned_engine
-    from ..spec_decode.capture_sizes import UNSERVED
+    from ..spec_decode.capture_sizes import UNSERVED, uses_v2
 
-    entry, spec, v2 = run_records.current(), config.speculative_config, planned_engine.uses_v2(config)
+    entry, spec, v2 = run_records.current(), config.speculative_config, uses_v2(config)
     drafts = "no speculation" if spec is None else f"{spec.method} k={spec.num_speculative_tokens}"
     runner = f"Model Runner {'V2' if v2 else 'V1'}"
     described = f"{runner}, {drafts}, cudagraph_mode {config.compilation_config.cudagraph_mode.name}"

@@ -43,18 +43,13 @@ SAME_AS_BASE: Final = "same_metadata_as_base"
 
 @dataclass(frozen=True)
 class Builder:
-    """The graph uses that one builder class allows.
+    """The graph uses that one builder class allows. The module's docstring describes most of them.
 
     Attributes:
-        passes: one pass of a V1 drafter, with a build before each launch.
-        chain: several passes, with no build in between.
         non_causal: passes and chains whose queries see later queries.
-        one_token: the build itself, of a batch with one token per request.
-        decode: the build with several tokens per request.
-        prompts: the build with any mix of prompts and decodes, if the class also declares `ALWAYS` (FLASH_ATTN also on
-            FlashAttention 2 and 4, see `flash_versions`).
-        short_prompts: the build of requests of any length up to `reorder_batch_threshold` as decodes. Not measured on a
-            GPU, so V2 graphs have it only with VLLM_HWPLUGIN_MORE_GRAPHS=mla-prompts.
+        prompts: counts only if the class also declares `ALWAYS` (FLASH_ATTN also on FlashAttention 2 and 4, see
+            `flash_versions`).
+        short_prompts: not measured on a GPU, so V2 graphs have it only with VLLM_HWPLUGIN_MORE_GRAPHS=mla-prompts.
         updated: one-token metadata that vLLM's own update refreshes on the device, if the builder declares it
             (`supports_draft_decode_metadata_update`).
         asked_for: V2 graphs have it only with VLLM_HWPLUGIN_MORE_GRAPHS=trtllm.

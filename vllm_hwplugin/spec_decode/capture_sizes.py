@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the capture sizes of an engine with a drafter, or that is asked for graphs, unless the user lists them.
+"""Choose the capture sizes of an engine that the plugin makes graphs for, unless the user lists them.
 
 A decode batch has a FULL graph if its token count is a multiple of 1 + k, up to the largest size. vLLM's list counts
 tokens and ends at 512: 128 requests with three drafts, 32 with fifteen. Larger decode batches run without any graph.
@@ -179,10 +179,10 @@ def _why_left(vllm_config: Any) -> str | None:
     if getattr(parallel, "enable_elastic_ep", False):
         return "ranks may join (elastic expert parallelism)"
     # With micro-batches vLLM captures each size twice.
-    if _padding_ranks(vllm_config) > 1 and (getattr(parallel, "use_ubatching", False) or not _is_v2(vllm_config)):
+    if _padding_ranks(vllm_config) > 1 and (getattr(parallel, "use_ubatching", False) or not uses_v2(vllm_config)):
         return "data-parallel ranks pad their batches to each other's"
     model = getattr(vllm_config, "model_config", None)
-    if vllm_config.speculative_config is None and not _is_v2(vllm_config):
+    if vllm_config.speculative_config is None and not uses_v2(vllm_config):
         return "without a drafter only Model Runner V2 has graphs of the plugin"
     if vllm_config.speculative_config is None and getattr(model, "runner_type", None) != "generate":
         return "the model does not generate"
@@ -208,8 +208,15 @@ def encodes_only(vllm_config: Any) -> bool:
     return bool(getattr(named, "mm_encoder_only", False) or getattr(vllm_config, "is_encoder_only", False))
 
 
-def _is_v2(vllm_config: Any) -> bool:
-    return bool(getattr(vllm_config, "use_v2_model_runner", False))
+def uses_v2(vllm_config: Any) -> bool:
+    """Whether vLLM chooses Model Runner V2 for a `VllmConfig`."""
+    # Up to 0.21 a worker asks only the environment.
+    chosen = getattr(vllm_config, "use_v2_model_runner", None)
+    if chosen is None:
+        from vllm import envs
+
+        chosen = envs.VLLM_USE_V2_MODEL_RUNNER
+    return bool(chosen)
 
 
 def _padding_ranks(vllm_config: Any) -> int:
@@ -236,7 +243,7 @@ def _set(vllm_config: Any, limit: int | None) -> tuple[str, str]:
         batched = min(batched, limit)
     if (ranks := _padding_ranks(vllm_config)) > 1:
         batched = min(batched, max(own[-1], LARGEST_MIXED // ranks))
-    v2 = _is_v2(vllm_config)
+    v2 = uses_v2(vllm_config)
     # With FULL_DECODE_ONLY batches with prompts have no graphs.
     wants_mixed = gates.read(gate_of(CAPTURE_SIZES)).text == "mixed"
     mixes = limit is None and wants_mixed and compilation.cudagraph_mode.mixed_mode().name != "NONE"
@@ -287,7 +294,7 @@ def _note_unserved(vllm_config: Any, option: str) -> None:
         scheduler.max_num_seqs,
         compilation.cudagraph_capture_sizes,
         separate=mode.separate_routine(),
-        v2=_is_v2(vllm_config),
+        v2=uses_v2(vllm_config),
         vllm=Version(entry.vllm_version or "0"),
     )
     missing = [count for count in range(1, top + 1) if count not in served]

@@ -11,7 +11,6 @@ matter of their name, and kernels get fixed, so the op itself is asked.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 
 import torch
@@ -30,7 +29,6 @@ NormOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 # the question; the number of tokens is not.
 _Question = tuple[NormOp, str, torch.dtype, int, int, bool]
 _answers: dict[_Question, bool] = {}
-_lock = threading.Lock()
 
 
 def norm_rows(op: NormOp, out: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, eps: float) -> None:
@@ -53,18 +51,14 @@ def _honours_rows(op: NormOp, x: torch.Tensor, weights: torch.Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False  # a trace cannot run the probe; one call per layer is right everywhere
     question = (op, str(x.device), x.dtype, weights.shape[0], weights.shape[1], x.stride(0) == 0)
-    answer = _answers.get(question)
-    if answer is not None:
-        return answer
-    if x.device.type in ("cuda", "musa") and torch.get_device_module(x.device).is_current_stream_capturing():
-        # The probe reads its result on the host, which would break the capture. One call per layer is used until an
-        # ordinary call asks; the engine's own profiling run, which comes first, is one.
-        return False
-    with _lock:
-        if question not in _answers:
-            _answers[question] = _ask(op, x, weights)
-            run_records.use(DFLASH_CONTEXT_NORM, not all(_answers.values()), context_norm_obstacle() or "")
-        return _answers[question]
+    if question not in _answers:
+        if x.device.type in ("cuda", "musa") and torch.get_device_module(x.device).is_current_stream_capturing():
+            # The probe reads its result on the host, which would break the capture. One call per layer is used until an
+            # ordinary call asks; the engine's own profiling run, which comes first, is one.
+            return False
+        _answers[question] = _ask(op, x, weights)
+        run_records.use(DFLASH_CONTEXT_NORM, not all(_answers.values()), context_norm_obstacle() or "")
+    return _answers[question]
 
 
 def context_norm_obstacle() -> str | None:

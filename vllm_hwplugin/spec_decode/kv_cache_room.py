@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -35,41 +34,34 @@ def with_room(engine_core: Any, get_kv_cache_configs: Callable[..., Any]) -> Cal
     an engine core each, and leave out the graphs together. With `external_launcher` each rank is an engine that cannot
     ask the others, and vLLM ends the start.
     """
-    return partial(_configs, engine_core, get_kv_cache_configs)
 
+    def configs_of(vllm_config: Any, kv_cache_specs: Any, available_memory: list[int], *groups: Any) -> Any:
+        parallel, dp_group = vllm_config.parallel_config, getattr(engine_core, "dp_group", None)
+        configs, failure = [], None
+        try:
+            configs = get_kv_cache_configs(vllm_config, kv_cache_specs, available_memory, *groups)
+        except ValueError as error:
+            failure = error
+        leaves = failure is not None or _lacks_states(vllm_config, configs)
+        each_by_itself = parallel.distributed_executor_backend == "external_launcher" or (
+            parallel.data_parallel_size > 1 and dp_group is None
+        )
+        if each_by_itself or getattr(parallel, "enable_elastic_ep", False):
+            # With elastic expert parallelism a rank may join later.
+            leaves = False
+        elif dp_group is not None:
+            # Whether any rank's memory is short.
+            leaves = parallel.has_unfinished_dp(dp_group, leaves)
+        if leaves:
+            freed = engine_core.model_executor.collective_rpc(leave_graphs)
+            if any(freed):
+                memory = [own + more for own, more in zip(available_memory, freed, strict=True)]
+                return get_kv_cache_configs(vllm_config, kv_cache_specs, memory, *groups)
+        if failure is not None:
+            raise failure
+        return configs
 
-def _configs(
-    engine_core: Any,
-    get_kv_cache_configs: Callable[..., Any],
-    vllm_config: Any,
-    kv_cache_specs: Any,
-    available_memory: list[int],
-    *groups: Any,
-) -> Any:
-    parallel, dp_group = vllm_config.parallel_config, getattr(engine_core, "dp_group", None)
-    configs, failure = [], None
-    try:
-        configs = get_kv_cache_configs(vllm_config, kv_cache_specs, available_memory, *groups)
-    except ValueError as error:
-        failure = error
-    leaves = failure is not None or _lacks_states(vllm_config, configs)
-    each_by_itself = parallel.distributed_executor_backend == "external_launcher" or (
-        parallel.data_parallel_size > 1 and dp_group is None
-    )
-    if each_by_itself or getattr(parallel, "enable_elastic_ep", False):
-        # With elastic expert parallelism a rank may join later.
-        leaves = False
-    elif dp_group is not None:
-        # Whether any rank's memory is short.
-        leaves = parallel.has_unfinished_dp(dp_group, leaves)
-    if leaves:
-        freed = engine_core.model_executor.collective_rpc(leave_graphs)
-        if any(freed):
-            memory = [own + more for own, more in zip(available_memory, freed, strict=True)]
-            return get_kv_cache_configs(vllm_config, kv_cache_specs, memory, *groups)
-    if failure is not None:
-        raise failure
-    return configs
+    return configs_of
 
 
 def _lacks_states(vllm_config: Any, configs: Sequence[Any]) -> bool:

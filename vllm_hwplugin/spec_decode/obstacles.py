@@ -248,7 +248,7 @@ def _pads_drafts(runner: Any) -> bool:
     """Whether vLLM drafts for all requests that a mixed graph holds."""
     if not _coupled_draft(runner):
         return False
-    # Up to 0.32 ranks agree on the number of requests in the graph. 0.30 has the module.
+    # Up to 0.32 ranks agree on the number of requests in the graph. 0.29 has the module.
     try:
         from vllm.v1.worker.gpu.dp_utils import DPSyncState
     except ImportError:
@@ -370,12 +370,12 @@ def _some_batches_only(runner: Any) -> str:
     # On V1 nothing bounds the requests of a graph, as FlashAttention 2 needs, or the tokens of one, as MLA does.
     refused, on_v1 = [], hasattr(runner, "input_batch")
     for group in (group for groups in runner.attn_groups for group in groups):
-        builder = builder_of(group)
+        builder, flash = builder_of(group), flash_versions(group, runner.compilation_config)
         name, support = type(builder).__name__, builder.get_cudagraph_support(runner.vllm_config, group.kv_cache_spec)
         if (
             not on_v1
             and support == AttentionCGSupport.UNIFORM_BATCH
-            and (is_delta_rule(builder) or _flash_2_or_4(runner, group) or longest_as_decode(builder))
+            and (is_delta_rule(builder) or (flash and flash <= {2, 4}) or longest_as_decode(builder))
         ):
             continue
         if support != AttentionCGSupport.ALWAYS:
@@ -396,11 +396,6 @@ def _counts_on_host(runner: Any) -> str:
         builder for builder in builders_of(runner.attn_groups) if is_delta_rule(builder) or longest_as_decode(builder)
     )
     return next((f"{type(builder).__name__} takes requests by the host's counts" for builder in by_host), "")
-
-
-def _flash_2_or_4(runner: Any, group: Any) -> bool:
-    versions = flash_versions(group, runner.compilation_config)
-    return bool(versions) and versions <= {2, 4}
 
 
 def _state_before(runner: Any) -> str:

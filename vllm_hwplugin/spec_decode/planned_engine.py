@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from vllm_hwplugin.base.errors import HwpluginError
 from vllm_hwplugin.base.run_records import RunRecord, Use
+from vllm_hwplugin.spec_decode.capture_sizes import uses_v2
 from vllm_hwplugin.spec_decode.drafters import MASK_METHODS
 from vllm_hwplugin.spec_decode.engine_report import Unused, use_of
 from vllm_hwplugin.spec_decode.obstacles import OBSTACLES, PARTS, WITHOUT_DRAFTS, Part
@@ -62,16 +63,6 @@ class _Planned(metaclass=_NameNotKnown):
     def __getattr__(self, name: str) -> Any:
         # Not an AttributeError: `hasattr` and `getattr` with a default would take that for an answer.
         raise NotBuilt(name)
-
-
-def uses_v2(config: Any) -> bool:
-    """Whether vLLM chooses Model Runner V2 for a `VllmConfig`."""
-    chosen = getattr(config, "use_v2_model_runner", None)
-    if chosen is None:
-        from vllm import envs
-
-        chosen = envs.VLLM_USE_V2_MODEL_RUNNER
-    return bool(chosen)
 
 
 def foresee(config: Any, entry: RunRecord) -> dict[str, Foreseen]:

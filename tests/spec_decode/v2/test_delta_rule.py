@@ -123,7 +123,8 @@ def rows_by_chance(chosen: random.Random) -> list[Row]:
 
 
 @pytest.fixture(name="attached")
-def _attached() -> Any:
+def _attached(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     made = builder()
     replays = [True]
     attach(made, 2 * TOKENS, 2 * REQUESTS, lambda: replays[0])

@@ -20,13 +20,11 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vllm_hwplugin.base import run_records
 from vllm_hwplugin.base.features import DFLASH_FULL_GRAPH
-from vllm_hwplugin.spec_decode.graph_recording import Graphs, attempt
+from vllm_hwplugin.spec_decode.graph_recording import Graphs
 from vllm_hwplugin.spec_decode.v1.draft_decision import DraftKeys, pad_up
 from vllm_hwplugin.spec_decode.v1.draft_full_graph import DraftGraphs
 from vllm_hwplugin.spec_decode.v1.pass_graphs import PassGraphs, full_graphs
 from vllm_hwplugin.spec_decode.weights import FusedWeights
-
-_STOCK = "a DFlash drafter's context is stored as in unpatched vLLM"
 
 
 def lengthen_query_buffers(proposer: Any) -> None:
@@ -46,7 +44,7 @@ def lengthen_query_buffers(proposer: Any) -> None:
 class ContextGraphs(Graphs[CUDAGraphWrapper]):
     """The context graphs of one `DFlashProposer`, which holds it as `draft_context`."""
 
-    feature, effect = DFLASH_FULL_GRAPH, "the DFlash drafter runs as in unpatched vLLM"
+    feature, effect = DFLASH_FULL_GRAPH, "a DFlash drafter's context is stored as in unpatched vLLM"
 
     def __init__(self, proposer: Any, draft_graphs: DraftGraphs):
         super().__init__(proposer)
@@ -72,8 +70,7 @@ class ContextGraphs(Graphs[CUDAGraphWrapper]):
                 self._launch(graphs, size, mode)
 
         for size in reversed(self._sizes):
-            if not attempt(DFLASH_FULL_GRAPH, _STOCK, partial(record, size), self.forget, passes.graph_pool):
-                self.failed = True
+            if not self.attempt(partial(record, size), passes.graph_pool):
                 return
         self._fused = FusedWeights(proposer.model)
         run_records.note(DFLASH_FULL_GRAPH, f"context keys and values in graphs of {list(self._sizes)} tokens")

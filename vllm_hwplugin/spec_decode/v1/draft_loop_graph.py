@@ -204,16 +204,12 @@ class DraftLoop(Graphs[ChainGraphs]):
     ) -> torch.Tensor | None:
         """Draft every token in one launch, or return None without a graph.
 
+        The tensors are as for `ChainGraphs.draft`, for a batch without padding. The result is a new tensor.
+
         Args:
-            sample_hidden_states: [batch, hidden] of the first pass, at each request's last accepted token.
-            positions: int64 [batch], of the same tokens.
-            hidden_states: [batch, hidden], what the next step reads.
             metadata: the `CommonAttentionMetadata` of the first pass; not changed.
             num_rejected_tokens: int32 [batch], to be subtracted from `metadata.seq_lens`.
             sampling_metadata: the target's; only greedy drafting is captured.
-
-        Returns:
-            int64 [batch, num_speculative_tokens], a new tensor.
         """
         graph = self._chain_for(metadata, sampling_metadata)
         if self._step_counts.missed(graph):

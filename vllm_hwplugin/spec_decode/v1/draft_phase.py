@@ -246,35 +246,15 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
         nwor.restore_sampled(runner, spec_decode_metadata, output)
         return output
 
-    def propose(
-        self,
-        scheduler_output: Any,
-        sampled_token_ids: Any,
-        sampling_metadata: Any,
-        hidden_states: torch.Tensor,
-        sample_hidden_states: torch.Tensor | None,
-        aux_hidden_states: list[torch.Tensor] | None,
-        spec_decode_metadata: Any,
-        metadata: Any,
-        slot_mappings: Any,
-    ) -> Any:
+    def propose(self, *arguments: Any) -> Any:
         """Return the next drafts, int64 [batch, num_speculative_tokens], as `propose_draft_token_ids`."""
         runner, step = self._owner, self._step
-        states = (hidden_states, *(aux_hidden_states or ()))
+        scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, _, aux, _, metadata, _ = arguments
+        states = (hidden_states, *(aux or ()))
         if not isinstance(step, Reason):
             step = self._against(step.graphs, scheduler_output, states, metadata) or step
         if self._drafting.missed(step):
-            return runner.propose_draft_token_ids(
-                scheduler_output,
-                sampled_token_ids,
-                sampling_metadata,
-                hidden_states,
-                sample_hidden_states,
-                aux_hidden_states,
-                spec_decode_metadata,
-                metadata,
-                slot_mappings,
-            )
+            return runner.propose_draft_token_ids(*arguments)
         buffers, count = step.plan.buffers, metadata.num_reqs
         if isinstance(step.kind, Reason):
             _wait_for(runner.async_output_copy_stream)
@@ -283,7 +263,8 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
             step.graphs.counting.replay()
         runner._copy_valid_sampled_token_count(buffers.next_token_ids[:count], buffers.num_valid[:count])
         _wait_for(runner.draft_token_ids_copy_stream)
-        if self._best(sampling_metadata):
+        draws = getattr(runner.drafter, "_enable_probabilistic_draft_probs", False)
+        if not draws or sampling_metadata.all_greedy:
             step.graphs.drafting[Drafting.BEST].replay()
             return buffers.drafts[:count]
         self._take_parameters(buffers, sampling_metadata, count)
@@ -292,11 +273,6 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
         runner._draft_probs = buffers.draft_probs(count)
         runner._draft_prob_req_ids = runner.input_batch.req_ids.copy()
         return buffers.drafts[:count]
-
-    def _best(self, sampling_metadata: Any) -> bool:
-        """Whether vLLM drafts the best tokens, and draws none."""
-        draws = getattr(self._owner.drafter, "_enable_probabilistic_draft_probs", False)
-        return not draws or sampling_metadata.all_greedy
 
     def _take_parameters(self, buffers: PhaseBuffers, sampling_metadata: Any, count: int) -> None:
         if self._parameters_of is not sampling_metadata:

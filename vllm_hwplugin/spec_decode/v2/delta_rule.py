@@ -18,17 +18,17 @@ Both parts read their padding tokens from the graph's last row and write them th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID, PAD_SLOT_ID, mamba_get_block_table_tensor
 
 from vllm_hwplugin.spec_decode.v2.methods import put_before
+from vllm_hwplugin.spec_decode.v2.tail_buffers import Packed
 
 #: Prompts in a graph. It copies as many states in each layer, 3 MiB each for Qwen3.6-27B.
 MOST_PROMPTS: Final = 8
@@ -89,9 +89,8 @@ class FixedBuilder:
     def __init__(self, builder: Any, num_tokens: int, num_reqs: int, replays: Callable[[], bool]):
         self._builder, self._replays = builder, replays
         self._drafts: int = builder.num_spec
-        device, sizes = builder.device, self._sizes(num_tokens, num_reqs)
-        self._at = {kind: _places(of_kind) for kind, of_kind in sizes.items()}
-        self._fields = {kind: torch.zeros(sum(own.values()), dtype=kind, device=device) for kind, own in sizes.items()}
+        device = builder.device
+        self._packed = Packed(self._parts(num_tokens, num_reqs), device)
         self._decode_states = torch.full((num_reqs, 1 + self._drafts), NULL_BLOCK_ID, dtype=torch.int32, device=device)
         self._prompt_states = torch.full((MOST_PROMPTS + 1,), NULL_BLOCK_ID, dtype=torch.int32, device=device)
         self._accepted = torch.ones(num_reqs, dtype=torch.int32, device=device)
@@ -99,24 +98,20 @@ class FixedBuilder:
         # The layer only asks whether it is there.
         self._masks = torch.zeros(num_reqs, dtype=torch.bool, device=device)
 
-    def _sizes(self, num_tokens: int, num_reqs: int) -> dict[torch.dtype, dict[str, int]]:
-        """Return how many numbers each field has in a graph, by type."""
+    def _parts(self, num_tokens: int, num_reqs: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return each field's shape in a graph, and its type."""
         blocks = num_tokens // _CONVOLUTION + MOST_PROMPTS
         return {
-            torch.int32: {
-                "spec_query_start_loc": num_reqs + 1,
-                "non_spec_query_start_loc": MOST_PROMPTS + 2,
-                "chunk_indices": 2 * (num_tokens // _CHUNK + MOST_PROMPTS),
-                "batch_ptr": blocks,
-                "token_chunk_offset_ptr": blocks,
-            },
-            torch.int64: {
-                "spec_token_indx": min(num_tokens, num_reqs * (1 + self._drafts)),
-                "non_spec_token_indx": num_tokens,
-                "chunk_offsets": MOST_PROMPTS + 2,
-                "decode_rows": num_reqs,
-                "prompt_rows": MOST_PROMPTS + 1,
-            },
+            "spec_query_start_loc": ((num_reqs + 1,), torch.int32),
+            "non_spec_query_start_loc": ((MOST_PROMPTS + 2,), torch.int32),
+            "chunk_indices": ((2 * (num_tokens // _CHUNK + MOST_PROMPTS),), torch.int32),
+            "batch_ptr": ((blocks,), torch.int32),
+            "token_chunk_offset_ptr": ((blocks,), torch.int32),
+            "spec_token_indx": ((min(num_tokens, num_reqs * (1 + self._drafts)),), torch.int64),
+            "non_spec_token_indx": ((num_tokens,), torch.int64),
+            "chunk_offsets": ((MOST_PROMPTS + 2,), torch.int64),
+            "decode_rows": ((num_reqs,), torch.int64),
+            "prompt_rows": ((MOST_PROMPTS + 1,), torch.int64),
         }
 
     def build(
@@ -170,7 +165,7 @@ class FixedBuilder:
         assert len(of_decodes) < num_tokens, f"a batch of {len(of_decodes)} tokens fills the graph"
         chunks, blocks = _cut(prompts, _CHUNK), _cut(prompts, _CONVOLUTION)
         fields = self._upload(
-            self._sizes(num_tokens, num_reqs),
+            self._parts(num_tokens, num_reqs),
             {
                 "spec_query_start_loc": (_starts(lengths[decode_rows]), None),
                 "non_spec_query_start_loc": (_starts(prompts), None),
@@ -245,32 +240,24 @@ class FixedBuilder:
 
     def _upload(
         self,
-        sizes: dict[torch.dtype, dict[str, int]],
-        values: dict[str, tuple[np.ndarray, int | tuple[int, int] | None]],
+        parts: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        values: Mapping[str, tuple[np.ndarray, int | tuple[int, int] | None]],
     ) -> dict[str, torch.Tensor]:
         """Copy values and padding to the fields, and return the fields.
 
         Padding None repeats the last value.
         """
         fields = {}
-        for kind, field in self._fields.items():
-            host = torch.zeros(field.shape, dtype=kind)
-            for name, size in sizes[kind].items():
-                own, padding = values[name]
-                place = host.numpy()[self._at[kind][name] :][:size]
-                place[: len(own)] = own
-                if isinstance(padding, tuple):
-                    place[len(own) :].reshape(-1, 2)[:] = padding
-                else:
-                    place[len(own) :] = own[-1] if padding is None else padding
-                fields[name] = field[self._at[kind][name] :][:size]
-            field.copy_(async_tensor_h2d(host, device=field.device))
+        for name, (own, padding) in values.items():
+            ((size,), _), place = parts[name], self._packed.host[name]
+            place[: len(own)] = own
+            if isinstance(padding, tuple):
+                place[len(own) : size].reshape(-1, 2)[:] = padding
+            else:
+                place[len(own) : size] = own[-1] if padding is None else padding
+            fields[name] = self._packed.device[name][:size]
+        self._packed.copy()
         return fields
-
-
-def _places(sizes: dict[str, int]) -> dict[str, int]:
-    """Return where each field begins."""
-    return dict(zip(sizes, _starts(np.array(list(sizes.values()))).tolist(), strict=False))
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

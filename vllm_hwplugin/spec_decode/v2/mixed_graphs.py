@@ -48,8 +48,8 @@ def add_mixed_graphs(runner: Any) -> None:
 
     vLLM then prefers these graphs to PIECEWISE graphs and to none. The largest has the largest capture size, which the
     user may have set. A drafter whose first pass runs on the target's batch has its own graphs; any other drafter
-    reads such a batch as with `cudagraph_mode` FULL. An engine without a drafter has these graphs only if it is asked
-    for graphs.
+    reads such a batch as with `cudagraph_mode` FULL. An engine without a drafter has these graphs unless
+    VLLM_HWPLUGIN_PLAIN_DECODE=0.
 
     Raises:
         FeatureRequired: an engine with a drafter cannot have these graphs, and the feature's switch is `on`.

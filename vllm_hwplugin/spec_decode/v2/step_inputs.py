@@ -37,16 +37,6 @@ from vllm_hwplugin.spec_decode.v2.tail_capture import Captured, Held
 from vllm_hwplugin.spec_decode.v2.tail_graph import TailGraphs
 
 
-def shows_metadata(runner: Any) -> bool:
-    """Whether vLLM passes each step's attention metadata to a KV connector.
-
-    The `GPUModelRunner` must have its KV cache.
-    """
-    # From 0.30. A graph leaves no metadata on the host.
-    connector = runner.kv_connector
-    return connector is not NO_OP_KV_CONNECTOR and len(inspect.signature(connector.pre_forward).parameters) > 1
-
-
 def _embeds_tokens(runner: Any) -> bool:
     """Whether vLLM only embeds each step's tokens before the target."""
     # With adapters vLLM also selects the encoder's adapters in each step. With an encoder connector it fetches what
@@ -133,8 +123,10 @@ class StepInputs(Graphs[_Captured]):
         if (reason := why_not(runner, Part.V2_INPUTS)) is not None:
             self.stay_stock(reason)
             return
-        reason = why_not(runner, Part.V2_METADATA) or metadata_asked_for
-        if reason is None and shows_metadata(runner):
+        reason, connector = why_not(runner, Part.V2_METADATA) or metadata_asked_for, runner.kv_connector
+        # From 0.30. A graph leaves no metadata on the host.
+        shown = connector is not NO_OP_KV_CONNECTOR and len(inspect.signature(connector.pre_forward).parameters) > 1
+        if reason is None and shown:
             reason = "a KV connector is shown each step"
         if not self.attempt(lambda: self._record(base, reason is not None)):
             return

@@ -59,7 +59,7 @@ class LogitsRows:
     num_logits: np.ndarray | None
 
 
-class _Packed:
+class Packed:
     """Tensors of several dtypes in one allocation that one copy from the host fills.
 
     Args:
@@ -113,7 +113,7 @@ class TailBuffers:
             "seeds": states.seeds,
             "prefill_len": runner.req_states.prefill_len,
         }
-        self._packed = _Packed(
+        self._packed = Packed(
             {
                 "rows": ((max_num_reqs,), idx_dtype),
                 "rows_alive": ((max_num_reqs,), idx_dtype),

@@ -183,13 +183,6 @@ def target_states(runner: Any) -> tuple[torch.Tensor, list[torch.Tensor] | None]
     return manager.hidden_states, manager.aux_hidden_states if manager.use_aux_hidden_state_outputs else None
 
 
-def draft_hidden_states(model: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return the target's states that the drafter reads, as `sample_tokens` does."""
-    states = model.get_mtp_target_hidden_states() if hasattr(model, "get_mtp_target_hidden_states") else None
-    # From 0.32 it is None if the model keeps no states for this kind of drafter.
-    return hidden_states if states is None else states
-
-
 def _agreed(dp_size: int, num_reqs: int, num_tokens: int) -> Any:
     """Return what data-parallel ranks agreed on for an eager pass."""
     from vllm.v1.worker.gpu.dp_utils import DPSyncState
@@ -440,6 +433,8 @@ class TailRecorder:
         runner, buffers = self._runner, self._buffers
         num_reqs, outputs = batch.num_reqs, buffers.outputs
         hidden_states, aux_hidden_states = target_states(runner)
+        # As in `sample_tokens`. From 0.32 it returns None if the model keeps no states for this kind of drafter.
+        states = getattr(runner.model, "get_mtp_target_hidden_states", lambda: None)()
         # From 0.32. Earlier versions always make the largest number of drafts.
         asked = known_arguments(runner.speculator.propose, num_speculative_tokens=query_len - 1)
         if runner.dp_size > 1:
@@ -462,7 +457,7 @@ class TailRecorder:
                 batch,
                 metadata,
                 slots,
-                draft_hidden_states(runner.model, hidden_states)[: batch.num_tokens],
+                (hidden_states if states is None else states)[: batch.num_tokens],
                 None if aux_hidden_states is None else [layer[: batch.num_tokens] for layer in aux_hidden_states],
                 num_sampled,
                 num_rejected,

@@ -18,8 +18,8 @@ the graph drafts.
 With vLLM's schedule of draft counts there are graphs for each count and its batch sizes. They cover steps that verify
 as many drafts as they make. When the count changes, vLLM drafts.
 
-An engine without a drafter has the sampling graphs only if it is asked for them. Its batches have no drafts, and the
-graphs capture vLLM's sampler for such batches.
+An engine without a drafter has the sampling graphs unless VLLM_HWPLUGIN_PLAIN_DECODE=0. Its batches have no drafts, and
+the graphs capture vLLM's sampler for such batches.
 
 vLLM samples and drafts for any other batch. Between steps only the requests in the buffers are kept.
 """
