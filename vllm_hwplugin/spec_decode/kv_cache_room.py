@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from vllm import envs
+from vllm.v1.sample.ops import topk_topp_triton
 
 from vllm_hwplugin.base.fallback import report_unused
 from vllm_hwplugin.base.features import CAPTURE_SIZES
@@ -80,6 +81,8 @@ def leave_graphs(worker: Any) -> int:
     if hasattr(runner, "tail_graphs"):
         # Graphs of the estimate stay until the real capture, and read a copied head.
         runner.tail_graphs.forget()
+        # Its sampling worked in this memory.
+        topk_topp_triton.reset_buffer_cache()
     copied: int = runner.leave_draft_head() if hasattr(runner, "leave_draft_head") else 0
     if not estimated or not envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS:
         return copied
