@@ -35,7 +35,7 @@ AFFECTED = "silu_and_mul_per_block_quant"
 
 def served():
     # The plugin's kernel also serves an operation that is not decided yet.
-    live = {name for name, state in overrides.states().items() if state.startswith(("the plugin's kernel", "not"))}
+    live = {name for name, override in overrides._overrides.items() if override.state in ("plugin", "open")}
     states = {name: "live" if name in live else "vllm" for name in overrides.OPS}
     return {AFFECTED: states.pop(AFFECTED)}, states
 """

@@ -13,6 +13,7 @@ from vllm_hwplugin_lab.bench.table import between
 from ._text import NONE, flops, head, memory, row, us
 
 _FIGURES = ("us", "GB/s", "% of copy", "% of same size", "TFLOP/s", "% of roofline", "bound by", "error")
+PROMPTS = [f"{c.batch} x {c.query} tokens, {c.kv_heads} KV head{'s'[: c.kv_heads - 1]}" for c in attention.PREFILL]
 
 
 def tables(results: Mapping[str, Any]) -> Iterator[str]:
@@ -31,8 +32,7 @@ def tables(results: Mapping[str, Any]) -> Iterator[str]:
 def _prefill(results: Mapping[str, Any]) -> Iterator[str]:
     yield "### Prefill: ms (TFLOP/s), error"
     yield ""
-    shapes = [f"{c.batch} x {c.query} tokens, {c.kv_heads} KV head{'s'[: c.kv_heads - 1]}" for c in attention.PREFILL]
-    yield from head(["kernel", *shapes])
+    yield from head(["kernel", *PROMPTS])
     for cases, note in ((attention.PREFILL, ""), (attention.PREFILL_256, ", head size 256")):
         for name in present(results, cases):
             yield row([f"{name}{note}", *(flops(find(results, name, case.key), case) for case in cases)])
@@ -85,17 +85,20 @@ def _figures(results: Mapping[str, Any], case: attention.AttentionCase) -> list[
 def slower(results: Mapping[str, Any], others: Sequence[str]) -> Iterator[str]:
     """Say on how many shapes another kernel is faster."""
     for name in others:
-        pairs = [(find(results, attention.OURS, case.key), find(results, name, case.key)) for case in attention.DECODE]
-        ratios = [
-            theirs["seconds"] / ours["seconds"] for ours, theirs in pairs if ours is not None and theirs is not None
-        ]
-        slower = [ratio for ratio in ratios if ratio < 1]
+        known = ratios(results, name, attention.OURS, attention.DECODE)
+        slower = [ratio for ratio in known if ratio < 1]
         if slower:
             yield ""
             yield (
-                f"{name} is faster on {len(slower)} of {len(ratios)} shapes in these tables: it takes "
+                f"{name} is faster on {len(slower)} of {len(known)} shapes in these tables: it takes "
                 f"{between(slower, '.2f')} of the plugin's time there."
             )
+
+
+def ratios(results: Mapping[str, Any], name: str, by: str, cases: Sequence[attention.AttentionCase]) -> list[float]:
+    """Return times of one kernel by another's, if both were measured."""
+    pairs = [(find(results, name, case.key), find(results, by, case.key)) for case in cases]
+    return [cell["seconds"] / other["seconds"] for cell, other in pairs if cell is not None and other is not None]
 
 
 def present(results: Mapping[str, Any], cases: Sequence[attention.AttentionCase]) -> list[str]:

@@ -112,36 +112,23 @@ def _section(name: str, results: Mapping[str, Any]) -> str:
 
 
 def _features(results: Mapping[str, Any]) -> list[str]:
-    live = sorted(
-        {
-            feature
-            for case in results["cases"]
-            for entry in _patched(case)
-            for feature in entry["processes"].get("live", ())
-        }
-    )
+    patched = [entry for case in results["cases"] for side, entry in case["sides"].items() if side.endswith("patched")]
+    live = sorted({feature for entry in patched for feature in entry["processes"].get("live", ())})
     lines = [f"Patched in: {', '.join(live) or 'nothing'}.", ""]
-    platforms = sorted(
-        {entry["platform"] for case in results["cases"] for entry in _patched(case) if entry.get("platform")}
-    )
+    platforms = sorted({entry["platform"] for entry in patched if entry.get("platform")})
     if platforms:
         lines += [f"Platform class of the patched engines: {', '.join(f'`{name}`' for name in platforms)}.", ""]
     return lines
 
 
-def _patched(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [entry for side, entry in case["sides"].items() if side.endswith("patched")]
-
-
 def _failures(results: Mapping[str, Any]) -> list[str]:
     lines = []
     for case in results["cases"]:
+        label = f"{case['shape']} {case['method']} k={case['k']}"
         if case.get("stopped") is not None:
-            label = f"{case['shape']} {case['method']} k={case['k']}"
             lines += [f"**{label}: {case['stopped']} ended it before everything was measured.**", ""]
         for name, side in case["sides"].items():
             if side["error"]:
                 last = telling_line(side["log_tail"])
-                label = f"{case['shape']} {case['method']} k={case['k']}"
                 lines += [f"**{label}, {SIDE_NAMES[name]}: failed** ({side['error']}): `{last}`", ""]
     return lines

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_hwplugin_lab.bench.plan import TINY
@@ -95,11 +95,12 @@ def page(files: Sequence[Found], soaks: Sequence[Found], started: Sequence[Found
         served: of ``bench serve``.
     """
     cases = gains(files)
-    sides = _SIDES + (_TRAINED if any(case.shape == TINY for case in cases) else "")
+    sides = paragraph(_SIDES + (_TRAINED if any(case.shape == TINY for case in cases) else ""))
+    names = ["vLLM", "model runner", "target", "drafter", "speedup with the plugin", "measured"]
     parts = [
         [_HEAD, "## What do clients see?", "", _linked(live(served)), ""],
         ["## When the API server is the limit", "", paragraph(_API_SERVER), "", api_servers(served), ""],
-        ["## Batches of one size", "", paragraph(sides), "", *_gain_table(cases), "", _measured(cases), ""],
+        ["## Batches of one size", "", sides, "", *table(names, _gain_rows(cases)), "", _measured(cases), ""],
         [*_by_batch(cases), "", "![milliseconds a step, by batch size and side](benchmarks.svg)", ""],
         ["## Why, and why not", "", *_reasons(cases), ""],
         ["## Does it change what is accepted?", "", *_acceptance(cases), "", *_soaks(soaks), ""],
@@ -115,27 +116,18 @@ def _linked(text: str) -> str:
     return text.replace("(docs/benchmarks.md#", "(#").replace("(benchmarks/", "(../benchmarks/")
 
 
-def _gain_table(cases: Sequence[Gain]) -> list[str]:
-    names = ["vLLM", "model runner", "target", "drafter", "speedup with the plugin", "measured"]
-    return table(names, _gain_rows(cases))
-
-
 def _gain_rows(cases: Sequence[Gain]) -> Iterator[list[str]]:
     for runner, (stock, patched) in _RUNNERS.items():
         for case in cases:
             speedups = []
             if own := case.ratios(patched, stock):
-                speedups.append(_worth(own.values()))
+                speedups.append(worth(own.values()).replace("slower", "**slower**"))
             if runner == "V2" and (over := case.ratios(stock, "patched")):
                 speedups += [] if own else ["not measured"]
                 speedups.append(f"unpatched V2 by V1 with the plugin: {between(over.values(), '.2f', '–')}×")
             if speedups:
                 yield [case.vllm, runner, case.target, case.drafter, "; ".join(speedups), case.file.day]
     yield ["any other", "either", "any", "any", "not measured", ""]
-
-
-def _worth(ratios: Collection[float]) -> str:
-    return worth(ratios).replace("slower", "**slower**")
 
 
 def _measured(cases: Sequence[Gain]) -> str:

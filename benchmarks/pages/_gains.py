@@ -75,7 +75,7 @@ def gains(files: Iterable[Found]) -> list[Gain]:
                 continue
             if any(gain.ratios(*pair) for pair in comparisons(sides_of(file.results))):
                 newest[key] = gain
-    by_size = sorted(newest.values(), key=lambda gain: (_place(gain.shape), gain.drafter))
+    by_size = sorted(newest.values(), key=lambda gain: (_ORDER.index(gain.shape), gain.drafter))
     return sorted(by_size, key=lambda gain: Version(gain.vllm), reverse=True)
 
 
@@ -98,7 +98,3 @@ def failures(files: Iterable[Found]) -> list[tuple[Found, str, str]]:
         and (file.device, file.vllm, file.asked, label := f"{case['shape']} {case['method']} k={case['k']}", side)
         not in good
     ]
-
-
-def _place(shape: str) -> int:
-    return _ORDER.index(shape) if shape in _ORDER else len(_ORDER)

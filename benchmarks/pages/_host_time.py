@@ -13,7 +13,7 @@ from vllm_hwplugin_lab.bench.plan import TINY
 from vllm_hwplugin_lab.bench.table import NOT_MEASURED, SIDE_NAMES, phases_of
 
 from ._read import Found
-from ._text import head, item, paragraph, row, table
+from ._text import head, item, missing, paragraph, row, table
 
 
 @dataclass(frozen=True)
@@ -136,12 +136,12 @@ def page(files: Sequence[Found]) -> str:
     lines += [*table(["part", "what the plugin does"], ([part.name, part.plugin] for part in PARTS)), ""]
     for file in files:
         lines += [f"## vLLM {file.vllm}, {file.device}: `{file.name}`", "", paragraph(f"{file.source}."), ""]
-        for early in _left_out(file):
+        for early in missing(file.results, case_name, "looked at"):
             lines += [early, ""]
         # A file has the batches of an engine one after another.
         cases: dict[str, dict[str, Mapping[str, Any]]] = {}
         for engine in file.results["engines"]:
-            cases.setdefault(_case(engine), {})[engine["side"]] = engine
+            cases.setdefault(f"{case_name(engine)}, batch {engine['batch']}", {})[engine["side"]] = engine
         for name, engines in cases.items():
             lines += [*_chapter(name, engines), ""]
     return "\n".join([*lines, _FOOT])
@@ -166,19 +166,6 @@ def _part_of(path: Sequence[str]) -> Part:
                 if any(fnmatchcase(name, pattern) for pattern in part.functions):
                     return part
     return _REST
-
-
-def _case(engine: Mapping[str, Any]) -> str:
-    return f"{case_name(engine)}, batch {engine['batch']}"
-
-
-def _left_out(file: Found) -> Iterator[str]:
-    for case in file.results["cases"]:
-        if case["stopped"] is not None:
-            yield item(f"{case_name(case)}: {case['stopped']} ended it before everything was looked at.")
-        for side, entry in case["sides"].items():
-            if entry["error"]:
-                yield item(f"{case_name(case)}, {SIDE_NAMES[side]}: failed ({entry['error']}).")
 
 
 def _chapter(name: str, engines: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

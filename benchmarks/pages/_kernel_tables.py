@@ -78,13 +78,8 @@ def _cache(process: Mapping[str, Any]) -> str:
 def _command(results: Mapping[str, Any]) -> str:
     settings = results["settings"]
     only = [f'--{option} "{value}"' for option, values in settings["only"].items() for value in values]
-    return " ".join(
-        [
-            f"vllm-hwplugin bench {results['kind']}",
-            *only,
-            f"--seconds {settings['seconds']:g} --seed {settings['seed']}",
-        ]
-    )
+    limits = f"--seconds {settings['seconds']:g} --seed {settings['seed']}"
+    return " ".join([f"vllm-hwplugin bench {results['kind']}", *only, limits])
 
 
 def _faults(results: Mapping[str, Any]) -> Iterator[str]:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median, quantiles
 from typing import Any
 
-from vllm_hwplugin_lab.bench.micro import MEASURED, find, left_out
+from vllm_hwplugin_lab.bench.micro import MEASURED, left_out
 from vllm_hwplugin_lab.bench.micro import attention_cases as attention
 from vllm_hwplugin_lab.bench.micro import op_cases as ops
 from vllm_hwplugin_lab.bench.table import between
 
-from ._attention_tables import present, slower
+from ._attention_tables import PROMPTS, present, ratios, slower
 from ._judged import MARGIN, ROOFLINE_TEXT, goal_table, verdicts
 from ._read import Found
 from ._text import NONE, escaped, item, paragraph, table
@@ -70,7 +70,6 @@ def _attention(file: Found) -> Iterator[str]:
         "The time of another kernel, by the time of the plugin's CUDA kernel on the same batch: above 1 the plugin's "
         "is faster. 8 query heads, bfloat16, causal."
     )
-    shapes = [f"{c.batch} x {c.query} tokens, {c.kv_heads} KV head{'s'[: c.kv_heads - 1]}" for c in attention.PREFILL]
     others = [name for name in present(results, attention.PREFILL) if name != attention.OURS]
     spared = " (FLEX_ATTENTION and SDPA are spared the paged cache here)" if attention.SDPA in others else ""
     if others:
@@ -78,7 +77,7 @@ def _attention(file: Found) -> Iterator[str]:
         yield f"**A prompt**{spared}:"
         yield ""
         rows = [[name, *(_by_ours(results, name, [case]) for case in attention.PREFILL)] for name in others]
-        yield from table(["kernel", *shapes], rows)
+        yield from table(["kernel", *PROMPTS], rows)
     contexts = [case.context for case in attention.DECODE]
     rivals = [name for name in (attention.TRITON, attention.FA4) if name in present(results, attention.DECODE)]
     for rival in rivals:
@@ -94,7 +93,7 @@ def _attention(file: Found) -> Iterator[str]:
             f"{_by_ours(results, rival, attention.AS_SERVED)}."
         )
     yield from slower(results, [*rivals, attention.OURS_TRITON])
-    prompt, decode = (_ratios(results, attention.OURS_TRITON, attention.TRITON, cases) for cases in _KINDS)
+    prompt, decode = (ratios(results, attention.OURS_TRITON, attention.TRITON, cases) for cases in _KINDS)
     if prompt and decode:
         yield ""
         yield paragraph(
@@ -119,14 +118,8 @@ def _decode(results: Mapping[str, Any], rival: str) -> list[str]:
 
 def _by_ours(results: Mapping[str, Any], name: str, cases: Sequence[attention.AttentionCase]) -> str:
     """Return the range of another kernel's time by the plugin's."""
-    known = _ratios(results, name, attention.OURS, cases)
+    known = ratios(results, name, attention.OURS, cases)
     return between(known, ".2f") if known else NONE
-
-
-def _ratios(results: Mapping[str, Any], name: str, by: str, cases: Sequence[attention.AttentionCase]) -> list[float]:
-    """Return times of one kernel by another's, if both were measured."""
-    pairs = [(find(results, name, case.key), find(results, by, case.key)) for case in cases]
-    return [cell["seconds"] / other["seconds"] for cell, other in pairs if cell is not None and other is not None]
 
 
 def _ops(file: Found) -> Iterator[str]:

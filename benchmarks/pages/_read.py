@@ -71,12 +71,8 @@ class Found:
     @property
     def conditions(self) -> str:
         """Remarks in the file about the host's other load."""
-        conditions = self.results.get("conditions")
-        words = (
-            (conditions or "")
-            .replace("busy host", "loaded machine")
-            .replace("busy GPU and host", "loaded machine and GPU")
-        )
+        words = str(self.results.get("conditions") or "")
+        words = words.replace("busy host", "loaded machine").replace("busy GPU and host", "loaded machine and GPU")
         return f", {words}" if words else ""
 
     @property

@@ -16,7 +16,7 @@ from vllm_hwplugin_lab.bench.table import NOT_MEASURED, SIDE_NAMES, between
 
 from ._gains import DRAFTER_NAMES
 from ._read import Found
-from ._text import item, paragraph, table
+from ._text import missing, paragraph, table
 
 _HEAD = """# As clients see it
 
@@ -349,8 +349,8 @@ def _chapter(file: Found) -> Iterator[str]:
     settings = file.results["settings"]
     yield paragraph(f"{file.source}. {_asked(settings)} {_how(settings)}")
     yield ""
-    if missing := list(_missing(file.results)):
-        yield from missing
+    if left_out := list(missing(file.results, lambda case: f"k={case['k']}", "measured")):
+        yield from left_out
         yield ""
     for name, loads in groups(file.results):
         yield f"### {name}"
@@ -360,15 +360,6 @@ def _chapter(file: Found) -> Iterator[str]:
             yield ""
             yield from table(columns, lines)
             yield ""
-
-
-def _missing(results: Mapping[str, Any]) -> Iterator[str]:
-    for case in results["cases"]:
-        if case["stopped"] is not None:
-            yield item(f"k={case['k']}: {case['stopped']} ended it before everything was measured.")
-        for side, entry in case["sides"].items():
-            if entry["error"]:
-                yield item(f"k={case['k']}, {SIDE_NAMES[side]}: failed ({entry['error']}).")
 
 
 def _target(settings: Mapping[str, Any]) -> str:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_hwplugin_lab.bench.micro import attention_cases, bandwidth
+from vllm_hwplugin_lab.bench.table import SIDE_NAMES
 
 NONE = "-"
 
@@ -20,6 +21,16 @@ def paragraph(text: str) -> str:
 def item(text: str) -> str:
     """Return a text as an item of a list."""
     return textwrap.indent(paragraph(text), "  ").replace("  ", "- ", 1)
+
+
+def missing(results: Mapping[str, Any], name_of: Callable[[Mapping[str, Any]], str], done: str) -> Iterator[str]:
+    """Yield why a file lacks figures, as items of a list."""
+    for case in results["cases"]:
+        if case["stopped"] is not None:
+            yield item(f"{name_of(case)}: {case['stopped']} ended it before everything was {done}.")
+        for side, entry in case["sides"].items():
+            if entry["error"]:
+                yield item(f"{name_of(case)}, {SIDE_NAMES[side]}: failed ({entry['error']}).")
 
 
 def row(values: Sequence[str]) -> str:

@@ -12,11 +12,9 @@ import pytest
 from packaging.version import Version
 
 from vllm_hwplugin.attention import capabilities, classes
-from vllm_hwplugin.attention.backends import FLASH_ATTN_LARGE
+from vllm_hwplugin.attention.backends import CUDA, FLASH_ATTN_LARGE, MUSA
 from vllm_hwplugin.attention.capabilities import (
     CAPABILITIES,
-    FLASH_ATTN,
-    FLASH_ATTN_MUSA,
 )
 from vllm_hwplugin.base.versions import SUPPORTED
 
@@ -122,14 +120,14 @@ def test_musa_takes_what_it_declares_and_explains_what_it_refuses(version: str, 
 
 def test_a_version_with_a_question_that_is_not_declared_gives_no_class(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=r"FLASH_ATTN@musa has no declaration of alibi_sqrt, .* for vLLM 0\.34\.0"):
-        classes.declares(FLASH_ATTN_MUSA, "0.34.0")
+        classes.declares(MUSA.declared, "0.34.0")
     for version in ("0.34.0", "dev"):
         with pytest.raises(ImportError, match=f"no declaration of anything for vLLM {version}"):
-            classes.declares(FLASH_ATTN, version, above=(256, FLASH_ATTN_LARGE))
+            classes.declares(CUDA.declared, version, above=(256, FLASH_ATTN_LARGE))
     kept = tuple(item for item in capabilities.DECLARATIONS if item.capability != "sink")
     monkeypatch.setattr(capabilities, "DECLARATIONS", kept)
     with pytest.raises(ImportError, match=r"no declaration of sink for vLLM 0\.26\.0"):
-        classes.declares(FLASH_ATTN_MUSA, "0.26.0")
+        classes.declares(MUSA.declared, "0.26.0")
 
 
 @pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]])
@@ -139,7 +137,7 @@ def test_above_a_head_size_the_second_table_judges_alone(version: str, vllm_tree
         asked: list[dict[str, Any]] = []
         own = {"refuse_above": classmethod(lambda cls, arguments: asked.append(arguments) or ["beside the table"])}
         made: Any = type("Made", (stock,), own)
-        classes.declares(FLASH_ATTN, version, above=(256, FLASH_ATTN_LARGE))(made)
+        classes.declares(CUDA.declared, version, above=(256, FLASH_ATTN_LARGE))(made)
         # vLLM's class has no sinks without FlashAttention 3, and its word does not count above 256.
         assert made.validate_configuration(**arguments(made, head_size=256, has_sink=True)) != []
         assert asked == []

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from vllm_hwplugin.attention.capabilities import FLASH_ATTN_MUSA, declared
+from vllm_hwplugin.attention.backends import MUSA
+from vllm_hwplugin.attention.capabilities import declared
 from vllm_hwplugin.musa import _selector as attention
 
 
@@ -58,7 +59,7 @@ def _no_mate_and_a_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_mate(monkeypatch: pytest.MonkeyPatch, *reasons: str) -> None:
     """A host where the plugin's FLASH_ATTN can be imported, and refuses for these reasons."""
     own = backend("MusaFlashAttention", *reasons).get_class()
-    own.declarations = declared(FLASH_ATTN_MUSA, "0.26.0")
+    own.declarations = declared(MUSA.declared, "0.26.0")
     own.__module__ = OWN
     module = ModuleType(OWN)
     module.MusaFlashAttentionBackend = own  # type: ignore[attr-defined]

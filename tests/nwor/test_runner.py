@@ -197,7 +197,7 @@ def test_zeros_are_what_is_checked_where_nothing_is_kept(checked: None, monkeypa
 def test_a_capture_waits_for_nothing(checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a graph is captured nothing has happened yet that could be compared."""
     runner = attached()
-    monkeypatch.setattr(nwor, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(nwor, "is_capturing", lambda device: True)
     with mock.patch.object(nwor.ReferenceRows, "differing", side_effect=RuntimeError("waits for the device")):
         runner.run([[16, 17, 18, 19]])
         nwor.restore(runner, num_rejected=numbers(2), num_draft_tokens=3)

@@ -12,7 +12,7 @@ import pytest
 
 import vllm_hwplugin
 from vllm_hwplugin import linear, musa, spec_decode
-from vllm_hwplugin.base import gates, run_records
+from vllm_hwplugin.base import gates, log, run_records
 from vllm_hwplugin.patching import load_catalogue
 from vllm_hwplugin.platforms import _offer
 
@@ -28,6 +28,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     run_records.forget()
     _offer.decision.cache_clear()
+    log.once.cache_clear()
     yield
     run_records.forget()
     _offer.decision.cache_clear()

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -118,13 +118,10 @@ def _no(asked: dict[str, Any]) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def _all_of_fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """FlashAttention 4 and the plugin's CUDA kernel have what they need, and nothing has been told yet."""
+def _all_of_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 4 and the plugin's CUDA kernel have what they need."""
     monkeypatch.setattr(attention, "missing_for_fa4", lambda: "")
     monkeypatch.setattr(attention, "_obstacle", lambda major, minor: "")
-    attention._once.cache_clear()
-    yield
-    attention._once.cache_clear()
 
 
 @pytest.fixture

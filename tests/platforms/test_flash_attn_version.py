@@ -51,10 +51,9 @@ def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> d
     noted: dict[str, str] = {}
     monkeypatch.setattr(run_records, "note", noted.__setitem__)
     monkeypatch.setattr(_flash_attn_version, "missing_for_fa4", lambda: "no cutlass")
-    monkeypatch.setattr(_flash_attn_version.logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm.hwplugin"), "propagate", True)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.INFO, "vllm.hwplugin")
-    _flash_attn_version._warn.cache_clear()
     return noted
 
 

@@ -17,12 +17,6 @@ from typing import Any, Final
 from ..base.versions import SUPPORTED, UNKNOWN_FROM, Versions
 from .backends import CUDA, FLASH_ATTN_LARGE, MUSA, MUSA_PAGE
 
-FLASH_ATTN: Final = CUDA.declared
-"""The plugin's FLASH_ATTN on CUDA."""
-
-FLASH_ATTN_MUSA: Final = MUSA.declared
-"""The plugin's FLASH_ATTN on MUSA."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Capability:
@@ -178,9 +172,9 @@ def _declare(
     )
 
 
-_cuda = functools.partial(_declare, FLASH_ATTN)
+_cuda = functools.partial(_declare, CUDA.declared)
 _large = functools.partial(_declare, FLASH_ATTN_LARGE)
-_musa = functools.partial(_declare, FLASH_ATTN_MUSA)
+_musa = functools.partial(_declare, MUSA.declared)
 
 DECLARATIONS: Final[tuple[Declaration, ...]] = (
     # -- FLASH_ATTN on CUDA. Up to 256 it is vLLM's own kernels, so every other answer is vLLM's class's.

@@ -96,6 +96,12 @@ def give_out() -> None:
         lines.end()
 
 
+@functools.cache
+def once(text: str, level: int = logging.WARNING) -> None:
+    """Log once per process: an engine's configuration is made several times."""
+    _logger.log(level, "%s", text, stacklevel=2)
+
+
 def _begin(record: logging.LogRecord) -> bool:
     if not str(record.msg).startswith(_PREFIX):
         record.msg = f"{_PREFIX} {record.msg}"

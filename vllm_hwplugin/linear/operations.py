@@ -11,7 +11,7 @@ Sums are in float32 and in a fixed order: the same operands give the same bits, 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -169,18 +169,10 @@ def _shape_of_linear(x: torch.Tensor, weight: torch.Tensor, gated: bool = False)
     return x.new_empty(*x.shape[:-1], weight.shape[0] // 2 if gated else weight.shape[0])
 
 
-def _shape_of_norm(x: torch.Tensor, *others: Any) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-def _shapes_of_add_norm(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
 define("linear(Tensor x, Tensor weight, bool gated=False) -> Tensor", linear, _shape_of_linear)
-define("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor", rms_norm, _shape_of_norm)
+define("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor", rms_norm, lambda x, *_: x.new_empty(x.shape))
 define(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float epsilon) -> (Tensor, Tensor)",
     add_rms_norm,
-    _shapes_of_add_norm,
+    lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)),
 )

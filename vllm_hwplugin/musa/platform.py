@@ -21,7 +21,7 @@ import torchada
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from ..base import run_records
+from ..base import log, run_records
 from ..base.features import NEXT_TOKEN_KERNEL, gate_of
 from ..ops.definitions import define_missing
 from ..spec_decode.drafters import CACHED_METHODS
@@ -108,19 +108,19 @@ class MusaPlatform(Platform):  # type: ignore[misc]  # vLLM is not there where t
             vllm_config.parallel_config.worker_cls = "vllm_hwplugin.musa.worker.MusaWorker"
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         if model is not None and model.is_mm_prefix_lm and scheduler.is_multimodal_model:
-            _warn("chunked multimodal input is off: this model's attention within an image is bidirectional")
+            log.once("chunked multimodal input is off: this model's attention within an image is bidirectional")
             scheduler.disable_chunked_mm_input = True
         fusions = _vllm_api.switch_off_fusions(vllm_config.compilation_config.pass_config)
         if fusions:
             logger.info("fusions are off on MUSA, their kernels are for other devices: %s", ", ".join(fusions))
         if trouble := versions.triton_trouble(versions.installed("triton")):
-            _warn(trouble)
+            log.once(trouble)
         _check_speculation(vllm_config)
         if _verifies_hybrid(vllm_config):
             # vLLM has decided on it before it asks the platform, so the user's word is not known.
             scheduler.async_scheduling = False
             full = vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
-            _warn(_HYBRID.format("in the FULL graphs that you named" if full else "without FULL graphs"))
+            log.once(_HYBRID.format("in the FULL graphs that you named" if full else "without FULL graphs"))
         if not _vllm_api.triton_has_knobs() and _vllm_api.switch_off_jit_warmup(vllm_config):
             logger.warning("kernels are compiled at first use, not during warm-up: this Triton has no triton.knobs")
         from .. import dflash
@@ -266,12 +266,6 @@ def _check_four_bits(vllm_config: VllmConfig) -> None:
             f"this {kind.upper()} checkpoint {reason}, so it cannot be served on MUSA; served are GPTQ and AWQ of 4 "
             "bits without experts, W4A16 and INT8 of compressed-tensors, and FP8"
         )
-
-
-@functools.cache
-def _warn(trouble: str) -> None:
-    """Warn once per process: an engine's configuration is made several times."""
-    logger.warning("%s", trouble)
 
 
 def _verifies_hybrid(vllm_config: VllmConfig) -> bool:

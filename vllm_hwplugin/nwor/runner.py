@@ -24,6 +24,7 @@ from vllm_hwplugin.nwor import obstacles
 from vllm_hwplugin.nwor.layout import ModelCaches, UnknownLayout, rows_of
 from vllm_hwplugin.nwor.reference import ReferenceRows
 from vllm_hwplugin.nwor.rows import Batch, KernelRows, Rejected, as_int32, kernels_for
+from vllm_hwplugin.ops.overrides import is_capturing
 
 logger = logging.getLogger("vllm.hwplugin")
 
@@ -177,7 +178,7 @@ class RejectedDrafts:
             return
         self._rows.restore(rejected)
         # A capture executes nothing, so there is nothing to check.
-        if self._witness is not None and not _is_capturing(self._runner.device):
+        if self._witness is not None and not is_capturing(self._runner.device):
             self.check(rejected)
 
     def check(self, rejected: Rejected) -> None:
@@ -194,11 +195,6 @@ class RejectedDrafts:
                 f"{count} of {cache.num_bytes} bytes differ, and {len(wrong) - 1} other rows are wrong; set "
                 f"{DEBUG_SYNC}=0 to continue without this check, or {MODE}=off"
             )
-
-
-def _is_capturing(device: torch.device) -> bool:
-    # A CPU build of torch does not have this function.
-    return device.type != "cpu" and bool(torch.cuda.is_current_stream_capturing())
 
 
 def _batch_of(runner: Any, groups: Iterable[int]) -> Batch:

@@ -285,11 +285,6 @@ def is_musa_host() -> bool:
     return bool(torch._C._get_privateuse1_backend_name() == "musa")
 
 
-def states() -> dict[str, str]:
-    """Describe, for each overridden operation, which kernel runs."""
-    return {name: describe(override.state, override.reason) for name, override in _overrides.items()}
-
-
 def remove() -> None:
     with _lock:
         for override in _overrides.values():

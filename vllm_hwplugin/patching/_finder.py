@@ -129,9 +129,3 @@ class CopyFinder:
         """Take this finder off the meta path."""
         # A new list: another thread's import that is half through the old list would miss a finder.
         sys.meta_path = [other for other in sys.meta_path if other is not self]
-
-
-def serves(module: ModuleType, copy: Copy) -> bool:
-    """Whether an imported module runs from its copy."""
-    spec = getattr(module, "__spec__", None)
-    return spec is not None and bool(spec.origin == str(copy.path))

@@ -20,7 +20,7 @@ from . import outside
 from ._agreement import compare_with_first
 from ._catalogue import load_catalogue
 from ._errors import AlreadyImported, InstallError, PatchingError, ReapplyRefused
-from ._finder import CopyFinder, serves
+from ._finder import CopyFinder
 from ._installed import Installed, find_installed, find_targets, find_unneeded
 from ._model import VLLM, Catalogue, PatchedFile, Plan
 from ._overlay import Copy, Overlay
@@ -408,7 +408,8 @@ def _is_unpatched(name: str, copy: Copy) -> bool:
 
 def _served(name: str, copy: Copy) -> bool:
     module = sys.modules.get(name)
-    return isinstance(module, ModuleType) and serves(module, copy)
+    spec = getattr(module, "__spec__", None) if isinstance(module, ModuleType) else None
+    return spec is not None and bool(spec.origin == str(copy.path))
 
 
 def _runs(name: str, copy: Copy, state: _State) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from vllm_hwplugin.attention.backends import CUDA, FASTER, KERNEL, LARGEST_OF_VLLM
-from vllm_hwplugin.base import gates, run_records
+from vllm_hwplugin.base import gates, log, run_records
 from vllm_hwplugin.ops.compile import jit
 from vllm_hwplugin.ops.compile.spec import KERNELS
 
@@ -141,9 +141,7 @@ def choose(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None, 
         if text is config or largest_head(_model_config()) <= LARGEST_OF_VLLM:
             return vllm(selected, config, num_heads)
         path, error = _ask(vllm, selected, wanted, num_heads)
-        if error is not None:
-            path, error = _ask(vllm, selected, text, num_heads)
-        return _answer(path, error)
+        return path if error is None else vllm(selected, text, num_heads)
     asked = Asked(
         major=capability.major,
         named=None if selected is None else selected.name,
@@ -158,7 +156,9 @@ def choose(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None, 
     _report(config, choice, baseline)
     if choice.error:
         raise ValueError(f"no attention backend for heads of {config.head_size}: {choice.error}") from error
-    return CUDA.path if choice.own else _answer(path, error)
+    if error is not None and not choice.own:
+        raise error
+    return CUDA.path if choice.own else path
 
 
 def _ask(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None) -> tuple[str, ValueError | None]:
@@ -166,12 +166,6 @@ def _ask(vllm: Ask, selected: Any | None, config: Any, num_heads: int | None) ->
         return vllm(selected, config, num_heads), None
     except ValueError as error:
         return "", error
-
-
-def _answer(path: str, error: ValueError | None) -> str:
-    if error is not None:
-        raise error
-    return path
 
 
 def _baseline(path: str) -> Baseline:
@@ -262,10 +256,5 @@ def _model_config() -> Any | None:
 def _report(config: Any, choice: LayerChoice, baseline: Baseline) -> None:
     layers = f"heads of {config.head_size}{', non-causal' if config.use_non_causal else ''}"
     backend = "the plugin's FLASH_ATTN" if choice.own else f"vLLM's {baseline.backend or 'error'}"
-    _once(f"attention with {layers}: {backend} ({choice.reason})")
+    log.once(f"attention with {layers}: {backend} ({choice.reason})", logging.INFO)
     run_records.note(f"attention, {layers}", f"{backend}: {choice.reason}")
-
-
-@functools.cache
-def _once(text: str) -> None:
-    logger.info("%s", text)

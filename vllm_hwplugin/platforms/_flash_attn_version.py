@@ -10,17 +10,13 @@ In all versions vLLM sets the version before it calls the platform's hook.
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable
 from typing import Any, Final
 
 from vllm_hwplugin.attention.backends import LARGEST_OF_VLLM
-from vllm_hwplugin.base import run_records
+from vllm_hwplugin.base import log, run_records
 
 from ._cuda_attention import GATE, largest_head, missing_for_fa4, setting
-
-logger = logging.getLogger("vllm.hwplugin")
 
 KEY: Final = "attention, FlashAttention version"
 
@@ -51,13 +47,8 @@ def check_and_update_config(vllm_config: Any, device_capability: Callable[[], An
         f"flash_attn_version=4 is reset: {missing}. Heads up to {LARGEST_OF_VLLM} run on vLLM's default for this "
         "device, larger heads on the plugin's kernel if it fits"
     )
-    _warn(
+    log.once(
         f"attention: {text}. To use FlashAttention 4, install these packages; to silence this warning, set a version "
         f"(--attention-config.flash_attn_version 3); {GATE}=off leaves the version to vLLM."
     )
     run_records.note(KEY, text)
-
-
-@functools.cache
-def _warn(text: str) -> None:
-    logger.warning("%s", text)

@@ -175,7 +175,7 @@ class Child:
         """
         deadline = time.monotonic() + timeout
         while True:
-            ended = self.is_over  # before the read, which then gets all output
+            ended = self._process.poll() is not None  # before the read, which then gets all output
             *lines, self._unfinished = (self._unfinished + self._answer.read()).split("\n")
             for number, line in enumerate(lines):
                 self.events.append(json.loads(line))
@@ -189,10 +189,6 @@ class Child:
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_SECONDS)
-
-    @property
-    def is_over(self) -> bool:
-        return self._process.poll() is not None
 
     def end(self, error: str | None = None) -> Ended:
         """Kill the rest of the process; ``error`` overrides its exit status."""

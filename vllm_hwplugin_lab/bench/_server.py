@@ -38,6 +38,7 @@ from vllm_hwplugin.spec_decode.step_counts import INTERVAL
 
 from . import _gpu_samples
 from ._child import commands, host_us, read_job
+from ._serving import async_engine
 from ._worker import EXTENSION
 
 if TYPE_CHECKING:
@@ -205,18 +206,10 @@ class InProcess(Server):
 
     def wait(self) -> None:
         """Start the engine."""
-        self._engine = self.run(self._start())
+        self._engine = self.run(async_engine(self._options))
         # As the API server does: a collection would scan all of vLLM's objects while requests wait.
         gc.collect()
         gc.freeze()
-
-    async def _start(self) -> Any:
-        from vllm import AsyncEngineArgs, AsyncLLMEngine
-        from vllm.usage.usage_lib import UsageContext
-
-        arguments = AsyncEngineArgs(**{"worker_extension_cls": EXTENSION, **self._options})
-        # The usage context of vLLM's server: it decides some defaults.
-        return AsyncLLMEngine.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
 
     def ask(self, method: str, *arguments: Any) -> Any:
         first, *_ = self.run(self._engine.collective_rpc(method, args=arguments))

@@ -84,9 +84,6 @@ class Serving:
         self._workloads = {workload.name: workload for workload in job.workloads}
         self._asked = 0
 
-    async def warm_up(self, workload: Workload) -> None:
-        await self._batch(workload, workload.prompts[: workload.batch], workload.warmup_tokens)
-
     async def measure(self, workload: Workload, number: int) -> dict[str, Any]:
         """Run one round: each group of ``batch`` prompts until all have ended."""
         speed, before, windows = host_us(), _totals(), []
@@ -104,23 +101,19 @@ class Serving:
 
     async def profile(self, workload: Workload) -> None:
         """Profile launches and GPU time per step; the engine stays slower afterwards."""
-        await self._ask_worker("hwplugin_start_profile")
+        await self.ask_worker("hwplugin_start_profile")
         await self._batch(workload, workload.prompts[: workload.batch], workload.profile_tokens)
-        await self._ask_worker("hwplugin_stop_profile")
+        await self.ask_worker("hwplugin_stop_profile")
         self._answer.say("collected", workload=workload.name)
-        counts = await self._ask_worker("hwplugin_profile_counts")
+        counts = await self.ask_worker("hwplugin_profile_counts")
         self._answer.say("profiled", workload=workload.name, **counts)
-
-    async def facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = await self._ask_worker("hwplugin_facts")
-        return facts
 
     async def do(self, command: dict[str, Any]) -> None:
         """Run a command and write its answer."""
         action = command["do"]
         workload = self._workloads[command["workload"]]
         if action == "warm-up":
-            await self.warm_up(workload)
+            await self._batch(workload, workload.prompts[: workload.batch], workload.warmup_tokens)
             self._answer.say("warm", workload=workload.name)
         elif action == "round":
             self._answer.say("measured", workload=workload.name, **await self.measure(workload, command["round"]))
@@ -129,7 +122,7 @@ class Serving:
         else:
             raise ValueError(f"no such command: {command}")
 
-    async def _ask_worker(self, method: str, *arguments: Any) -> Any:
+    async def ask_worker(self, method: str, *arguments: Any) -> Any:
         first, *_ = await self._engine.collective_rpc(method, args=arguments)
         return first
 
@@ -169,19 +162,23 @@ def _now() -> Moment:
     return Moment(at, counts["steps"], counts["tokens"])
 
 
-async def serve(job: Job, answer: Answer) -> None:
-    """Start the job's engine and run commands until the last one."""
-    started = time.perf_counter()
-
+async def async_engine(options: Mapping[str, Any]) -> Any:
+    """Start vLLM's asynchronous engine with `BenchWorker` in its workers."""
     from vllm import AsyncEngineArgs, AsyncLLMEngine
     from vllm.usage.usage_lib import UsageContext
 
-    arguments = AsyncEngineArgs(**{"worker_extension_cls": EXTENSION, **job.options})
+    arguments = AsyncEngineArgs(**{"worker_extension_cls": EXTENSION, **options})
     # The usage context of vLLM's server: it decides some defaults.
-    engine = AsyncLLMEngine.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
+    return AsyncLLMEngine.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
+
+
+async def serve(job: Job, answer: Answer) -> None:
+    """Start the job's engine and run commands until the last one."""
+    started = time.perf_counter()
+    engine = await async_engine(job.options)
     try:
         serving = Serving(engine, job, answer)
-        facts = await serving.facts()
+        facts = await serving.ask_worker("hwplugin_facts")
         answer.say("ready", seconds=time.perf_counter() - started, pid=os.getpid(), **facts)
         while (line := await asyncio.to_thread(sys.stdin.readline)) and (command := json.loads(line))["do"] != "end":
             await serving.do(command)

@@ -71,8 +71,7 @@ class Row:
         if measured is None or baseline is None or measured["rounds"] != baseline["rounds"]:
             return None
         if self.case.get("synthetic_acceptance_length") is not None:
-            mine, theirs = step_ms(measured), step_ms(baseline)
-            return None if mine is None or theirs is None else theirs / mine
+            return float(baseline["step_ms"]["best"] / measured["step_ms"]["best"])
         return float(measured["tokens_per_second"]["best"] / baseline["tokens_per_second"]["best"])
 
 
@@ -168,11 +167,6 @@ def phases_of(rows: Iterable[Sequence[Any]]) -> list[Phase]:
         inside[tuple(path[:-1])] += us
         phases.append(Phase(tuple(path), calls, us, us))
     return [replace(phase, own=phase.us - inside[phase.path]) for phase in phases]
-
-
-def shown_phases(rows: Iterable[Sequence[Any]]) -> list[Phase]:
-    """Return :func:`phases_of` without phases that take no time."""
-    return [phase for phase in phases_of(rows) if phase.us >= LEAST_US]
 
 
 def speed(side: Mapping[str, Any] | None) -> str:

@@ -35,7 +35,7 @@ from ..bench import (
 )
 from ..bench.plan import TINY, check, possible_sides, shapes_folder
 from ..bench.results import FORMAT, PHASES_FORMAT, add_case, add_phases, new_results
-from ..bench.table import host_line, of_engines, profiled, rows, shown_phases, tables
+from ..bench.table import LEAST_US, host_line, of_engines, phases_of, profiled, rows, tables
 from ..bench.turns import ENGINE, SERVING
 from . import _bench_kernels
 from ._bench_serve import SERVE, serve
@@ -142,7 +142,7 @@ def measure(
     wanted = asked_sides(side)
     environments = {"vllm_environment": pairs(vllm_env or (), "--vllm-env")}
     environments["patched_environment"] = pairs(patched_env or (), "--patched-env")
-    batches = tuple(batch or (1, 8, 32))
+    batches = tuple(dict.fromkeys(batch or (1, 8, 32)))
     checkpoints = None
     if TINY in shapes:
         checkpoints = find_checkpoints(model)
@@ -234,7 +234,7 @@ def _phase_table(entry: Mapping[str, Any]) -> Table:
     drawn = Table(title=f"{title}: {entry['step_ms']:.2f} ms per step{gpu}", caption=caption)
     for name in ("phase", "calls", "us", "own us"):
         drawn.add_column(name, justify="left" if name == "phase" else "right")
-    for phase in shown_phases(entry["phases"]):
+    for phase in (phase for phase in phases_of(entry["phases"]) if phase.us >= LEAST_US):
         indented = "  " * (len(phase.path) - 1) + phase.path[-1]
         drawn.add_row(indented, f"{phase.calls:.2f}", f"{phase.us:.0f}", f"{phase.own:.0f}")
     return drawn

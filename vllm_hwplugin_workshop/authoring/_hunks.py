@@ -97,7 +97,7 @@ def _add(held: list[_Held], path: str, edited: Edited, version: frozenset[int], 
     parts = _with_new(used, path, Edited(edited.pristine, tuple(left)), context)
     shared = [part for part in held if any(part is other for _, other in used)]
     in_place = [part for part in parts if part in shared] == shared
-    if not in_place or not _makes(FileDiff(path, _hunks_of(parts), path), edited):
+    if not in_place or not _makes(FileDiff(path, tuple(part.hunk for part in parts), path), edited):
         parts = _with_new([], path, edited, context)
     behind = len(held)
     for part in reversed(parts):
@@ -114,10 +114,6 @@ def _with_new(used: Sequence[tuple[int, _Held]], path: str, edited: Edited, cont
     new = make_diff(path, edited, context).hunks if edited.edits else ()
     places = [*used, *((max(hunk.source_start - 1, 0), _Held(hunk, frozenset())) for hunk in new)]
     return [part for _, part in sorted(places, key=lambda placed: placed[0])]
-
-
-def _hunks_of(held: Iterable[_Held]) -> tuple[Hunk, ...]:
-    return tuple(part.hunk for part in held)
 
 
 def _makes(diff: FileDiff, edited: Edited) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
-from vllm_hwplugin.base.versions import SUPPORTED, UNKNOWN_FROM, Versions
+from vllm_hwplugin.base.versions import SUPPORTED, UNKNOWN_FROM, Versions, is_version
 
 
 class Line:
@@ -21,7 +21,7 @@ class Line:
         known = {*supported, Version(UNKNOWN_FROM)}
         self._single = {Version(Version(version).public) for version in named} - supported
         texts = [edge for range_ in ranges for edge in range_.edges()] + [f"{point}.0.0.1" for point in self._single]
-        self._points = sorted({Version("0"), *known, *self._single, *filter(None, map(_version, texts))})
+        self._points = sorted({Version("0"), *known, *self._single, *map(Version, filter(is_version, texts))})
         self._known = {number for number, point in enumerate(self._points) if point in known}
 
     def of(self, versions: Versions | None) -> frozenset[int]:
@@ -74,13 +74,6 @@ def ranges(versions: Iterable[str], *, goes_on: bool = False) -> str:
     line = Line(named=named)
     newer = line.of(Versions(f">={UNKNOWN_FROM}")) if goes_on and SUPPORTED[-1] in named else ()
     return line.text({*newer, *(number for version in named for number in line.about(version))})
-
-
-def _version(text: str) -> Version | None:
-    try:
-        return Version(text)
-    except InvalidVersion:
-        return None
 
 
 def _short(version: Version) -> str:

@@ -82,7 +82,8 @@ def open_tree(
     carried = carry(change, source)
     texts = {path: (edited.pristine.text, edited.result) for path, edited in carried.files.items()}
     for path in more:
-        refuse_path(path)
+        if not path.startswith(PACKAGE) or not path.endswith(".py") or ".." in path.split("/"):
+            raise ChangeError(f"{path!r}: expected a Python file of vLLM, such as vllm/v1/utils.py")
         text = source.read(path)
         if text is None:
             raise ChangeError(f"{path}: not a file of {source.label}; paths begin with vllm/")
@@ -105,12 +106,6 @@ def open_tree(
     }
     write(folder / NOTE, json.dumps(note, indent=1) + "\n")
     return carried
-
-
-def refuse_path(path: str) -> None:
-    """Raise ChangeError for a path outside of vLLM's Python files."""
-    if not path.startswith(PACKAGE) or not path.endswith(".py") or ".." in path.split("/"):
-        raise ChangeError(f"{path!r}: expected a Python file of vLLM, such as vllm/v1/utils.py")
 
 
 def read_tree(folder: Path) -> tuple[WorkTree, Carried]:

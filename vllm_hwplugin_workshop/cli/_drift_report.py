@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
-from vllm_hwplugin.base.versions import SUPPORTED
+from vllm_hwplugin.base.versions import SUPPORTED, is_version
 from vllm_hwplugin.patching import VLLM, Catalogue, Feature
 from vllm_hwplugin.patching.texts import (
     FeatureVerdict,
@@ -158,10 +158,7 @@ def check(
 
 
 def _known(version: str) -> Version | None:
-    try:
-        return Version(version)
-    except InvalidVersion:
-        return None
+    return Version(version) if is_version(version) else None
 
 
 def _tried(
@@ -481,6 +478,4 @@ def _reasons(feature: str, reports: list[TargetReport]) -> list[str]:
 
 def in_order(reports: Iterable[TargetReport]) -> list[TargetReport]:
     """Sort reports by version, oldest first; unreadable targets come last."""
-    seen = list(reports)
-    known = [report for report in seen if report.version is not None]
-    return sorted(known, key=lambda report: Version(str(report.version))) + [r for r in seen if r.version is None]
+    return sorted(reports, key=lambda report: (report.version is None, Version(report.version or "0")))

@@ -74,7 +74,7 @@ def show(arguments: Sequence[str]) -> int:
     parser.add_argument("feature", metavar="FEATURE", help="The feature's id, as `patches` lists it.")
     feature = find_feature(all_features(), parser.read(arguments).feature)
     print(f"{feature.id}: {feature.title}\n")
-    print(_paragraph(feature.what) + "\n")
+    print(textwrap.fill(" ".join(feature.what.split()), width=100) + "\n")
     print(f"switch:   {feature.gate}")
     print(f"origin:   {feature.origin}")
     print(f"requires: {', '.join(feature.requires) or 'nothing'}")
@@ -89,7 +89,3 @@ def show(arguments: Sequence[str]) -> int:
         for text, count in Counter(str(hunk.versions) for hunk in file.hunks if hunk.versions is not None).items():
             print(f"    {count} of them on {text}")
     return 0
-
-
-def _paragraph(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), width=100)

@@ -7,6 +7,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from vllm_hwplugin.base.cachedir import LARGEST
@@ -216,18 +217,8 @@ def open_remote(url: str, label: str, session: requests.Session) -> zipfile.ZipF
 
 def _directory(archive: zipfile.ZipFile) -> list[tuple[object, ...]]:
     """Return the fields that reading a member depends on."""
-    return [
-        (
-            info.filename,
-            info.header_offset,
-            info.compress_size,
-            info.compress_type,
-            info.flag_bits,
-            info.file_size,
-            info.CRC,
-        )
-        for info in archive.infolist()
-    ]
+    fields = attrgetter("filename", "header_offset", "compress_size", "compress_type", "flag_bits", "file_size", "CRC")
+    return list(map(fields, archive.infolist()))
 
 
 def listing(archive: zipfile.ZipFile) -> dict[str, tuple[int, int]]:

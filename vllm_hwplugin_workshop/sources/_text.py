@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from email.parser import HeaderParser
 from pathlib import Path, PurePosixPath
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from vllm_hwplugin.base.cachedir import LARGEST, read_ordinary
 from vllm_hwplugin.base.errors import HwpluginError
-from vllm_hwplugin.base.versions import stated_version
+from vllm_hwplugin.base.versions import is_version, stated_version
 
 # What `zipfile` raises for damaged archives: a bad directory or checksum, a truncated stream, unknown compression or
 # encryption, invalid names and offsets.
@@ -55,12 +55,8 @@ def _version(metadata: Iterable[str], module: str | None) -> str | None:
     """Return vLLM's version from its metadata, else from its `_version.py`."""
     # pip reads the metadata. Anything that is not a PEP 440 version counts as absent.
     stated = [HeaderParser().parsestr(text).get("Version") for text in metadata]
-    for candidate in filter(None, [*stated, stated_version(module or "")]):
-        try:
-            return str(Version(candidate))
-        except InvalidVersion:
-            continue
-    return None
+    candidates = filter(None, [*stated, stated_version(module or "")])
+    return next((str(Version(text)) for text in candidates if is_version(text)), None)
 
 
 class TreeSource:
@@ -79,8 +75,12 @@ class TreeSource:
         if not (folder / "vllm").is_dir():
             raise SourceError(f"{folder}: no vllm/ package in this folder; name the folder that contains vllm/")
         self._folder = folder
-        metadata = [file.relative_to(folder).as_posix() for file in sorted(folder.glob("vllm*.dist-info/METADATA"))]
-        version = version or _version([self.read(path) or "" for path in metadata], self.read("vllm/_version.py"))
+        # In site-packages plugins have such names, too; only vLLM's RECORD has vLLM's files.
+        names = sorted(path.name for path in folder.glob("vllm*.dist-info"))
+        records = {name: self.read(f"{name}/RECORD") for name in names}
+        own = [name for name, text in records.items() if text is None or "\nvllm/__init__.py," in f"\n{text}"]
+        metadata = [self.read(f"{name}/METADATA") or "" for name in own]
+        version = version or _version(metadata, self.read("vllm/_version.py"))
         version = version or otherwise
         if version is None:
             raise SourceError(

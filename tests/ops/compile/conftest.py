@@ -91,9 +91,7 @@ def torch_cuda(tmp_path: Path) -> TorchBuild:
 @pytest.fixture
 def torch_musa(torch_cuda: TorchBuild, tmp_path: Path) -> TorchBuild:
     """A PyTorch beside torch_musa, which gives its version as the toolkit's header has it."""
-    return dataclasses.replace(
-        torch_cuda, cuda=None, musa="50100", musa_root=tmp_path / "torch_musa", capabilities=((3, 1),)
-    )
+    return dataclasses.replace(torch_cuda, cuda=None, musa_root=tmp_path / "torch_musa", capabilities=((3, 1),))
 
 
 MakePlan = Callable[..., BuildPlan]

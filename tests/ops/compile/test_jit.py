@@ -329,7 +329,7 @@ def test_a_library_of_the_wheel_is_taken_where_it_suits(
 
     assert suits()
     assert not suits(cuda="12.8")
-    assert not suits(cuda=None, musa="50100")
+    assert not suits(cuda=None, musa_root=csrc)
     assert not suits(capabilities=((9, 0), (8, 0)))
     assert not suits(capabilities=())
     (csrc / kernel.name / "sample.cu").write_text("// changed\n")
@@ -387,4 +387,4 @@ def test_torch_musa_is_found_where_torch_says_that_it_serves_musa(
     package.__file__ = str(tmp_path / "torch_musa" / "__init__.py")
     monkeypatch.setitem(sys.modules, "torch_musa", package)
     found = torch_build.installed(((3, 1),))
-    assert (found.toolchain, found.musa, found.musa_root) == ("mcc", "50100", tmp_path / "torch_musa")
+    assert (found.toolchain, found.musa_root) == ("mcc", tmp_path / "torch_musa")

@@ -20,22 +20,20 @@ class TorchBuild:
     Attributes:
         root: the package's folder, with ``include`` and ``lib``.
         cuda: CUDA version of the build; None for other builds.
-        musa: torch_musa's ``MUSA_VERSION``, such as ``50100`` for 5.1.0.
-        musa_root: folder of the package torch_musa; its ``lib`` has the MUSA part of the stable ABI.
+        musa_root: folder of the package torch_musa; its ``lib`` has the MUSA part of the stable ABI. None without it.
         capabilities: (major, minor) of each visible device.
     """
 
     version: Version
     root: Path
     cuda: str | None = None
-    musa: str | None = None
     musa_root: Path | None = None
     capabilities: tuple[tuple[int, int], ...] = ()
 
     @property
     def toolchain(self) -> ToolchainName | None:
         """The compiler of its libraries; None for a CPU build."""
-        if self.musa is not None:
+        if self.musa_root is not None:
             return "mcc"
         return None if self.cuda is None else "nvcc"
 
@@ -50,16 +48,15 @@ def installed(capabilities: tuple[tuple[int, int], ...] | None = None) -> TorchB
     """
     torch = _import("torch")
     # An installed torch_musa sets both on the torch module.
-    musa = getattr(torch.version, "musa", None)
+    has_musa = getattr(torch.version, "musa", None) is not None
     if capabilities is None:
-        devices: Any = torch.musa if musa is not None else torch.cuda
+        devices: Any = torch.musa if has_musa else torch.cuda
         capabilities = tuple(devices.get_device_capability(index) for index in range(devices.device_count()))
     return TorchBuild(
         version=Version(torch.__version__),
         root=Path(torch.__file__).parent,
         cuda=torch.version.cuda,
-        musa=musa,
-        musa_root=None if musa is None else Path(_import("torch_musa").__file__).parent,
+        musa_root=Path(_import("torch_musa").__file__).parent if has_musa else None,
         capabilities=capabilities,
     )
 
