@@ -3,9 +3,11 @@
 
 Each sample is a fresh process that has imported vLLM's plugin loader, like every vLLM process at that point, and then
 
-* imports and runs the entry point ("register": environment, catalogue, plan, copies, finder, run record), and * makes
-every patched module ready to execute ("load": check the copy, byte code), less the time that the installed   module
-takes for the same. Executing the module is not counted: it costs the same with and without the plugin.
+* imports and runs the entry point ("register": environment, catalogue, plan, copies, finder, run record), and
+* makes every patched module ready to execute ("load": check the copy, byte code), less the time that the installed
+  module takes for the same.
+
+Executing the module is not counted: it costs the same with and without the plugin.
 
 "cold" has an empty cache folder and so compiles all patched modules, "warm" has a used one, "off" has the master switch
 off. A process that needs only some of the patched modules pays less. The cache is in its default place.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 from matplotlib import colormaps
@@ -59,7 +60,7 @@ def idle_and_gain(cases: Sequence[Gain]) -> str:
     panel = axes[0][0]
     targets = list(dict.fromkeys(case.target for case in cases))
     for side, stock in STOCK_OF.items():
-        for marker, target in zip(_MARKERS, targets, strict=False):
+        for marker, target in zip(cycle(_MARKERS), targets, strict=False):
             dots = [
                 (idle, row.ratio(side, stock))
                 for case in cases

@@ -84,6 +84,7 @@ def test_what_vllm_refuses_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None
         ("VLLM_X=1 A='b c' /x/bin/vllm serve m", {"VLLM_X": "1", "A": "b c"}, ["m"]),
         ("python -m vllm.entrypoints.openai.api_server --model m", {}, ["--model", "m"]),
         (__file__, {}, ["--config", __file__]),
+        (f"vllm serve m {'--port 1 ' * 999}", {}, ["m", *["--port", "1"] * 999]),
     ],
 )
 def test_commands_that_start_a_server(command: str, variables: dict[str, str], words: list[str]) -> None:

@@ -101,6 +101,8 @@ def test_a_vendors_wheel_that_holds_a_vllm_is_not_taken_for_its_version(site: Pa
 
 
 def test_a_version_that_cannot_be_told_is_an_error(site: Path) -> None:
+    # Where a distribution was installed from, of any that is damaged.
+    (distribution(site, "other", "1.0") / "direct_url.json").write_text("{")
     with pytest.raises(NotInstalled, match="states no version"):
         find_installed()
 

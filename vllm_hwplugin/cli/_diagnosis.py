@@ -184,8 +184,8 @@ def diagnose(
         platform_class=platform_class,
         musa=_musa(platform.kind, installed, platform_class["class"], cache, look),
         toolchains=tools,
-        kernels=kernel_rows(platform.kind, libraries, tools),
-        operations=operation_rows(platform.kind, settings, tools, libraries, extension=extension),
+        kernels=kernel_rows(platform, libraries, tools),
+        operations=operation_rows(platform, settings, tools, libraries, extension=extension),
         plugin={"version": vllm_hwplugin.__version__, "path": str(Path(vllm_hwplugin.__file__).parent)},
         vllm=_describe(installed),
         packages={

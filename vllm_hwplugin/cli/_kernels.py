@@ -10,7 +10,7 @@ from typing import Literal
 from ..ops.compile.built import Built
 from ..ops.compile.spec import KERNELS, KernelSpec, ToolchainName
 from ..ops.compile.toolchain import HOMES
-from ._host import Tool
+from ._host import Platform, Tool
 
 _NEEDED: Mapping[str, ToolchainName] = {"cuda": "nvcc", "musa": "mcc"}
 
@@ -23,17 +23,16 @@ class KernelRow:
     library: str | None = None
 
 
-def kernel_rows(kind: str, libraries: Sequence[Built], tools: Sequence[Tool]) -> tuple[KernelRow, ...]:
+def kernel_rows(platform: Platform, libraries: Sequence[Built], tools: Sequence[Tool]) -> tuple[KernelRow, ...]:
     """Return a row per library, and per kernel without a library.
 
     Args:
-        kind: The platform: ``cuda``, ``musa`` or ``cpu``.
         libraries: Built kernels in the wheel and in the cache.
     """
     rows = []
     for spec in KERNELS.values():
         built = [_built(library) for library in libraries if library.kernel == spec.name]
-        rows += built or [KernelRow(spec.name, "not built", f"{missing(spec, kind, tools)} {spec.fallback_cost}")]
+        rows += built or [KernelRow(spec.name, "not built", f"{missing(spec, platform, tools)} {spec.fallback_cost}")]
     return tuple(rows)
 
 
@@ -46,16 +45,19 @@ def _built(library: Built) -> KernelRow:
     return KernelRow(library.kernel, "built", detail, str(library.library))
 
 
-def missing(spec: KernelSpec, kind: str, tools: Sequence[Tool]) -> str:
+def missing(spec: KernelSpec, platform: Platform, tools: Sequence[Tool]) -> str:
     """Return why a kernel has no library here.
 
     The caller completes the sentence with what runs instead.
     """
-    needed = _NEEDED.get(kind)
+    needed = _NEEDED.get(platform.kind)
     if needed is None:
         return "this host has no GPU for it, so"
     if reason := spec.excluded.get(needed):
         return f"{reason}, and until then"
+    numbers = [device.capability.split(".") for device in platform.devices if device.capability is not None]
+    if needed == "nvcc" and numbers and not any(spec.is_for((int(major), int(minor))) for major, minor in numbers):
+        return f"it is only for {', '.join(spec.cuda_arch)}, and"
     paths = {tool.name: tool.path for tool in tools}
     if paths.get(needed) is None:
         return f"{needed} not found (install it, or set {HOMES[needed][0][0]}), and without it"

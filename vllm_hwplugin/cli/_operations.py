@@ -12,7 +12,7 @@ from ..ops.compile.built import Built
 from ..ops.compile.jit import GPUS
 from ..ops.compile.spec import KERNELS
 from ..ops.operations import DEFINED, GATE, NO_GPU, OPS, SKIP, choose
-from ._host import Tool
+from ._host import Platform, Tool
 from ._kernels import missing
 
 
@@ -31,7 +31,7 @@ class OperationRow:
 
 
 def operation_rows(
-    kind: str, settings: gates.Settings, tools: Sequence[Tool], libraries: Sequence[Built], *, extension: bool
+    platform: Platform, settings: gates.Settings, tools: Sequence[Tool], libraries: Sequence[Built], *, extension: bool
 ) -> tuple[OperationRow, ...]:
     """Return a row for each operation with a kernel or a definition.
 
@@ -39,11 +39,10 @@ def operation_rows(
     imports vLLM; run records have that result.
 
     Args:
-        kind: The platform: ``cuda``, ``musa`` or ``cpu``.
         libraries: Built kernels in the wheel and in the cache.
         extension: Whether the installed vLLM has compiled kernels.
     """
-    defined = kind == "musa" and not extension
+    defined = platform.kind == "musa" and not extension
     fallback: Literal["torch", "vllm"] = "torch" if defined else "vllm"
     values, trusted = settings.values, not settings.process_errors
     rows = []
@@ -52,14 +51,14 @@ def operation_rows(
             row = OperationRow(op.qualname, "vllm", "an environment variable has an invalid value")
         elif not settings.switched_on:
             row = OperationRow(op.qualname, "vllm", "VLLM_HWPLUGIN=0")
-        elif kind not in GPUS:
+        elif platform.kind not in GPUS:
             row = OperationRow(op.qualname, "vllm", NO_GPU)
         else:
             choice = choose(op, values[GATE].text, values[SKIP].names, defined=defined)
             reason = choice.reason
             if choice.wanted and not any(library.kernel == op.name for library in libraries):
                 other = "its definition in torch runs" if defined else "vLLM's kernel runs"
-                reason += f"; not built: {missing(KERNELS[op.name], kind, tools)} {other}"
+                reason += f"; not built: {missing(KERNELS[op.name], platform, tools)} {other}"
             row = OperationRow(op.qualname, "plugin" if choice.wanted else fallback, reason)
         rows.append(row)
     if defined and trusted and settings.switched_on:

@@ -92,7 +92,8 @@ def plan(command: str, kind: str, gpu: str | None, build: str) -> Planned:
 
 def _serve_arguments(command: str) -> tuple[dict[str, str], list[str]]:
     """Return the variables that a command sets, and vLLM's arguments."""
-    if Path(command).is_file():
+    # `Path.is_file` raises for a name that is too long.
+    if os.path.isfile(command):
         return {}, ["--config", command]
     try:
         words = shlex.split(command, comments=True)

