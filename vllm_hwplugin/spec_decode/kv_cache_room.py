@@ -81,8 +81,6 @@ def leave_graphs(worker: Any) -> int:
     if hasattr(runner, "tail_graphs"):
         # Graphs of the estimate stay until the real capture, and read a copied head.
         runner.tail_graphs.forget()
-        # Its sampling worked in this memory.
-        topk_topp_triton.reset_buffer_cache()
     copied: int = runner.leave_draft_head() if hasattr(runner, "leave_draft_head") else 0
     if not estimated or not envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS:
         return copied
@@ -92,6 +90,8 @@ def leave_graphs(worker: Any) -> int:
     if has_sizes(compilation):
         leave_to_vllm(compilation)
         report_unused(CAPTURE_SIZES, "only the sizes that vLLM captures by itself", TOO_SMALL)
+    # The sampling of the first estimate's graphs worked in this memory.
+    topk_topp_triton.reset_buffer_cache()
     with torch.inference_mode():
         worker.cudagraph_memory_estimate = int(runner.profile_cudagraph_memory())
     freed: int = copied + max(0, estimated - worker.cudagraph_memory_estimate)
