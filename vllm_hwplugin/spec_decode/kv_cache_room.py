@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import torch
 from vllm import envs
-from vllm.v1.sample.ops import topk_topp_triton
 
 from vllm_hwplugin.base.fallback import report_unused
 from vllm_hwplugin.base.features import CAPTURE_SIZES
@@ -90,6 +89,9 @@ def leave_graphs(worker: Any) -> int:
     if has_sizes(compilation):
         leave_to_vllm(compilation)
         report_unused(CAPTURE_SIZES, "only the sizes that vLLM captures by itself", TOO_SMALL)
+    # It needs a Triton with a device, which an engine core may lack.
+    from vllm.v1.sample.ops import topk_topp_triton
+
     # The sampling of the first estimate's graphs worked in this memory.
     topk_topp_triton.reset_buffer_cache()
     with torch.inference_mode():
