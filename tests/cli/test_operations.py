@@ -79,8 +79,9 @@ def test_on_where_it_cannot_be_is_one_problem_that_names_the_way_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "words"), [(("9.0",), "nvcc not found"), (("8.0", "12.0"), "it is only for 9.0a")]
+    ("capabilities", "words"),
+    [(("9.0",), "nvcc not found"), (("8.0", "12.0"), "it is only for 9.0a"), (("[N/A]", None), "nvcc not found")],
 )
-def test_a_kernel_of_other_gpus_is_not_built_here(capabilities: tuple[str, ...], words: str) -> None:
+def test_a_kernel_of_other_gpus_is_not_built_here(capabilities: tuple[str | None, ...], words: str) -> None:
     devices = tuple(Device("GPU", capability=number) for number in capabilities)
     assert missing(KERNELS["paged_attention"], Platform("cuda", devices, ""), TOOLS).startswith(words)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -55,7 +56,9 @@ def missing(spec: KernelSpec, platform: Platform, tools: Sequence[Tool]) -> str:
         return "this host has no GPU for it, so"
     if reason := spec.excluded.get(needed):
         return f"{reason}, and until then"
-    numbers = [device.capability.split(".") for device in platform.devices if device.capability is not None]
+    stated = [device.capability or "" for device in platform.devices]
+    # nvidia-smi says "[N/A]" if it does not know.
+    numbers = [text.split(".") for text in stated if re.fullmatch(r"\d+\.\d+", text)]
     if needed == "nvcc" and numbers and not any(spec.is_for((int(major), int(minor))) for major, minor in numbers):
         return f"it is only for {', '.join(spec.cuda_arch)}, and"
     paths = {tool.name: tool.path for tool in tools}
