@@ -168,6 +168,8 @@ def test_what_does_not_go_together_is_refused(plan: MakePlan, kernel: KernelSpec
         plan(kernel=excluding)
     with pytest.raises(KernelUnavailable, match=r"torch 2\.9\.1 is too old for the kernels; expected 2\.10"):
         plan(torch=dataclasses.replace(torch_cuda, version=Version("2.9.1")))
+    with pytest.raises(KernelUnavailable, match=r"has no torch_musa, whose libmusa_python\.so"):
+        plan(toolchain=_toolchain("mcc-5.1.0", "/opt/musa"), torch=dataclasses.replace(torch_cuda, cuda=None))
     with pytest.raises(KernelUnavailable, match=r"was built with CUDA 12\.8 and .*nvcc is of CUDA 13\.0\.88"):
         plan(torch=dataclasses.replace(torch_cuda, cuda="12.8"))
     # A pre-release of the first good version is good: nightly builds are named so.

@@ -177,6 +177,10 @@ def make_plan(
             f"torch {torch.version} was built with CUDA {torch.cuda} and {toolchain.path} is of CUDA "
             f"{toolchain.version}; expected the same major version: install that toolkit, or set CUDA_HOME to it"
         )
+    if toolchain.name == "mcc" and torch.musa_root is None:
+        raise KernelUnavailable(
+            f"torch {torch.version} has no torch_musa, whose libmusa_python.so has the current stream; install it"
+        )
     chosen = flags_for(toolchain.name, toolchain.version, environ)
     arch = arch_flags(toolchain.name, environ if ahead else {}, torch.capabilities, kernel.cuda_arch)
     return BuildPlan(kernel, toolchain, torch, chosen, arch, root, ccache, port)

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
+from vllm_hwplugin.base.features import DRAFT_FULL_GRAPH, gate_of
 from vllm_hwplugin.spec_decode.decode_batch import GraphShape
-from vllm_hwplugin.spec_decode.v1.draft_decision import DraftKeys
+from vllm_hwplugin.spec_decode.v1.draft_decision import DraftKeys, rows_held
 
 # Per-request tensors on the host that a metadata builder may read. They follow the padding of the device tensors.
 _HOST_ROWS = ("_seq_lens_cpu", "_num_computed_tokens_cpu", "seq_lens_cpu_upper_bound", "is_prefilling")
@@ -46,8 +47,18 @@ def full_block_table(table: torch.Tensor, num_reqs: int) -> torch.Tensor:
     """Return `table` with `num_reqs` rows, out of its storage.
 
     `table`, int32 [batch, blocks], is the runner's persistent table sliced to the batch. The rows past the batch hold
-    stale block ids, which no kernel reads at sequence length 0. `plan_at_capture` has checked that they exist.
+    stale block ids, which no kernel reads at sequence length 0.
+
+    Raises:
+        RuntimeError: the storage behind `table` ends before that many rows.
     """
+    if num_reqs <= table.shape[0]:
+        return table[:num_reqs]
+    if num_reqs > rows_held(table):
+        raise RuntimeError(
+            f"{DRAFT_FULL_GRAPH}: the drafter's block table has {table.shape[0]} rows and its storage ends before "
+            f"row {num_reqs}, which a padded graph needs; set {gate_of(DRAFT_FULL_GRAPH)}=off to run without it"
+        )
     return table.as_strided((num_reqs, table.shape[1]), table.stride())
 
 

@@ -124,9 +124,9 @@ class StepInputs(Graphs[_Captured]):
             self.stay_stock(reason)
             return
         reason, connector = why_not(runner, Part.V2_METADATA) or metadata_asked_for, runner.kv_connector
+        asks = reason is None and connector is not NO_OP_KV_CONNECTOR
         # From 0.30. A graph leaves no metadata on the host.
-        shown = connector is not NO_OP_KV_CONNECTOR and len(inspect.signature(connector.pre_forward).parameters) > 1
-        if reason is None and shown:
+        if asks and len(inspect.signature(connector.pre_forward).parameters) > 1:
             reason = "a KV connector is shown each step"
         if not self.attempt(lambda: self._record(base, reason is not None)):
             return
