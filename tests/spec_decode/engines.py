@@ -137,7 +137,7 @@ class StateLayer(Layer):
 
 
 class Head(torch.nn.Module):
-    """A module that is called, as that of vLLM's models."""
+    """A linear layer; a module that is called, as that of vLLM's models."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Model(torch.nn.Module):
         chance = torch.Generator().manual_seed(7)
         self.embed = torch.randn(VOCAB, HIDDEN, generator=chance)
         self.lm_head = Head(torch.randn(HIDDEN, VOCAB, generator=chance))
-        self.mix = torch.randn(HIDDEN, HIDDEN, generator=chance)
+        self.mix = Head(torch.randn(HIDDEN, HIDDEN, generator=chance))
         # The last row takes what has no slot.
         self.kv = torch.zeros(MOST_BLOCKS * BLOCK + 1, HIDDEN)
         self.window_kv = torch.zeros(MOST_BLOCKS * WINDOW_BLOCK + 1, HIDDEN)
@@ -188,7 +188,7 @@ class Model(torch.nn.Module):
         key = embedded + torch.sin(positions[:, None] * (1 + torch.arange(HIDDEN)))
         hidden = key.clone()
         if self._draft:
-            hidden = hidden + 0.1 * hidden_states @ self.mix
+            hidden = hidden + 0.1 * self.mix(hidden_states)
         for layer, (kv, block, reach) in self._layers.items():
             if (found := self._context.of(layer)) is not None:
                 metadata, slots = found
@@ -250,7 +250,7 @@ class BlockModel(Model):
 
     def precompute_and_store_context_kv(self, states: Any, positions: Any, slots: Any = None) -> None:
         if slots is not None:
-            key = states @ self.mix + torch.sin(positions[:, None] * (1 + torch.arange(HIDDEN)))
+            key = self.mix(states) + torch.sin(positions[:, None] * (1 + torch.arange(HIDDEN)))
             self.kv[torch.where(slots < 0, len(self.kv) - 1, slots)] = key
 
     def forward(self, input_ids: Any, positions: Any, **_: Any) -> Any:

@@ -231,3 +231,14 @@ def test_batches_that_lie_elsewhere_are_passed_over_and_a_table_that_moved_gives
         assert served_under() == [0, 0]
     for part in parts:
         assert part._step_counts.outcomes()["moved"] > 0
+
+
+def test_weights_that_moved_give_the_graphs_up(vllm_here: Any, notes: dict[str, str]) -> None:
+    """Without piecewise graphs vLLM reads them at their new addresses."""
+    with both(vllm_here, CHAIN) as sides:
+        for side in sides.both:
+            weight = side.runner.drafter.model.mix.weight
+            weight.data = -weight.data
+        live_load(sides, KINDS)
+    assert "another tensor than at capture" in notes["draft-full-graph"]
+    assert served(sides.both[1].runner.drafter.draft_graphs) == 0
