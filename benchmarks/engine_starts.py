@@ -26,6 +26,7 @@ from typing import Any, Final
 from vllm_hwplugin_lab import bench
 from vllm_hwplugin_lab.bench import Case, Job, Outcome
 from vllm_hwplugin_lab.bench.plan import check, shapes_folder
+from vllm_hwplugin_lab.bench.turns import turn
 
 FORMAT: Final = "starts 1"
 #: Settings of `bench` for engines that share a device; here vLLM's own values count.
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--side", action="append", help=f"default: {', '.join(bench.ALL_SIDES)}")
     parser.add_argument("--rounds", type=int, default=2, help="starts of each side, the only one on the device")
     parser.add_argument("--fills", type=int, default=2, help="starts of all sides at the same time before that")
+    parser.add_argument("--lock", type=Path, metavar="FILE", help="as `bench serve`: first starts next to other runs'")
     parser.add_argument("--json", type=Path, required=True)
     asked = parser.parse_args(arguments)
     host = bench.detect_host()
@@ -89,20 +91,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for case in cases
             for side in sides
         }
-        first = _together(jobs)
-        for _ in range(asked.fills - 1):
-            _together(jobs)
+        with turn(asked.lock, bench.TimeLimit(), alone=False):
+            first = _together(jobs)
+            for _ in range(asked.fills - 1):
+                _together(jobs)
         for key, outcome in first.items():
             print(f"{jobs[key].label}, first: {_facts(outcome)}", flush=True)
         alone: dict[tuple[Case, str], list[Outcome]] = {key: [] for key in jobs}
-        for _ in range(asked.rounds):
-            for key, job in jobs.items():
-                alone[key].append(bench.launch(job, timeout=_TIMEOUT))
-                results["cases"] = [
-                    _case(case, {side: (first[case, side], alone[case, side]) for side in sides}) for case in cases
-                ]
-                asked.json.write_text(bench.results_text(results))
-                print(f"{job.label}: {_facts(alone[key][-1])}", flush=True)
+        with turn(asked.lock, bench.TimeLimit(), alone=True):
+            for _ in range(asked.rounds):
+                for key, job in jobs.items():
+                    alone[key].append(bench.launch(job, timeout=_TIMEOUT))
+                    results["cases"] = [
+                        _case(case, {side: (first[case, side], alone[case, side]) for side in sides}) for case in cases
+                    ]
+                    asked.json.write_text(bench.results_text(results))
+                    print(f"{job.label}: {_facts(alone[key][-1])}", flush=True)
     return 1 if any(outcome.error for outcomes in alone.values() for outcome in outcomes) else 0
 
 
