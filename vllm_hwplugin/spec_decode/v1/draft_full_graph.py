@@ -140,7 +140,7 @@ class DraftGraphs(Graphs[PassGraphs]):
             if not companion.failed:
                 companion.capture(self.captured, keys, template)
         self._keys, self._first_query_len = keys, first.query_len
-        # Without graphs of its own vLLM reads each weight where it is now.
+        # Without graphs vLLM reads each weight where it is now.
         graphed = self._target_mode is not None and self._target_mode.has_piecewise_cudagraphs()
         self._parameters = Parameters(None if graphed else proposer.model, places=around_graphs(proposer.model))
         return True
