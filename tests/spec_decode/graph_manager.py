@@ -16,7 +16,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
 from vllm_hwplugin.spec_decode.v2 import mixed_graphs
-from vllm_hwplugin.spec_decode.v2.mixed_bounds import set_mixed_graphs
+from vllm_hwplugin.spec_decode.v2.mixed_bounds import MOST_REQS, set_mixed_graphs
 
 from ..released import Modules, texts
 from .streams import Stream
@@ -92,6 +92,7 @@ class Manager:
         passes: list[tuple[int, str]] | None = None,
         mode: CUDAGraphMode = MODE,
         varlen: bool = False,
+        many: Sequence[int] = (),
         **choices: str,
     ) -> None:
         """Args:
@@ -99,6 +100,7 @@ class Manager:
         profile: as vLLM captures to estimate the memory.
         passes: where they are taken down.
         varlen: as vLLM does with adaptive verification.
+        many: tokens of a second FULL graph for `MOST_REQS` requests.
         """
         name = "vllm.v1.worker.gpu.cudagraph_utils"
         self.passes = [] if passes is None else passes
@@ -120,9 +122,13 @@ class Manager:
         self.made = module.ModelCudaGraphManager(config, torch.device("cpu"), mode, self.block, **more)
         if full:
             shape = partial(module.BatchExecutionDescriptor, cg_mode=CUDAGraphMode.FULL)
-            held = {size: min(size, MAX_NUM_REQS) for size in full}
-            mixed_graphs._offer(self.made, [shape(num_tokens=size, num_reqs=reqs) for size, reqs in held.items()])
-            set_mixed_graphs(config.compilation_config, {size: (reqs, size) for size, reqs in held.items()})
+            shapes: dict[int, dict[int, int]] = {}
+            for sizes, most in ((full, MAX_NUM_REQS), (many, MOST_REQS)):
+                held = {size: min(size, most) for size in sizes}
+                mixed_graphs._offer(self.made, [shape(num_tokens=size, num_reqs=reqs) for size, reqs in held.items()])
+                for size, reqs in held.items():
+                    shapes.setdefault(size, {})[reqs] = size
+            set_mixed_graphs(config.compilation_config, shapes)
         if profile:
             self.made._max_full_descs_to_capture, self.made._capture_mem_samples = 2, []
         batched = config.scheduler_config.max_num_batched_tokens

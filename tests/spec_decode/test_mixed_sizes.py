@@ -59,20 +59,29 @@ def test_graphs_of_mixed_batches_reach_4096_tokens(
 DRAFTERS = (MODE, CUDAGraphMode.FULL_DECODE_ONLY)
 
 
-@pytest.mark.parametrize("full", [(), mixed_graphs.SIZES], ids=["decodes", "mixed"])
+@pytest.mark.parametrize(
+    ("full", "many"),
+    [((), ()), (mixed_graphs.SIZES, ()), (mixed_graphs.SIZES, mixed_graphs.SIZES_OF_MANY)],
+    ids=["decodes", "mixed", "mixed, of many requests"],
+)
 @pytest.mark.parametrize("version", versions(*V2, among=SUPPORTED[SUPPORTED.index("0.29.0") :]))
 def test_released_v2_runners_estimate_about_what_graphs_take(
-    entry: run_records.RunRecord, version: str, full: Sequence[int], vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+    entry: run_records.RunRecord,
+    version: str,
+    full: Sequence[int],
+    many: Sequence[int],
+    vllm_tree: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else the KV cache lacks it: by vLLM's two samples decodes alone would be several times of that."""
     tree = vllm_tree(version)
     config, passes = engine_of(tree, v2=True), list[tuple[int, str]]()
-    made_by = partial(Manager, tree, config, monkeypatch, full, passes=passes)
+    made_by = partial(Manager, tree, config, monkeypatch, full, passes=passes, many=many)
     first = made_by(profile=True)
     # Of each mode a few; of the others nobody needs to wait for a capture.
-    assert len({tokens for tokens, mode in passes if mode == "PIECEWISE"}) == 4
+    assert len({tokens for tokens, mode in passes if mode == "PIECEWISE"}) == (0 if many else 4)
     # Passes that vLLM times then find no graph that is not there.
-    assert first.serves(MAX_NUM_REQS + 1, 500) == "NONE 500"
+    assert first.serves(MAX_NUM_REQS + 1, 500) == ("FULL 512" if many else "NONE 500")
     for mode in DRAFTERS:
         drafter = first.capture_drafter(mode)
         assert len(drafter.graphs) <= 4
@@ -108,15 +117,28 @@ def estimated(manager: Manager) -> int:
     return found_bytes
 
 
+@pytest.mark.parametrize("many", [(), mixed_graphs.SIZES_OF_MANY], ids=["few", "many"])
 @pytest.mark.parametrize("k", [3, 0])
 @pytest.mark.parametrize(
     ("version", "seqs"), crossed(versions(*V2, among=SUPPORTED[SUPPORTED.index("0.26.0") :]), [64, 1024])
 )
 def test_graphs_that_no_batch_would_get_are_not_captured(
-    entry: run_records.RunRecord, version: str, seqs: int, k: int, vllm_tree: Any, monkeypatch: pytest.MonkeyPatch
+    entry: run_records.RunRecord,
+    version: str,
+    seqs: int,
+    k: int,
+    many: Sequence[int],
+    vllm_tree: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tree = vllm_tree(version)
     config = engine_of(tree, seqs=seqs, v2=True, k=k)
+    if many and seqs > MAX_NUM_REQS:
+        manager = Manager(tree, config, monkeypatch, mixed_graphs.SIZES, many=many)
+        assert not manager.captured("PIECEWISE")
+        assert [manager.serves(reqs, 2000) for reqs in (MAX_NUM_REQS, 513)] == ["FULL 2048", "NONE 2000"]
+        assert [manager.serves(reqs, 1100) for reqs in (MAX_NUM_REQS, 512)] == ["FULL 1152", "FULL 1280"]
+        return
     manager = Manager(tree, config, monkeypatch, mixed_graphs.SIZES)
     pieces = set(manager.captured("PIECEWISE"))
     # 256 requests at most have FULL graphs of any batch.

@@ -272,12 +272,17 @@ def _set(vllm_config: Any, limit: int | None) -> tuple[str, str]:
 
 def _largest_with_prompts(vllm_config: Any, v2: bool) -> int:
     """Return the tokens of the largest graph of a batch with prompts."""
-    # Without a graph the host needs 1 ms or more to launch a layer. A dense layer has about 12 × hidden size²
-    # parameters, divided among the ranks: at 2048 a GPU with 6e14 FLOP/s computes 6,000 tokens in 1 ms, at 4096 1,500.
-    entry, hidden = run_records.current(), vllm_config.model_config.get_hidden_size()
-    small = 0 < hidden**2 <= 2048**2 * vllm_config.parallel_config.tensor_parallel_size
+    entry = run_records.current()
     full = v2 and entry is not None and V2_MIXED_GRAPHS in entry.live
-    return LARGEST_MIXED_SMALL if small and full else LARGEST_MIXED
+    return LARGEST_MIXED_SMALL if full and launch_tokens(vllm_config) >= 6000 else LARGEST_MIXED
+
+
+def launch_tokens(vllm_config: Any) -> int:
+    """Return how many tokens a layer computes while the host launches it."""
+    # Without a graph the host needs 1 ms or more. A dense layer has about 12 × hidden size² parameters, divided among
+    # the ranks: at 2048 a GPU with 6e14 FLOP/s computes 6,000 tokens in 1 ms, at 4096 1,500.
+    hidden: int = vllm_config.model_config.get_hidden_size()
+    return 6000 * 2048**2 * int(vllm_config.parallel_config.tensor_parallel_size) // hidden**2 if hidden else 0
 
 
 def _note_unserved(vllm_config: Any, option: str) -> None:

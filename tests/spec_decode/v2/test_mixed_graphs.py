@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilde
 from vllm_hwplugin.base.gates import PLAIN_DECODE
 from vllm_hwplugin.base.versions import SUPPORTED
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
-from vllm_hwplugin.spec_decode.v2 import mixed_graphs
+from vllm_hwplugin.spec_decode.v2 import mixed_graphs, recording
 from vllm_hwplugin.spec_decode.v2.mixed_bounds import is_mixed_graph, most_splits, set_mixed_graphs
 
 from ...conftest import versions
@@ -291,6 +291,48 @@ def test_nor_does_it_whatever_happens_to_requests(vllm_here, blocks: bool) -> No
 
 
 @pytest.mark.each_vllm("v2-mixed-graphs")
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("tokens", [6000, 9])
+def test_batches_of_more_requests_have_graphs_in_place_of_piecewise_graphs(
+    vllm_here, mode: CUDAGraphMode, blocks: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to as many tokens as a layer computes while the host launches it."""
+    for module in (mixed_graphs, recording):
+        monkeypatch.setattr(module, "MAX_NUM_REQS", 2)
+    monkeypatch.setattr(mixed_graphs, "SIZES_OF_MANY", (1, 5, 16, 40))
+    monkeypatch.setattr(mixed_graphs, "launch_tokens", lambda config: tokens)
+    many = {size: min(size, MAX_REQS_HERE) for size in (5, 16, 24) if size <= tokens}
+    with with_them(vllm_here, mode, blocks=blocks) as sides:
+        side, dispatched = sides.both[1], set[Any]()
+        manager = side.runner.cudagraph_manager
+        held = [(one.num_tokens, one.num_reqs) for one in manager.graphs if one.uniform_token_count is None]
+        assert sorted(held) == sorted({*many.items(), *((size, 2) for size in SIZES_HERE)})
+        # A batch of few requests keeps the smaller graph.
+        few, more = (manager.dispatch(reqs, 12, None, num_active_loras=0) for reqs in (2, 3))
+        assert (few.cg_mode.name, few.num_tokens, few.num_reqs) == ("FULL", 16, 2)
+        if 16 in many:
+            assert (more.cg_mode.name, more.num_tokens, more.num_reqs) == ("FULL", 16, many[16])
+        else:
+            assert more.cg_mode.name == ("PIECEWISE" if mode == CUDAGraphMode.FULL_AND_PIECEWISE else "NONE")
+        dispatch = manager.dispatch
+
+        def noted(*arguments: Any, **named: Any) -> Any:
+            desc = dispatch(*arguments, **named)
+            dispatched.add((desc.num_tokens, desc.num_reqs))
+            return desc
+
+        manager.dispatch = noted
+        if mode == CUDAGraphMode.FULL_DECODE_ONLY and 16 in many:
+            # The models here do not run in pieces without graphs.
+            walk(sides, 3 * (PLAIN + BEST) + MORE, examples=4)
+        live_load(sides)
+        outcomes = side.runner.tail_graphs._drafting.outcomes()
+    assert outcomes["served"] > 5
+    assert ((16, 4) in dispatched and outcomes.get("larger_batch", 0) > 5) is (16 in many)
+
+
+@pytest.mark.each_vllm("v2-mixed-graphs")
 @pytest.mark.parametrize("blocks", [False, True])
 def test_over_flash_attention_2_larger_graphs_hold_fewer_requests(
     vllm_here, blocks: bool, monkeypatch: pytest.MonkeyPatch
@@ -350,7 +392,7 @@ def test_without_a_drafter_there_are_some_unless_they_are_off(
 def test_splits_take_64_mib_at_most() -> None:
     config = types.SimpleNamespace()
     sizes = (64, 128, 512, 1024, 2049, 4096)
-    set_mixed_graphs(config, {size: (16, size) for size in sizes})
+    set_mixed_graphs(config, {size: {16: size, 300: size} for size in sizes})
     splits = [most_splits(config, 16, size, size, 32) for size in sizes]
     assert splits == [32, 32, 8, 4, 1, 1]
-    assert most_splits(config, 16, 128, 128, 1) == 1
+    assert most_splits(config, 16, 128, 128, 1) == most_splits(config, 300, 512, 512, 32) == 1

@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-#: Attribute of a `CompilationConfig`: (num_reqs, longest query) of each mixed graph, by tokens. Empty if their capture
+#: Attribute of a `CompilationConfig`: num_reqs -> longest query of the mixed graphs, by tokens. Empty if their capture
 #: failed.
 _SHAPES: Final = "_hwplugin_mixed_shapes"
+
+#: Requests of the largest graph of mixed batches. A decode batch of as many with three drafts is the largest captured.
+MOST_REQS: Final = 512
 
 #: Limit of the floats of all splits: 64 MiB.
 _SPLIT_FLOATS: Final = 1 << 24
 
 
-def set_mixed_graphs(compilation_config: Any, shapes: Mapping[int, tuple[int, int]]) -> None:
+def set_mixed_graphs(compilation_config: Any, shapes: Mapping[int, Mapping[int, int]]) -> None:
     """Set the shapes of an engine's mixed graphs."""
     vars(compilation_config)[_SHAPES] = shapes
 
@@ -34,9 +37,9 @@ def lost_mixed_graphs(compilation_config: Any) -> bool:
 
 
 def longest_query(compilation_config: Any, num_tokens: int) -> int:
-    """Return the longest query of the mixed graph with `num_tokens`."""
-    shapes: Mapping[int, tuple[int, int]] = vars(compilation_config)[_SHAPES]
-    return shapes[num_tokens][1]
+    """Return the longest query of the mixed graphs with `num_tokens`."""
+    shapes: Mapping[int, Mapping[int, int]] = vars(compilation_config)[_SHAPES]
+    return max(shapes[num_tokens].values())
 
 
 def is_mixed_graph(compilation_config: Any, num_reqs: int, num_tokens: int, max_query_len: int) -> bool:
@@ -49,8 +52,8 @@ def is_mixed_graph(compilation_config: Any, num_reqs: int, num_tokens: int, max_
     Args:
         max_query_len: the longest request, as vLLM's runner tells the backend.
     """
-    shapes: Mapping[int, tuple[int, int]] = vars(compilation_config).get(_SHAPES, {})
-    return shapes.get(num_tokens) == (num_reqs, max_query_len)
+    shapes: Mapping[int, Mapping[int, int]] = vars(compilation_config).get(_SHAPES, {})
+    return shapes.get(num_tokens, {}).get(num_reqs) == max_query_len
 
 
 def most_splits(
@@ -67,6 +70,8 @@ def most_splits(
     if not is_mixed_graph(compilation_config, num_reqs, num_tokens, max_query_len):
         return None
     # FlashAttention 3 keeps a float32 output for each token and split, and many tokens keep the GPU busy without
-    # splits. It only splits long requests, so a higher limit costs short ones nothing. A replay uses the capture's
-    # splits, because both have the graph's shape.
-    return max(1, min(most, _SPLIT_FLOATS // (num_tokens * width)))
+    # splits. So do many requests: a graph with more rows than another holds no batch that fits into the other. The
+    # kernel only splits long requests, so a higher limit costs short ones nothing. A replay uses the capture's splits,
+    # because both have the graph's shape.
+    fewest = min(vars(compilation_config)[_SHAPES][num_tokens])
+    return max(1, min(most, _SPLIT_FLOATS // (num_tokens * width))) if num_reqs == fewest else 1

@@ -21,12 +21,13 @@ from vllm_hwplugin.base import gates, run_records
 from vllm_hwplugin.base.fallback import report_unused
 from vllm_hwplugin.base.features import BACKPORT_MIXED_GRAPHS, V2_MIXED_GRAPHS
 from vllm_hwplugin.spec_decode.builders import builders_of, computes_images_apart, flash_versions, longest_as_decode
+from vllm_hwplugin.spec_decode.capture_sizes import launch_tokens
 from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS
 from vllm_hwplugin.spec_decode.delta_rule_obstacles import is_delta_rule
 from vllm_hwplugin.spec_decode.drafters import SHARED_FIRST_PASS
 from vllm_hwplugin.spec_decode.obstacles import Part, decodes_plainly, why_not
 from vllm_hwplugin.spec_decode.ranks import Beyond, same_on_stages
-from vllm_hwplugin.spec_decode.v2.mixed_bounds import has_mixed_graphs, lost_mixed_graphs, set_mixed_graphs
+from vllm_hwplugin.spec_decode.v2.mixed_bounds import MOST_REQS, has_mixed_graphs, lost_mixed_graphs, set_mixed_graphs
 from vllm_hwplugin.spec_decode.v2.mixed_dispatch import MixedDispatch
 from vllm_hwplugin.spec_decode.v2.mixed_sizes import KEEPS_PIECES
 
@@ -36,6 +37,13 @@ _STOCK: Final = "only decode batches have FULL graphs"
 #: sixteenth of its tokens, and by 2 % on average. Above 4096, for a small target only, it is 4 %. Each size is captured
 #: for target and drafter and makes starts longer.
 SIZES: Final = (*range(32, 1024, 32), *range(1024, 2048, 64), *range(2048, 4096, 128), *range(4096, 8193, 512))
+
+#: Sizes with a second graph, for more than `MAX_NUM_REQS` requests, in place of a PIECEWISE graph, which takes twice as
+#: long to capture.
+SIZES_OF_MANY: Final = (
+    *(*range(320, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256)),
+    *(*range(2048, 4096, 512), *range(4096, 8193, 1024)),
+)
 
 #: Limit of tokens × requests over FlashAttention 2: for each request it launches thread blocks for the longest query
 #: that the graph may get, and most of them only exit. At 32 heads the limit leaves 16,384 blocks per layer, by an
@@ -105,36 +113,48 @@ def add_mixed_graphs(runner: Any) -> None:
     held = {size: min(size, most, grid // size if grid else most) for size in sizes}
     if delta_rules:
         held = {size: min(reqs, delta_rule.most_requests(size, runner.decode_query_len)) for size, reqs in held.items()}
-    graphs = [
-        BatchExecutionDescriptor(
-            cg_mode=CUDAGraphMode.FULL,
-            num_tokens=size,
-            num_reqs=num_reqs,
-            # Before 0.28 no graph bounds the tokens of a request.
-            **({} if longest is None else {"max_query_len": min(size, longest)}),
-        )
-        for size, num_reqs in held.items()
-    ]
-    if not same_on_stages(crc32(repr(graphs).encode())):
+    keeps_pieces = runner.supports_mm_inputs or bool(delta_rules) or longest is not None
+    many: dict[int, int] = {}
+    if runner.max_num_reqs > most and not (keeps_pieces or grid):
+        bound = min(most_tokens, launch_tokens(runner.vllm_config))
+        rows = min(runner.max_num_reqs, MOST_REQS)
+        many = {size: min(size, rows) for size in (*SIZES_OF_MANY, most_tokens) if most < size <= bound}
+    graphs, larger = (
+        [
+            BatchExecutionDescriptor(
+                cg_mode=CUDAGraphMode.FULL,
+                num_tokens=size,
+                num_reqs=num_reqs,
+                # Before 0.28 no graph bounds the tokens of a request.
+                **({} if longest is None else {"max_query_len": min(size, longest)}),
+            )
+            for size, num_reqs in sorted(reqs.items())
+        ]
+        for reqs in (held, many)
+    )
+    if not same_on_stages(crc32(repr(graphs + larger).encode())):
         report_unused(V2_MIXED_GRAPHS, _STOCK, "layers of another stage of the pipeline need other graphs")
         return
     # With LoRA a draft may share adapted layers with the target, and its graphs hold one number of adapters.
     shares_first_pass = type(runner.speculator).__name__ in SHARED_FIRST_PASS and runner.lora_config is None
-    _offer(runner.cudagraph_manager, graphs, spare=1 if delta_rules else 0)
-    if shares_first_pass:
-        # Its batch is padded to the target's graph.
-        _offer(runner.speculator.prefill_cudagraph_manager, graphs)
+    for offered in (graphs, larger):
+        _offer(runner.cudagraph_manager, offered, spare=1 if delta_rules else 0)
+        if shares_first_pass:
+            # Its batch is padded to the target's graph.
+            _offer(runner.speculator.prefill_cudagraph_manager, offered)
     dispatch = MixedDispatch.of(runner) or MixedDispatch(runner)
     dispatch.attach(shares_first_pass, most_prompts, longest is not None)
     for builder in delta_rules:
         delta_rule.attach(builder, sizes[-1], max(held.values()), dispatch.replays)
-    keeps_pieces = runner.supports_mm_inputs or bool(delta_rules) or longest is not None
     vars(runner.compilation_config)[KEEPS_PIECES] = keeps_pieces
-    shapes = {desc.num_tokens: (desc.num_reqs, min(desc.num_tokens, longest or desc.num_tokens)) for desc in graphs}
+    shapes: dict[int, dict[int, int]] = {}
+    for desc in (*graphs, *larger):
+        shapes.setdefault(desc.num_tokens, {})[desc.num_reqs] = min(desc.num_tokens, longest or desc.num_tokens)
     set_mixed_graphs(runner.compilation_config, shapes)
-    bound = f", and {grid} tokens × requests over FlashAttention 2" if grid else ""
-    bound += f", and {longest} tokens per request over MLA" if longest else ""
-    run_records.note(V2_MIXED_GRAPHS, f"{len(graphs)} shapes of at most {sizes[-1]} tokens and {most} requests{bound}")
+    more = f", and {grid} tokens × requests over FlashAttention 2" if grid else ""
+    more += f", and {longest} tokens per request over MLA" if longest else ""
+    more += f"; {len(larger)} of at most {max(many)} tokens for more requests" if many else ""
+    run_records.note(V2_MIXED_GRAPHS, f"{len(graphs)} shapes of at most {sizes[-1]} tokens and {most} requests{more}")
     for feature in (V2_MIXED_GRAPHS, BACKPORT_MIXED_GRAPHS):
         run_records.use(feature, True)
 

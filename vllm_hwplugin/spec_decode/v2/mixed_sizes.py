@@ -11,6 +11,7 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hwplugin.spec_decode.capture_sizes import LARGEST, largest_mixed, largest_own, sampled
 from vllm_hwplugin.spec_decode.graph_recording import known_arguments
+from vllm_hwplugin.spec_decode.v2.mixed_bounds import MOST_REQS
 from vllm_hwplugin.spec_decode.v2.mixed_dispatch import is_mixed
 
 _TARGET: Final = "ModelCudaGraphManager"
@@ -91,7 +92,7 @@ def _seldom_replayed(manager: Any, dropped: Collection[Any]) -> dict[Any, Any]:
         # Before 0.28 no graph bounds the tokens of a request, and the graphs of decode batches are uniform.
         if desc not in dropped and desc.uniform_token_count is None and getattr(desc, "max_query_len", None) is None
     ]
-    requests: int = manager.max_num_reqs
+    requests: int = min(manager.max_num_reqs, MOST_REQS)
     gap = 4 / 5 if manager.decode_query_len > 1 else 1
     held = max((desc.num_tokens for desc in mixed if desc.num_reqs >= min(desc.num_tokens, requests)), default=0)
     pieces = [desc for desc in planned.get(CUDAGraphMode.PIECEWISE, ()) if desc not in dropped]

@@ -155,8 +155,9 @@ def mixed_shapes(runner: Any) -> list[GraphShape]:
     if drafts_in_blocks(runner):
         # DFlash has no first pass, and reads none of the target's metadata.
         manager = runner.cudagraph_manager if runner.lora_config is None else None
-    planned = () if manager is None else manager._capture_descs.get(CUDAGraphMode.FULL, ())
-    shapes = [GraphShape(desc.num_tokens, desc.num_reqs, None) for desc in planned if dispatch.is_mixed(desc)]
+    full = () if manager is None else manager._capture_descs.get(CUDAGraphMode.FULL, ())
+    planned = (desc for desc in full if dispatch.is_mixed(desc) and desc.num_reqs <= MAX_NUM_REQS)
+    shapes = [GraphShape(desc.num_tokens, desc.num_reqs, None) for desc in planned]
     if drafts_in_blocks(runner):
         # The drafter's inputs have a block for each request of the graph.
         shapes = [shape for shape in shapes if shape.num_reqs * runner.decode_query_len <= runner.max_num_tokens]

@@ -360,6 +360,8 @@ class TailGraphs(Graphs[Captured]):
         dispatch, graphs = MixedDispatch.of(self._owner), captured.mixed.get(batch.num_tokens_after_padding)
         if dispatch is None or graphs is None or not dispatch.replays():
             return reason
+        if batch.num_reqs > graphs.shape.num_reqs:
+            return Reason.LARGER_BATCH
         # vLLM may have run the target without a graph, after a change of the ranks of experts.
         if hidden_states.data_ptr() != target_states(self._owner)[0].data_ptr():
             return Reason.NO_FULL_GRAPH
