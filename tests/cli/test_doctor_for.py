@@ -57,6 +57,18 @@ def test_the_answer_is_that_of_vllms_own_configuration(tmp_path: Path) -> None:
     assert not found["left"]
 
 
+@pytest.mark.engine
+def test_what_a_configuration_excludes_is_known(tmp_path: Path) -> None:
+    _, found = doctor(tmp_path, "--compilation-config", '{"cudagraph_mode": "PIECEWISE"}')
+    features = ("v2-tail-graph", "v2-step-inputs", "v2-mixed-graphs", "v2-draft-head")
+    assert [found["uses"][name]["used"] for name in features] == 4 * [False]
+    # vLLM's own sizes end at 40 tokens, with LoRA also next to the plugin.
+    more = ("--pipeline-parallel-size", "2", "--enable-lora", "--max-cudagraph-capture-size", "42")
+    _, found = doctor(tmp_path, *more)
+    assert [found["uses"][name]["used"] for name in features] == [False, False, True, False]
+    assert found["unserved"].startswith("6 of 6 requests; max_cudagraph_capture_size with 48")
+
+
 def test_what_vllm_refuses_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, with a configuration that cannot be made."""
 

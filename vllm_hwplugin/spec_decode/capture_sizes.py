@@ -149,7 +149,9 @@ def check_and_update_config(vllm_config: Any) -> bool:
         vars(compilation)[_LEFT] = reason
         decision = decision or f"left to vLLM: {reason}"
         if spec is not None or not reason:
-            _note_unserved(vllm_config, "cudagraph_capture_sizes" if listed else "max_cudagraph_capture_size")
+            # vLLM's own list goes up in steps of 8, and from 256 tokens on of 16.
+            step = 16 if reason else 1
+            _note_unserved(vllm_config, *(("cudagraph_capture_sizes", 1) if listed else (_SIZES[1], step)))
     except Exception as error:
         decision = f"left to vLLM: {type(error).__name__}: {error}"
         if gates.read(gates.STRICT).flag:
@@ -285,8 +287,8 @@ def launch_tokens(vllm_config: Any) -> int:
     return 6000 * 2048**2 * int(vllm_config.parallel_config.tensor_parallel_size) // hidden**2 if hidden else 0
 
 
-def _note_unserved(vllm_config: Any, option: str) -> None:
-    """Note decode batches without a FULL graph and the size for them."""
+def _note_unserved(vllm_config: Any, option: str, step: int) -> None:
+    """Note decode batches without a FULL graph, and the size of `option` for them, a multiple of `step` tokens."""
     compilation, scheduler, entry = vllm_config.compilation_config, vllm_config.scheduler_config, run_records.current()
     mode = compilation.cudagraph_mode
     if entry is None or mode.decode_mode().name != "FULL":
@@ -304,9 +306,8 @@ def _note_unserved(vllm_config: Any, option: str) -> None:
     )
     missing = [count for count in range(1, top + 1) if count not in served]
     if missing:
-        text = (
-            f"{_ranges(missing)} of {scheduler.max_num_seqs} requests; {option} with {missing[-1] * block} covers them"
-        )
+        size = _whole_blocks(missing[-1] * block, step)
+        text = f"{_ranges(missing)} of {scheduler.max_num_seqs} requests; {option} with {size} covers them"
         if entry.decisions.get(UNSERVED) != text:
             logger.info("%s: %s", UNSERVED, text)
         run_records.note(UNSERVED, text)

@@ -11,7 +11,11 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
+from packaging.version import Version
+
+from vllm_hwplugin.base import gates
 from vllm_hwplugin.base.errors import HwpluginError
+from vllm_hwplugin.base.features import V2_DRAFT_HEAD, V2_STEP_INPUTS, V2_TAIL_GRAPH, gate_of
 from vllm_hwplugin.base.run_records import RunRecord, Use
 from vllm_hwplugin.spec_decode.capture_sizes import uses_v2
 from vllm_hwplugin.spec_decode.drafters import MASK_METHODS
@@ -79,11 +83,23 @@ def foresee(config: Any, entry: RunRecord) -> dict[str, Foreseen]:
         max_num_reqs=config.scheduler_config.max_num_seqs,
         adaptive_verification=getattr(spec, "enable_adaptive_verification", False) or None,
     )
+    mode = config.compilation_config.cudagraph_mode
+    if not (mode.separate_routine() and mode.decode_mode().name == "FULL"):
+        # vLLM may take FULL graphs away when it knows the attention backends; it never adds them.
+        graphs = _Planned(cudagraph_mode=mode)
+        vars(runner).update(cudagraph_manager=graphs, cudagraph_dispatcher=graphs)
+    if gates.read(gate_of(V2_DRAFT_HEAD)).text == "auto" and Version(entry.vllm_version or "0") < Version("0.33"):
+        vars(runner)["draft_head"] = None
     worker = SimpleNamespace(vllm_config=config, model_runner=runner, use_v2_model_runner=v2)
-    return {
+    foreseen = {
         name: _foresee(reasons, PARTS.get(name, {}), runner, drafter)
         for name, reasons in why_unused(worker, entry).items()
     }
+    inputs, tail = foreseen.get(V2_STEP_INPUTS), foreseen.get(V2_TAIL_GRAPH)
+    if inputs is not None and inputs.use["used"] and tail is not None and not tail.use["used"]:
+        # Both are captured together.
+        foreseen[V2_STEP_INPUTS] = tail
+    return foreseen
 
 
 def _foresee(reasons: Iterable[Unused], parts: Mapping[str, Part], runner: Any, drafter: Any) -> Foreseen:
