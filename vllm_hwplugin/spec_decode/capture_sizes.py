@@ -288,7 +288,11 @@ def launch_tokens(vllm_config: Any) -> int:
 
 
 def _note_unserved(vllm_config: Any, option: str, step: int) -> None:
-    """Note decode batches without a FULL graph, and the size of `option` for them, a multiple of `step` tokens."""
+    """Note decode batches without a FULL graph and the size for them.
+
+    Args:
+        option: the option that takes the size, a multiple of `step` tokens.
+    """
     compilation, scheduler, entry = vllm_config.compilation_config, vllm_config.scheduler_config, run_records.current()
     mode = compilation.cudagraph_mode
     if entry is None or mode.decode_mode().name != "FULL":

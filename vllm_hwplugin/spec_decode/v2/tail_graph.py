@@ -170,7 +170,7 @@ class TailGraphs(Graphs[Captured]):
         run_records.note(
             V2_TAIL_GRAPH,
             f"{len(shapes)} shapes of at most {max(shape.num_reqs for shape in shapes)} requests, captured in "
-            f"{time.perf_counter() - started:.1f} s, {(reserved_memory() - reserved) / 2**20:.0f} MiB"
+            f"{time.perf_counter() - started:.1f} s, {max(reserved_memory() - reserved, 0) / 2**20:.0f} MiB"
             + (f"; the largest before that, for vLLM's estimate, in {self._estimated:.1f} s" if self._estimated else "")
             + "".join(f"; {part}: {reason}" for part, reason in by_vllm.items())
             + (f"; {_DRAFTS_MIXED}: capturing graphs failed" if self._mixed_failed else ""),
