@@ -150,8 +150,8 @@ def check_and_update_config(vllm_config: Any) -> bool:
         decision = decision or f"left to vLLM: {reason}"
         if spec is not None or not reason:
             # vLLM's own list goes up in steps of 8, and from 256 tokens on of 16.
-            step = 16 if reason else 1
-            _note_unserved(vllm_config, *(("cudagraph_capture_sizes", 1) if listed else (_SIZES[1], step)))
+            by_largest = "max_cudagraph_capture_size", 16 if reason else 1
+            _note_unserved(vllm_config, *(("cudagraph_capture_sizes", 1) if listed else by_largest))
     except Exception as error:
         decision = f"left to vLLM: {type(error).__name__}: {error}"
         if gates.read(gates.STRICT).flag:

@@ -88,6 +88,7 @@ def foresee(config: Any, entry: RunRecord) -> dict[str, Foreseen]:
         # vLLM may take FULL graphs away when it knows the attention backends; it never adds them.
         graphs = _Planned(cudagraph_mode=mode)
         vars(runner).update(cudagraph_manager=graphs, cudagraph_dispatcher=graphs)
+    # By default there is no copy of the head before 0.33 (`draft_head.why_not_by_default`).
     if gates.read(gate_of(V2_DRAFT_HEAD)).text == "auto" and Version(entry.vllm_version or "0") < Version("0.33"):
         vars(runner)["draft_head"] = None
     worker = SimpleNamespace(vllm_config=config, model_runner=runner, use_v2_model_runner=v2)

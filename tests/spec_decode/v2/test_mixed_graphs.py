@@ -324,7 +324,7 @@ def test_batches_of_more_requests_have_graphs_in_place_of_piecewise_graphs(
 
         manager.dispatch = noted
         if mode == CUDAGraphMode.FULL_DECODE_ONLY and 16 in many:
-            # The models here do not run in pieces without graphs.
+            # In pieces, the models here cannot do a step without graphs.
             walk(sides, 3 * (PLAIN + BEST) + MORE, examples=4)
         live_load(sides)
         outcomes = side.runner.tail_graphs._drafting.outcomes()

@@ -38,11 +38,10 @@ _STOCK: Final = "only decode batches have FULL graphs"
 #: for target and drafter and makes starts longer.
 SIZES: Final = (*range(32, 1024, 32), *range(1024, 2048, 64), *range(2048, 4096, 128), *range(4096, 8193, 512))
 
-#: Sizes with a second graph, for more than `MAX_NUM_REQS` requests, in place of a PIECEWISE graph, which takes twice as
-#: long to capture.
-SIZES_OF_MANY: Final = (
-    *(*range(320, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256)),
-    *(*range(2048, 4096, 512), *range(4096, 8193, 1024)),
+#: Sizes with a second graph, for more than `MAX_NUM_REQS` requests: four per octave. It replaces a PIECEWISE graph,
+#: which takes twice as long to capture.
+SIZES_OF_MANY: Final = tuple(
+    size for size in SIZES if size > MAX_NUM_REQS and size % (1 << (size.bit_length() - 3)) == 0
 )
 
 #: Limit of tokens × requests over FlashAttention 2: for each request it launches thread blocks for the longest query
@@ -128,7 +127,7 @@ def add_mixed_graphs(runner: Any) -> None:
                 # Before 0.28 no graph bounds the tokens of a request.
                 **({} if longest is None else {"max_query_len": min(size, longest)}),
             )
-            for size, num_reqs in sorted(reqs.items())
+            for size, num_reqs in reqs.items()
         ]
         for reqs in (held, many)
     )

@@ -78,9 +78,10 @@ def _seldom_replayed(manager: Any, dropped: Collection[Any]) -> dict[Any, Any]:
 
     A PIECEWISE graph takes about twice as long to capture as a FULL graph. Some only cover batches that have a FULL
     graph, which `v2-mixed-graphs` puts first. A batch without a FULL graph has more requests than the FULL graphs hold,
-    and usually more tokens than vLLM's largest size. So if the sizes are the plugin's, a graph up to vLLM's largest
-    size stays only if a batch would otherwise be padded by more than a fifth. Without drafts these stay, because such a
-    batch may have as few tokens as requests. All stay if a batch with an image or a long request replays no FULL graph.
+    and usually more tokens than vLLM's largest size; more than `MOST_REQS` requests do not count. So if the sizes are
+    the plugin's, a graph up to vLLM's largest size stays only if a batch would otherwise be padded by more than a
+    fifth. Without drafts these stay, because such a batch may have as few tokens as requests. All stay if a batch with
+    an image or a long request replays no FULL graph.
     `dropped` are graphs already removed.
     """
     if vars(manager.compilation_config).get(KEEPS_PIECES):
