@@ -89,7 +89,8 @@ def starts_in_short(files: Sequence[Found]) -> str:
         return "What a start with the plugin takes longer was not measured."
     seconds = between((round(after["seconds"] - before["seconds"]) for before, after in both), "+d")
     blocks = between((after["num_gpu_blocks"] / before["num_gpu_blocks"] - 1 for before, after in both), "+.1%")
-    where = ", on a loaded machine," if any(file.results.get("conditions") for file in recent) else ","
+    loaded = [file for file in recent if file.results.get("conditions")]
+    where = f", {'in part ' if len(loaded) < len(recent) else ''}on a loaded machine," if loaded else ","
     return paragraph(
         f"With warm caches{where} startup time changes by {seconds} s and the number of KV cache blocks by {blocks}: "
         f"{len(both)} engines of vLLM {newest} on one {' or '.join(sorted({file.device for file in recent}))} "

@@ -2,7 +2,7 @@
 """Run what matters most on one GPU, newest runner first: `python -m tests.gpu [FILE [TEST...]]`.
 
 Token and draft equality of Eagle3, DFlash, DSpark, MTP and `draft_model` under a load, with images and adapters too,
-batches of up to 256 requests, mixed graphs, failed captures at a start, the KV cache after rejected drafts, and every
+batches of up to 512 requests, mixed graphs, failed captures at a start, the KV cache after rejected drafts, and every
 kernel.
 Results, versions, device and commit go to FILE as JSON after each test, and a failure is printed when it happens: a
 run that is stopped has told what it found. The exit status is pytest's.
@@ -34,6 +34,7 @@ TESTS: Final = (
     "test_v2_graphs.py::test_more_graphs_change_nothing[eagle3-FULL_AND_PIECEWISE-True]",
     "test_v2_graphs.py::test_more_graphs_change_nothing[dflash-FULL_AND_PIECEWISE-False]",
     "test_v2_graphs.py::test_graphs_serve_256_concurrent_requests",
+    "test_v2_graphs.py::test_mixed_graphs_serve_512_concurrent_requests",
     "test_v2_graphs.py::test_nor_do_full_graphs_of_mixed_batches[eagle3]",
     "test_v2_graphs.py::test_nor_do_full_graphs_of_mixed_batches_with_adapters",
     "test_images.py",
