@@ -209,3 +209,67 @@ def test_real_modules_run_what_their_source_says_imported_before_the_plugin_or_a
     assert before
     assert set(before.split()) < set(afterwards.split())
     assert all((real.parent / path).is_file() for path in afterwards.split())
+
+
+BEHIND = """
+    import asyncio, os, types
+    from vllm_hwplugin.plugin import register
+    import vllm.engine.arg_utils
+    register()
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+    REQUESTS, STEPS = 300, 4
+
+    def step(number):
+        ends = FinishReason.LENGTH if number == STEPS - 1 else None
+        outputs = [EngineCoreOutput(str(one), [number], finish_reason=ends) for one in range(REQUESTS)]
+        return EngineCoreOutputs(outputs=outputs)
+
+    class Core:
+        steps = [step(number) for number in range(STEPS)]
+
+        async def get_output_async(self):
+            return self.steps.pop(0) if self.steps else await asyncio.Future()
+
+    async def responses(queue):
+        count, tokens = 0, []
+        while True:
+            output = await queue.get()
+            count, tokens = count + 1, tokens + output.outputs[0].token_ids
+            if output.finished:
+                return count, tokens
+
+    async def main():
+        processor = OutputProcessor(None, log_stats=False)
+        params = SamplingParams(detokenize=False, max_tokens=STEPS, output_kind=RequestOutputKind.DELTA)
+        queues = []
+        for one in range(REQUESTS):
+            queues.append(RequestOutputCollector(RequestOutputKind.DELTA, str(one)))
+            request = EngineCoreRequest(str(one), [1], None, params, None, 0.0, None, None, None)
+            request.external_req_id = str(one)
+            processor.add_request(request, None, None, 0, queues[-1])
+        readers = asyncio.gather(*map(responses, queues))
+        await asyncio.sleep(0)
+        renderer = types.SimpleNamespace(mm_processor_cache=None, stat_mm_cache=lambda: None)
+        server = types.SimpleNamespace(
+            output_handler=None, engine_core=Core(), output_processor=processor, log_stats=False, logger_manager=None,
+            renderer=renderer,
+        )
+        AsyncLLM._run_output_handler(server)
+        found = await readers
+        assert all(tokens == list(range(STEPS)) for _, tokens in found)
+        print(sum(count for count, _ in found), os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"])
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_server_that_is_behind_writes_the_tokens_of_several_steps_at_once(real: Path, tmp_path: Path) -> None:
+    """With more requests than vLLM handles before responses are written. A setting of the user stays."""
+    assert run(BEHIND, tmp_path / "cache") == "300 65536\n"
+    count, size = run(BEHIND, tmp_path / "cache", VLLM_V1_OUTPUT_PROC_CHUNK_SIZE="128").split()
+    assert (int(count) > 900, size) == (True, "128")

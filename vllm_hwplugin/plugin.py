@@ -56,6 +56,30 @@ def register() -> None:
     from .ops import overrides
 
     patching.install(settings)
+    _hand_on_whole_steps()
     overrides.install(settings)
     platforms.note_used()
     platforms.must_hold(settings)
+
+
+def _hand_on_whole_steps() -> None:
+    """Let an API server that is behind write several tokens of a request at once.
+
+    vLLM handles 128 outputs of a step, and lets their responses be written before it looks at more. So with more
+    requests each response has one step's tokens, however many steps the server is behind.
+    """
+    import logging
+    import os
+
+    from .base import run_records
+
+    if (entry := run_records.current()) is None or not entry.live:
+        return
+    # More than a step has. Child processes inherit it.
+    name, all_outputs = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "65536"
+    if name not in os.environ:
+        os.environ[name] = all_outputs
+        logging.getLogger("vllm.hwplugin").info(
+            "%s=%s: an API server that is behind writes several tokens of a request at once (vLLM's default: 128)",
+            *(name, all_outputs),
+        )
