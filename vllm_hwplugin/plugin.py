@@ -63,10 +63,10 @@ def register() -> None:
 
 
 def _hand_on_whole_steps() -> None:
-    """Let an API server that is behind write several tokens of a request at once.
+    """Let an API server that is behind write longer responses.
 
-    vLLM handles 128 outputs of a step, and lets their responses be written before it looks at more. So with more
-    requests each response has one step's tokens, however many steps the server is behind.
+    vLLM handles 128 outputs of a step, lets their responses be written, and handles the next 128. With more requests
+    each response therefore has the tokens of one step, however many steps the server is behind.
     """
     import logging
     import os
@@ -80,6 +80,6 @@ def _hand_on_whole_steps() -> None:
     if name not in os.environ:
         os.environ[name] = all_outputs
         logging.getLogger("vllm.hwplugin").info(
-            "%s=%s: an API server that is behind writes several tokens of a request at once (vLLM's default: 128)",
+            "%s=%s (vLLM's default: 128): an API server that is behind writes fewer, longer responses",
             *(name, all_outputs),
         )

@@ -13,7 +13,7 @@ from vllm_hwplugin_lab.bench.table import NOISE, SIDE_NAMES, between, idle, prof
 from ._gains import Gain, failures, gains
 from ._read import Found
 from ._readme_tables import starts
-from ._serve_tables import api_servers, live
+from ._serve_tables import api_servers, live, without_model
 from ._text import escaped, item, paragraph, table
 
 _BOTH = ("stock", "patched")
@@ -39,6 +39,15 @@ _API_SERVER = (
     "If `server CPU` of `bench serve` is near 100%, the API server process is the limit, not the engine: requests "
     "queue there, and TTFT rises with the concurrency. Give vLLM `--api-server-count N`, and raise N "
     "until `server CPU` falls; each process needs a core."
+)
+_MERGED = (
+    "vLLM handles 128 outputs of a step, lets their responses be written, and handles the next 128. With up to 128 "
+    "requests a server that is behind so writes one response with a request's tokens of several steps; with more "
+    "requests it writes a response for each step. The plugin sets vLLM's VLLM_V1_OUTPUT_PROC_CHUNK_SIZE to 65536, "
+    "unless you set it (128 is vLLM's default). Unpatched vLLM → with the plugin: one API server, its engine and the "
+    "client on two CPU cores, and an executor without a model, whose steps take 6 ms "
+    "(`vllm_hwplugin_lab.bench.no_model`). Answers have at most 256 tokens. Not measured on a GPU: the second table is "
+    "older."
 )
 _WHY = (
     "vLLM launches a drafter without graphs kernel by kernel; meanwhile the GPU waits. The plugin's graphs replace "
@@ -99,7 +108,8 @@ def page(files: Sequence[Found], soaks: Sequence[Found], started: Sequence[Found
     names = ["vLLM", "model runner", "target", "drafter", "speedup with the plugin", "measured"]
     parts = [
         [_HEAD, "## What do clients see?", "", _linked(live(served)), ""],
-        ["## When the API server is the limit", "", paragraph(_API_SERVER), "", api_servers(served), ""],
+        ["## When the API server is the limit", "", paragraph(_API_SERVER), ""],
+        [paragraph(_MERGED), "", without_model(served), "", api_servers(served), ""],
         ["## Batches of one size", "", sides, "", *table(names, _gain_rows(cases)), "", _measured(cases), ""],
         [*_by_batch(cases), "", "![milliseconds a step, by batch size and side](benchmarks.svg)", ""],
         ["## Why, and why not", "", *_reasons(cases), ""],

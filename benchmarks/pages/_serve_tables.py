@@ -50,8 +50,8 @@ _COUNTED = {1: "one", 2: "two", 4: "four", 8: "eight"}
 
 
 def over_http(files: Sequence[Found]) -> list[Found]:
-    """Return the files whose requests vLLM's client sent to a server."""
-    return [file for file in _by_client(files) if _servers(file)]
+    """Return the files of servers with a GPU that vLLM's client called."""
+    return [file for file in _by_client(files) if _servers(file) and file.results["host"]["device"] != "cpu"]
 
 
 def _by_client(files: Sequence[Found]) -> list[Found]:
@@ -300,6 +300,25 @@ def api_servers(files: Sequence[Found]) -> str:
     names += [f"{name} {percentile}, ms" for name in ("TTFT", "TPOT") for percentile in ("P50", "P99")]
     lines = [line for alike in same.values() for line in _frontend_lines(alike)]
     return "\n".join(table([*names, "server CPU", "measured"], lines)) if lines else "Not measured yet."
+
+
+def without_model(files: Sequence[Found]) -> str:
+    """Return the table of API servers before an executor that computes nothing."""
+    names = ["vLLM", "clients", "tokens/s", "ratio", "TTFT P50, ms", "TPOT P50, ms", "ITL P99, ms", "measured"]
+    lines = []
+    for file in _by_client(files):
+        if file.results["host"]["device"] == "cpu":
+            for case in file.results["cases"]:
+                for before, after in _pairs(case, "stock", "patched"):
+                    load = _Load(file, before, after)
+                    speeds = [f"{side['tokens_per_second']['best']:.0f}" for side in (before, after)]
+                    latencies = [
+                        f"{before[name][at]:.0f} → {after[name][at]:.0f}"
+                        for name, at in (("ttft_ms", "p50"), ("tpot_ms", "p50"), ("itl_ms", "p99"))
+                    ]
+                    row = [file.vllm, str(before["concurrency"]), " → ".join(speeds), f"{load.speedup:.2f}"]
+                    lines.append([*row, *latencies, file.day])
+    return "\n".join(table(names, lines)) if lines else "Not measured yet."
 
 
 def _frontend_lines(files: Sequence[Found]) -> Iterator[list[str]]:

@@ -164,6 +164,18 @@ def test_a_load_is_seen_as_clients_see_it(cpu_host, tmp_path):
     assert sum(entry["ttft_tail"][part]["requests"] for part in ("burst", "steady")) == 6
 
 
+def test_a_load_needs_no_model(cpu_host, tmp_path):
+    module = pytest.importorskip("vllm_hwplugin_lab.bench.no_model")
+    executor = {"distributed_executor_backend": f"{module.__name__}.NoModel", "async_scheduling": False}
+    settings = dataclasses.replace(SERVED, method="none", k=(0,), api_server_count=0, vllm_arguments=executor)
+    (case,) = serve.load_cases(settings)
+    jobs = {"patched": serve.serve_job(0, "patched", settings, cpu_host, bench.find_checkpoints(None), tmp_path)}
+    outcome = measure(jobs, serve.serve_measurements(settings, PROMPTS), module=serve.MODULE)
+    entry = serve.load_entry(outcome.of("loaded", case.name))
+    assert (entry["requests"], entry["tokens"], entry["steps"]) == (6, 6 * 9, 0)
+    assert entry["tpot_ms"]["p50"] > 1e3 * module.STEP
+
+
 def test_a_server_that_runs_is_what_it_says_of_itself(cpu_host, tmp_path, monkeypatch):
     """Two API servers, as the command starts and measures them; then two runs of one load by their address."""
     pytest.importorskip("matplotlib")

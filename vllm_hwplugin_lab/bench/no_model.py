@@ -30,7 +30,10 @@ class NoModel(UniProcExecutor):  # type: ignore[misc]
         self._prompts: dict[str, int] = {}
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
-        """Return a token for each request whose prompt is computed, after `STEP` seconds."""
+        """Return tokens after `STEP` seconds.
+
+        One for each request whose prompt is computed.
+        """
         computed = dict(
             zip(
                 scheduler_output.scheduled_cached_reqs.req_ids,
