@@ -141,14 +141,17 @@ def _settle(
     states: Mapping[str, FeatureState],
     live: list[Fit],
 ) -> FeatureState:
-    if choice == "off":
-        return FeatureState(feature, "off", f"{feature.gate}=off")
+    off = FeatureState(feature, "off", f"{feature.gate}=off")
     if texts is None:
-        return FeatureState(feature, "refused", f"there is no {feature.target} that it could change")
+        missing = f"there is no {feature.target} that it could change"
+        return off if choice == "off" else FeatureState(feature, "refused", missing)
     result = fit(feature, texts, try_unlisted=try_unlisted)
     verdict = result.verdict
     if verdict.status in _SETTLED:
+        # Switched off or not, what requires it has it from vLLM.
         return FeatureState(feature, _SETTLED[verdict.status], verdict.reason, verdict)
+    if choice == "off":
+        return off
     unmet = [states[name] for name in feature.requires if states[name].state not in _SATISFIED]
     lacking = min(unmet, key=lambda state: state.state != "off", default=None)
     needs = "" if lacking is None else f"it requires {lacking.feature.id}, which is {lacking.state} ({lacking.reason})"
