@@ -214,6 +214,7 @@ def test_real_modules_run_what_their_source_says_imported_before_the_plugin_or_a
 BEHIND = """
     import asyncio, os, types
     from vllm_hwplugin.plugin import register
+    from vllm_hwplugin.base import run_records
     import vllm.engine.arg_utils
     register()
     from vllm import SamplingParams
@@ -262,7 +263,8 @@ BEHIND = """
         AsyncLLM._run_output_handler(server)
         found = await readers
         assert all(tokens == list(range(STEPS)) for _, tokens in found)
-        print(sum(count for count, _ in found), os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"])
+        noted = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE" in run_records.current().decisions
+        print(sum(count for count, _ in found), os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"], noted)
     asyncio.run(main())
 """
 
@@ -270,6 +272,6 @@ BEHIND = """
 @pytest.mark.slow
 def test_a_server_that_is_behind_writes_the_tokens_of_several_steps_at_once(real: Path, tmp_path: Path) -> None:
     """With more requests than vLLM handles before responses are written. A setting of the user stays."""
-    assert run(BEHIND, tmp_path / "cache") == "300 65536\n"
-    count, size = run(BEHIND, tmp_path / "cache", VLLM_V1_OUTPUT_PROC_CHUNK_SIZE="128").split()
-    assert (int(count) > 900, size) == (True, "128")
+    assert run(BEHIND, tmp_path / "cache") == "300 65536 True\n"
+    count, *facts = run(BEHIND, tmp_path / "cache", VLLM_V1_OUTPUT_PROC_CHUNK_SIZE="128").split()
+    assert (int(count) > 900, facts) == (True, ["128", "False"])

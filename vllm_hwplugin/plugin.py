@@ -79,7 +79,6 @@ def _hand_on_whole_steps() -> None:
     name, all_outputs = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "65536"
     if name not in os.environ:
         os.environ[name] = all_outputs
-        logging.getLogger("vllm.hwplugin").info(
-            "%s=%s (vLLM's default: 128): an API server that is behind writes fewer, longer responses",
-            *(name, all_outputs),
-        )
+        meaning = f"{all_outputs} (vLLM's default: 128): an API server that is behind writes fewer, longer responses"
+        run_records.note(name, meaning)
+        logging.getLogger("vllm.hwplugin").info("%s=%s", name, meaning)
