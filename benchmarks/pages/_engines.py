@@ -46,8 +46,9 @@ _MERGED = (
     "requests it writes a response for each step. The plugin sets vLLM's VLLM_V1_OUTPUT_PROC_CHUNK_SIZE to 65536, "
     "unless you set it (128 is vLLM's default). Unpatched vLLM → with the plugin: one API server, its engine and the "
     "client on two CPU cores, and an executor without a model, whose steps take 6 ms "
-    "(`vllm_hwplugin_lab.bench.no_model`). Answers have at most 256 tokens. Not measured on a GPU: the second table is "
-    "older."
+    "(`vllm_hwplugin_lab.bench.no_model`). Answers have at most 256 tokens. `--stream-interval 4` sends four tokens of "
+    "a request in each response, so one server keeps up with more requests on both sides, and at 256 is not behind. "
+    "Not measured on a GPU: the second table is older."
 )
 _WHY = (
     "vLLM launches a drafter without graphs kernel by kernel; meanwhile the GPU waits. The plugin's graphs replace "

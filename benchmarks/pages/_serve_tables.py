@@ -304,7 +304,7 @@ def api_servers(files: Sequence[Found]) -> str:
 
 def without_model(files: Sequence[Found]) -> str:
     """Return the table of API servers before an executor that computes nothing."""
-    names = ["vLLM", "clients", "tokens/s", "ratio", "TTFT P50, ms", "TPOT P50, ms", "ITL P99, ms", "measured"]
+    names = ["vLLM", "stream_interval", "clients", "tokens/s", "ratio", "TTFT P50, ms", "TPOT P50, ms", "ITL P99, ms"]
     lines = []
     for file in _by_client(files):
         if file.results["host"]["device"] == "cpu":
@@ -316,9 +316,10 @@ def without_model(files: Sequence[Found]) -> str:
                         f"{before[name][at]:.0f} → {after[name][at]:.0f}"
                         for name, at in (("ttft_ms", "p50"), ("tpot_ms", "p50"), ("itl_ms", "p99"))
                     ]
-                    row = [file.vllm, str(before["concurrency"]), " → ".join(speeds), f"{load.speedup:.2f}"]
-                    lines.append([*row, *latencies, file.day])
-    return "\n".join(table(names, lines)) if lines else "Not measured yet."
+                    interval = file.results["settings"]["vllm_arguments"].get("stream_interval", 1)
+                    row = [file.vllm, str(interval), str(before["concurrency"]), " → ".join(speeds)]
+                    lines.append([*row, f"{load.speedup:.2f}", *latencies, file.day])
+    return "\n".join(table([*names, "measured"], lines)) if lines else "Not measured yet."
 
 
 def _frontend_lines(files: Sequence[Found]) -> Iterator[list[str]]:
