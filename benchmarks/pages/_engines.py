@@ -47,7 +47,7 @@ _MERGED = (
     "unless you set it (128 is vLLM's default). Unpatched vLLM → with the plugin: one API server, its engine and the "
     "client on two CPU cores, and an executor without a model, whose steps take 6 ms "
     "(`vllm_hwplugin_lab.bench.no_model`). Answers have at most 256 tokens. `--stream-interval 4` sends four tokens of "
-    "a request in each response, so one server keeps up with more requests on both sides, and at 256 is not behind. "
+    "a request in each response, so one server keeps up with more requests, with and without the plugin. "
     "Not measured on a GPU: the second table is older."
 )
 _WHY = (
