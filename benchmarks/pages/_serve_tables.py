@@ -304,21 +304,31 @@ def api_servers(files: Sequence[Found]) -> str:
 
 def without_model(files: Sequence[Found]) -> str:
     """Return the table of API servers before an executor that computes nothing."""
-    names = ["vLLM", "stream_interval", "clients", "tokens/s", "ratio", "TTFT P50, ms", "TPOT P50, ms", "ITL P99, ms"]
-    lines = []
-    for file in _by_client(files):
-        if file.results["host"]["device"] == "cpu":
-            for case in file.results["cases"]:
-                for before, after in _pairs(case, "stock", "patched"):
-                    load = _Load(file, before, after)
-                    speeds = [f"{side['tokens_per_second']['best']:.0f}" for side in (before, after)]
-                    latencies = [
-                        f"{before[name][at]:.0f} → {after[name][at]:.0f}"
-                        for name, at in (("ttft_ms", "p50"), ("tpot_ms", "p50"), ("itl_ms", "p99"))
-                    ]
-                    interval = file.results["settings"]["vllm_arguments"].get("stream_interval", 1)
-                    row = [file.vllm, str(interval), str(before["concurrency"]), " → ".join(speeds)]
-                    lines.append([*row, f"{load.speedup:.2f}", *latencies, file.day])
+    shown = [("TTFT", "p50"), ("TTFT", "p99"), ("TPOT", "p50"), ("ITL", "p99")]
+    names = ["vLLM", "stream_interval", "clients", "tokens/s", "ratio"]
+    names += [f"{name} {percentile.upper()}, ms" for name, percentile in shown]
+    on_cpu = [file for file in _by_client(files) if file.results["host"]["device"] == "cpu"]
+    loads = [
+        _Load(file, *pair)
+        for file in on_cpu
+        for case in file.results["cases"]
+        for pair in _pairs(case, "stock", "patched")
+    ]
+    lines = [
+        [
+            load.file.vllm,
+            str(load.file.results["settings"]["vllm_arguments"].get("stream_interval", 1)),
+            str(load.before["concurrency"]),
+            " → ".join(f"{side['tokens_per_second']['best']:.0f}" for side in (load.before, load.after)),
+            f"{load.speedup:.2f}",
+            *(
+                " → ".join(f"{side[f'{name.lower()}_ms'][percentile]:.0f}" for side in (load.before, load.after))
+                for name, percentile in shown
+            ),
+            load.file.day,
+        ]
+        for load in loads
+    ]
     return "\n".join(table([*names, "measured"], lines)) if lines else "Not measured yet."
 
 
