@@ -11,7 +11,8 @@ from vllm_hwplugin.base.features import CAPTURE_SIZES, gate_of
 
 from . import loads
 from .loads import Engine, Load, Request
-from .test_model_runner_v2 import WITH_GRAPHS
+from .test_model_runner_v1 import GRAPHS as V1_GRAPHS
+from .test_model_runner_v2 import WITH_GRAPHS as V2_GRAPHS
 
 pytestmark = [pytest.mark.musa_sim, pytest.mark.engine]
 
@@ -27,15 +28,20 @@ REQUESTS = [
 LOAD = Load({**ENGINE.on_musa(), "compilation_config": GRAPHS}, REQUESTS, ceiling=OWN)
 
 
+@pytest.mark.parametrize(
+    ("graphs", "tail"),
+    [(V2_GRAPHS, "v2-tail-graph drafting"), (V1_GRAPHS, "v1-draft-phase drafting")],
+    ids=["V2", "V1"],
+)
 def test_every_decode_batch_has_graphs_of_target_and_tail(
-    musa_host: None, newest: tuple[str, Path], tmp_path: Path
+    graphs: dict[str, str], tail: str, musa_host: None, newest: tuple[str, Path], tmp_path: Path
 ) -> None:
     """Tokens and drafts are the same without the feature, and with it for prompts, too."""
-    off, mixed = ({**WITH_GRAPHS, gate_of(CAPTURE_SIZES): gate} for gate in ("off", "mixed"))
+    off, mixed = ({**graphs, gate_of(CAPTURE_SIZES): gate} for gate in ("off", "mixed"))
     expected, found = loads.run_both({"": LOAD}, off, mixed, tmp_path, newest)[""]
     loads.assert_same(expected, found)
     assert {len(step["scheduled"]) for step in found.steps} >= {3, 6}
-    without, with_it = (run.counted["v2-tail-graph drafting"] for run in (expected, found))
+    without, with_it = (run.counted[tail] for run in (expected, found))
     # Each step without a prompt.
     assert with_it.keys() == {"prompt", "served"}
     assert with_it["served"] > without["served"] + 8

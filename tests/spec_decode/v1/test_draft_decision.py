@@ -76,5 +76,6 @@ def test_the_largest_are_one_of_each_kind_and_one_of_few_requests() -> None:
 def test_what_a_first_pass_cannot_have_is_left_out(
     first: FirstPass, threshold: int | None, uniform: dict[int, tuple[int, ...]], mixed: tuple[int, ...]
 ) -> None:
-    keys = plan_keys(first, (8, 4, 16, 24), 3, 6, mixed=True, steps=True, decode_threshold=threshold)
+    sizes = (8, 4, 16, 24)
+    keys = plan_keys(first, sizes, 3, 6, mixed=sizes, steps=True, decode_threshold=threshold)
     assert keys == DraftKeys(uniform, mixed, 6)

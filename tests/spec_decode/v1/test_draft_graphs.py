@@ -115,8 +115,10 @@ def test_what_cannot_be_captured_leaves_the_drafter_to_vllm(
     assert reason in notes["draft-full-graph"] + notes.get("dflash-full-graph", "")
 
 
-def test_larger_decode_batches_of_the_target_bring_no_passes(vllm_here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each shape of them would have memory of its own, for batches whose GPU has work enough."""
+def test_the_largest_decode_batches_of_the_target_bring_no_passes(
+    vllm_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes would have memory of their own, for batches whose GPU has work enough."""
 
     def of_the_plugin(*arguments: Any, **settings: Any) -> Any:
         config = config_of(*arguments, **settings)
@@ -125,6 +127,7 @@ def test_larger_decode_batches_of_the_target_bring_no_passes(vllm_here: Any, mon
 
     config_of = engines.config_of
     monkeypatch.setattr(engines, "config_of", of_the_plugin)
+    monkeypatch.setattr(draft_decision, "MAX_NUM_REQS", 2)
     with both(vllm_here) as sides:
         assert captured(sides.both[1].runner.drafter) == {1: (1, 2), 3: (1, 2)}
 

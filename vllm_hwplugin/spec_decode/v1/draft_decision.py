@@ -22,7 +22,7 @@ from vllm.config import CUDAGraphMode
 
 from vllm_hwplugin.spec_decode.builders import refusing
 from vllm_hwplugin.spec_decode.capture_sizes import full_mixed_sizes, own_sizes
-from vllm_hwplugin.spec_decode.decode_batch import GraphShape, uniform_shape
+from vllm_hwplugin.spec_decode.decode_batch import MAX_NUM_REQS, GraphShape, uniform_shape
 from vllm_hwplugin.spec_decode.drafters import MASK_METHODS
 from vllm_hwplugin.spec_decode.obstacles import Part, builder_classes, why_not
 
@@ -158,13 +158,17 @@ def plan_at_capture(proposer: Any, target_mode: CUDAGraphMode, template: Any) ->
 
 def _planned(proposer: Any, target_mode: CUDAGraphMode, decode_threshold: int | None) -> DraftKeys | str:
     config, spec = proposer.vllm_config, proposer.speculative_config
+    compilation = config.compilation_config
+    sizes, own = tuple(compilation.cudagraph_capture_sizes or ()), tuple(own_sizes(compilation) or ())
+    # Not the target's largest sizes: a drafter's graphs have their own memory.
+    most = max(*own, MAX_NUM_REQS * (1 + spec.num_speculative_tokens))
+    has_mixed = target_mode.mixed_mode() == CUDAGraphMode.FULL or full_mixed_sizes(compilation)
     keys = plan_keys(
         first_pass_of(proposer),
-        # Not the larger sizes of the target's decode batches: a drafter's graphs have their own memory.
-        tuple(own_sizes(config.compilation_config) or ()),
+        tuple(size for size in sizes if size <= most),
         spec.num_speculative_tokens,
         config.scheduler_config.max_num_seqs,
-        mixed=target_mode.mixed_mode() == CUDAGraphMode.FULL or bool(full_mixed_sizes(config.compilation_config)),
+        mixed=own if has_mixed else (),
         steps=spec.num_speculative_tokens > 1 and not proposer.parallel_drafting,
         decode_threshold=decode_threshold,
     )
@@ -204,20 +208,20 @@ def plan_keys(
     num_speculative_tokens: int,
     max_num_seqs: int,
     *,
-    mixed: bool,
+    mixed: Sequence[int],
     steps: bool,
     decode_threshold: int | None,
 ) -> DraftKeys:
     """Return the target's shapes that the drafter's attention and buffers support.
 
     Args:
-        capture_sizes: the target's `cudagraph_capture_sizes`, in tokens.
-        mixed: whether the target has FULL graphs for batches that mix prefill and decode.
+        capture_sizes: sizes of the target's decode batches, in tokens.
+        mixed: sizes, in tokens, of batches that mix prefill and decode, if the target has FULL graphs of them.
         decode_threshold: the longest query that every attention backend treats as decode; None for no limit.
     """
     ladder = request_ladder(capture_sizes, 1 + num_speculative_tokens, max_num_seqs)
     uniform: dict[int, tuple[int, ...]] = {STEP_QUERY_LEN: ladder} if steps else {}
     if decode_threshold is None or first.query_len <= decode_threshold:
         uniform[first.query_len] = tuple(rung for rung in ladder if rung * first.query_len <= first.max_tokens)
-    sizes = sorted(size for size in capture_sizes if size <= first.max_tokens)
-    return DraftKeys(uniform, tuple(sizes) if mixed and not first.masks else (), max_num_seqs)
+    sizes = () if first.masks else tuple(sorted(size for size in mixed if size <= first.max_tokens))
+    return DraftKeys(uniform, sizes, max_num_seqs)
