@@ -62,10 +62,13 @@ class Found:
     def source(self) -> str:
         """The origin of the figures, in words."""
         host, commit = self.results["host"], self.results["commit"]
-        idle = ", other engines idle" if self.results["settings"].get("others_idle") else ""
+        settings = self.results["settings"]
+        idle = ", other engines idle" if settings.get("others_idle") else ""
+        seqs = (settings.get("vllm_arguments") or {}).get("max_num_seqs")
         return (
             f"{host['name']}, driver {host['driver']}, torch {host['torch']}, vLLM {host['vllm']}, vllm-hwplugin "
-            f"{self.results['plugin']} at `{commit}`, {self.day}{self.asked}{self.conditions}{idle}"
+            f"{self.results['plugin']} at `{commit}`, {self.day}{self.asked}"
+            f"{f', max_num_seqs={seqs}' if seqs else ''}{self.conditions}{idle}"
         )
 
     @property
@@ -77,14 +80,17 @@ class Found:
 
     @property
     def asked(self) -> str:
-        """Engine arguments of the run, to append to the target."""
+        """Engine arguments of the run, to append to the target.
+
+        Without `max_num_seqs`: if it is not named, it is the largest number of requests.
+        """
         arguments = self.results["settings"].get("vllm_arguments") or {}
         named = {
             inner: content
             for name, value in arguments.items()
             for inner, content in (value if isinstance(value, dict) else {name: value}).items()
         }
-        return "".join(f", {name}={value}" for name, value in named.items())
+        return "".join(f", {name}={value}" for name, value in named.items() if name != "max_num_seqs")
 
 
 def read_all(folder: Path, kind: str) -> list[Found]:

@@ -131,8 +131,9 @@ def first_screen(files: Sequence[Found]) -> tuple[str, str]:
         for (name, runner), loads in shown.items()
     ]
     entries = [(*row, at, load) for row, loads in shown.items() for at, load in loads.items()]
-    # A figure to lead with is of several rounds, in which requests did not queue in the API server.
-    sure = [entry for entry in entries if entry[3].before["rounds"] > 1 and not entry[3].is_full] or entries
+    # A figure to lead with is of V2, vLLM's default, and of rounds in which requests did not queue in the API server.
+    several = [entry for entry in entries if entry[3].before["rounds"] > 1 and not entry[3].is_full]
+    sure = [entry for entry in several if entry[1] == "V2"] or entries
     name, _, requests, best = max(sure, key=lambda entry: entry[3].speedup)
     gpus = _COUNTED[_gpus(best.file.results["settings"])]
     headline = (
@@ -292,7 +293,8 @@ def _without(case: Mapping[str, Any]) -> str:
 def api_servers(files: Sequence[Found]) -> str:
     """Return the table of loads that several numbers of API servers got."""
     same: dict[tuple[str, ...], list[Found]] = {}
-    for file in sorted(_by_client(files), key=lambda file: str(file.results["date"])):
+    plain = [file for file in _by_client(files) if not file.results["settings"]["patched_environment"]]
+    for file in sorted(plain, key=lambda file: str(file.results["date"])):
         settings = file.results["settings"]
         key = (file.vllm, _target(settings) + file.asked, settings["method"], _prompts(settings), file.device)
         same.setdefault(key, []).append(file)

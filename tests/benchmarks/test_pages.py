@@ -12,7 +12,7 @@ from vllm_hwplugin_lab.bench import read_results
 from vllm_hwplugin_lab.bench.table import rows
 
 ENGINES = "benchmarks/results/engines-h200-vllm-0.26.0-eagle3-0.6b.json"
-SERVED = "benchmarks/results/serve-h200-vllm-0.33.0-eagle3-0.6b-256.json"
+SERVED = "benchmarks/results/serve-h200-vllm-0.33.0-eagle3-8b.json"
 STARTS = "benchmarks/results/starts-h200-vllm-0.33.0-0.6b.json"
 
 
@@ -50,14 +50,14 @@ def readme_rows(tree):
 
 def test_readme_has_the_newest_vllm_on_a_machine_with_one_load(tree):
     """A row joins a target's files; a loss where the API server is the limit is marked."""
-    row = "Qwen3-0.6B, Eagle3 k=3 (V2)"
+    row = "Qwen3-8B, Eagle3 k=3 (V2)"
     before = readme_rows(tree)
     assert all("×" in cell for cell in before[row][:5])
-    assert before[row][4].endswith("(5.96 / 6.65)*")
+    assert before["Qwen3-0.6B, Eagle3 k=3 (V2)"][4].endswith("(2.02 / 1.17)*")
     assert not [name for name in before if "gpt-oss" in name], "measured next to another load"
     # Of another target, and not of the newest vLLM.
     for name, vllm in (("other", "0.33.0"), ("older", "0.32.0")):
-        copy = tree / SERVED.replace("0.6b", name)
+        copy = tree / SERVED.replace("8b", name)
         copy.write_text((tree / SERVED).read_text())
 
         def measured(results, name=name, vllm=vllm):
@@ -67,8 +67,8 @@ def test_readme_has_the_newest_vllm_on_a_machine_with_one_load(tree):
         change(copy, measured)
     after = readme_rows(tree)
     assert after.keys() - before.keys() == {"other, Eagle3 k=3 (V2)"}
-    assert after["other, Eagle3 k=3 (V2)"][:3] == ["-", "-", before[row][2]]
-    change(tree / SERVED.replace("0.6b", "other"), lambda results: results.update(conditions="busy host"))
+    assert after["other, Eagle3 k=3 (V2)"][:5] == ["-", *before[row][1:4], "-"]
+    change(tree / SERVED.replace("8b", "other"), lambda results: results.update(conditions="busy host"))
     assert readme_rows(tree) == before
 
 
