@@ -84,7 +84,12 @@ def leave_graphs(worker: Any) -> int:
     if not estimated or not envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS:
         return copied
     compilation = worker.vllm_config.compilation_config
-    logger.warning("the graphs that only the plugin captures are left out: %s", TOO_SMALL)
+    # Much more than graphs take is what another process took meanwhile: vLLM measures the device's free memory.
+    logger.warning(
+        "the graphs that only the plugin captures are left out: %s (all graphs together: %.2f GiB estimated)",
+        TOO_SMALL,
+        estimated / 2**30,
+    )
     vars(worker.vllm_config)[GRAPHS_LEFT] = True
     if has_sizes(compilation):
         leave_to_vllm(compilation)
