@@ -14,7 +14,7 @@ from vllm_hwplugin_lab.bench.table import Row, comparisons, rows, sides_of
 
 from ._read import Found
 
-DRAFTER_NAMES = {"eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark", "mtp": "MTP"}
+DRAFTER_NAMES = {"eagle": "Eagle", "eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark", "mtp": "MTP"}
 _ORDER = (*SHAPES, TINY)
 
 

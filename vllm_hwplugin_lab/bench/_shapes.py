@@ -15,7 +15,7 @@ from packaging.version import Version
 #: Instead of a method: no speculation.
 NO_DRAFTS: Final = "none"
 #: The methods that some shape has a drafter for, and `NO_DRAFTS`.
-METHODS: Final = ("eagle3", "dflash", "dspark", "mtp", "draft_model", NO_DRAFTS)
+METHODS: Final = ("eagle", "eagle3", "dflash", "dspark", "mtp", "draft_model", NO_DRAFTS)
 #: Vocabulary of the Eagle3 drafter, as in published drafters for Qwen3.
 DRAFT_VOCABULARY = 32000
 _POSITIONS = 4096
@@ -27,7 +27,7 @@ _ELEMENT = 2
 #: The first supported vLLM.
 _ALWAYS: Final = Version("0.20.0")
 #: The drafters of a Qwen3 without images, and the first vLLM that has each.
-_QWEN3_DRAFTERS: Final = {"eagle3": _ALWAYS, "dflash": _ALWAYS, "dspark": Version("0.25.0")}
+_QWEN3_DRAFTERS: Final = {**dict.fromkeys(("eagle", "eagle3", "dflash"), _ALWAYS), "dspark": Version("0.25.0")}
 #: The first vLLM whose Model Runner V2 runs hybrids (`_get_v2_model_runner_unsupported_features` of its config).
 _HYBRIDS_ON_V2: Final = Version("0.23.0")
 
@@ -497,8 +497,8 @@ def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[
 
     Args:
         shape: The target. The drafter has its layer sizes, except with `draft_model`.
-        method: `eagle3` (one layer), `dflash` and `dspark` (five layers), `draft_model` (Qwen3-0.6B), `mtp` or
-            `NO_DRAFTS`.
+        method: `eagle` and `eagle3` (one layer), `dflash` and `dspark` (five layers), `draft_model` (Qwen3-0.6B),
+            `mtp` or `NO_DRAFTS`.
         block: Positions that DFlash was trained on: 1 + the drafted tokens.
     """
     target = folder / "target"
@@ -518,15 +518,19 @@ def write_configs(shape: Shape, folder: Path, method: str, block: int) -> tuple[
         return target, drafter
     last = shape.layers - 1
     after = [2, shape.layers // 2, last - 2] if shape.layers > 6 else [last - 2, last - 1, last]
-    if method == "eagle3":
+    if method in ("eagle", "eagle3"):
         config = _drafter(shape, 1) | {
-            "architectures": ["LlamaForCausalLMEagle3"],
+            "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "draft_vocab_size": min(DRAFT_VOCABULARY, shape.vocabulary),
             "mlp_bias": False,
             "pretraining_tp": 1,
-            "eagle_aux_hidden_state_layer_ids": after,
         }
+        if method == "eagle3":
+            config |= {
+                "architectures": ["LlamaForCausalLMEagle3"],
+                "draft_vocab_size": min(DRAFT_VOCABULARY, shape.vocabulary),
+                "eagle_aux_hidden_state_layer_ids": after,
+            }
     else:
         config = _drafter(shape, _DFLASH_LAYERS) | {
             "architectures": ["DFlashDraftModel"],

@@ -17,6 +17,7 @@ from vllm_hwplugin_lab.bench.plan import ALL_SIDES, Case, Settings, check, job_f
 DRAFTERS = [(name, method) for name, shape in SHAPES.items() for method in shape.methods]
 #: What vLLM makes of the drafter's config.
 DRAFT = {
+    "eagle": ("LlamaForCausalLM", "llama"),
     "eagle3": ("LlamaForCausalLMEagle3", "llama"),
     "dflash": ("DFlashDraftModel", "qwen3"),
     "dspark": ("Qwen3DSparkModel", "qwen3"),
