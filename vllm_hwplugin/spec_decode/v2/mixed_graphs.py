@@ -9,8 +9,8 @@ them. This module gives vLLM's graph managers both kinds. Capture, padding and r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 from zlib import crc32
 
@@ -50,6 +50,44 @@ SIZES_OF_MANY: Final = tuple(
 _FLASH_2_GRID: Final = 1 << 15
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """The graphs of a runner.
+
+    Attributes:
+        most: requests of a graph, at most, if it has enough tokens.
+        held: tokens of a graph -> requests, ascending.
+        many: the same for graphs of more than `MAX_NUM_REQS` requests.
+        longest: tokens of a request, at most; None for any number.
+        grid: tokens × requests of a graph, at most; None for any number.
+        delta_rules: builders of gated delta rules.
+        keeps_pieces: whether vLLM's PIECEWISE graphs are still needed.
+    """
+
+    most: int
+    held: Mapping[int, int]
+    many: Mapping[int, int]
+    longest: int | None
+    grid: int | None
+    delta_rules: Sequence[Any]
+    keeps_pieces: bool
+
+    def graphs(self, reqs: Mapping[int, int]) -> list[BatchExecutionDescriptor]:
+        # Before 0.28 no graph bounds the tokens of a request.
+        bounds = {size: {} if self.longest is None else {"max_query_len": min(size, self.longest)} for size in reqs}
+        return [
+            BatchExecutionDescriptor(cg_mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=count, **bounds[size])
+            for size, count in reqs.items()
+        ]
+
+    @property
+    def in_words(self) -> str:
+        more = f", and {self.grid} tokens × requests over FlashAttention 2" if self.grid else ""
+        more += f", and {self.longest} tokens per request over MLA" if self.longest else ""
+        more += f"; {len(self.many)} of at most {max(self.many)} tokens for more requests" if self.many else ""
+        return f"{len(self.held)} shapes of at most {max(self.held)} tokens and {self.most} requests{more}"
+
+
 def add_mixed_graphs(runner: Any) -> None:
     """Have target and drafter also capture FULL graphs for any batch.
 
@@ -76,7 +114,6 @@ def add_mixed_graphs(runner: Any) -> None:
     largest_size: int = runner.compilation_config.max_cudagraph_capture_size or 0
     # A capture's requests share its tokens, and may not be longer than their block tables.
     most_tokens = min(runner.max_num_tokens, largest_size, most * runner.max_model_len)
-    sizes = [*(size for size in SIZES if size < most_tokens), most_tokens]
     beyond = Beyond.STAGES | Beyond.DATA_PARALLEL
     if getattr(runner.vllm_config.parallel_config, "enable_elastic_ep", False):
         # A rank that joins captures while the others serve.
@@ -88,74 +125,71 @@ def add_mixed_graphs(runner: Any) -> None:
             # vLLM has estimated their memory, and it does not suffice.
             set_mixed_graphs(runner.compilation_config, {})
         return
-    groups = (group for groups in runner.attn_groups for group in groups)
-    over_flash_2 = any(2 in flash_versions(group, runner.compilation_config) for group in groups)
-    grid = _FLASH_2_GRID if over_flash_2 else None
-    builders = list(builders_of(runner.attn_groups))
-    delta_rules = [builder for builder in builders if is_delta_rule(builder)]
-    most_prompts = None
-    if delta_rules:
-        # It needs parts of vLLM that 0.31 has not.
-        from vllm_hwplugin.spec_decode.v2 import delta_rule
-
-        most_prompts = delta_rule.MOST_PROMPTS
-    if runner.dp_size > 1:
-        # Ranks of data parallelism agree on tokens, and each looks for the graph by its own requests: a graph takes as
-        # many as a batch of its tokens may have, so that all find the same.
-        most = runner.max_num_reqs
-        sizes = [size for size in sizes if not grid or min(size, most) <= grid // size]
-    # None for any number of tokens of a request.
-    longest = min(filter(None, map(longest_as_decode, builders)), default=None)
-    if longest is not None:
-        # More tokens need a longer request.
-        sizes = [size for size in sizes if size <= longest * most]
-    held = {size: min(size, most, grid // size if grid else most) for size in sizes}
-    if delta_rules:
-        held = {size: min(reqs, delta_rule.most_requests(size, runner.decode_query_len)) for size, reqs in held.items()}
-    keeps_pieces = runner.supports_mm_inputs or bool(delta_rules) or longest is not None
-    many: dict[int, int] = {}
-    if runner.max_num_reqs > most and not (keeps_pieces or grid):
-        bound = min(most_tokens, launch_tokens(runner.vllm_config))
-        rows = min(runner.max_num_reqs, MOST_REQS)
-        many = {size: min(size, rows) for size in (*SIZES_OF_MANY, most_tokens) if most < size <= bound}
-    graphs, larger = (
-        [
-            BatchExecutionDescriptor(
-                cg_mode=CUDAGraphMode.FULL,
-                num_tokens=size,
-                num_reqs=num_reqs,
-                # Before 0.28 no graph bounds the tokens of a request.
-                **({} if longest is None else {"max_query_len": min(size, longest)}),
-            )
-            for size, num_reqs in reqs.items()
-        ]
-        for reqs in (held, many)
-    )
+    plan = _planned(runner, most, most_tokens)
+    graphs, larger = plan.graphs(plan.held), plan.graphs(plan.many)
     if not same_on_stages(crc32(repr(graphs + larger).encode())):
         report_unused(V2_MIXED_GRAPHS, _STOCK, "layers of another stage of the pipeline need other graphs")
         return
     # With LoRA a draft may share adapted layers with the target, and its graphs hold one number of adapters.
     shares_first_pass = type(runner.speculator).__name__ in SHARED_FIRST_PASS and runner.lora_config is None
     for offered in (graphs, larger):
-        _offer(runner.cudagraph_manager, offered, spare=1 if delta_rules else 0)
+        _offer(runner.cudagraph_manager, offered, spare=1 if plan.delta_rules else 0)
         if shares_first_pass:
             # Its batch is padded to the target's graph.
             _offer(runner.speculator.prefill_cudagraph_manager, offered)
-    dispatch = MixedDispatch.of(runner) or MixedDispatch(runner)
-    dispatch.attach(shares_first_pass, most_prompts, longest is not None)
-    for builder in delta_rules:
-        delta_rule.attach(builder, sizes[-1], max(held.values()), dispatch.replays)
-    vars(runner.compilation_config)[KEEPS_PIECES] = keeps_pieces
+    _attach(runner, plan, shares_first_pass)
+    vars(runner.compilation_config)[KEEPS_PIECES] = plan.keeps_pieces
     shapes: dict[int, dict[int, int]] = {}
     for desc in (*graphs, *larger):
-        shapes.setdefault(desc.num_tokens, {})[desc.num_reqs] = min(desc.num_tokens, longest or desc.num_tokens)
+        shapes.setdefault(desc.num_tokens, {})[desc.num_reqs] = min(desc.num_tokens, plan.longest or desc.num_tokens)
     set_mixed_graphs(runner.compilation_config, shapes)
-    more = f", and {grid} tokens × requests over FlashAttention 2" if grid else ""
-    more += f", and {longest} tokens per request over MLA" if longest else ""
-    more += f"; {len(larger)} of at most {max(many)} tokens for more requests" if many else ""
-    run_records.note(V2_MIXED_GRAPHS, f"{len(graphs)} shapes of at most {sizes[-1]} tokens and {most} requests{more}")
+    run_records.note(V2_MIXED_GRAPHS, plan.in_words)
     for feature in (V2_MIXED_GRAPHS, BACKPORT_MIXED_GRAPHS):
         run_records.use(feature, True)
+
+
+def _planned(runner: Any, most: int, most_tokens: int) -> _Plan:
+    sizes = [*(size for size in SIZES if size < most_tokens), most_tokens]
+    groups = (group for groups in runner.attn_groups for group in groups)
+    over_flash_2 = any(2 in flash_versions(group, runner.compilation_config) for group in groups)
+    grid = _FLASH_2_GRID if over_flash_2 else None
+    builders = list(builders_of(runner.attn_groups))
+    if runner.dp_size > 1:
+        # Ranks of data parallelism agree on tokens, and each looks for the graph by its own requests: a graph takes as
+        # many as a batch of its tokens may have, so that all find the same.
+        most = runner.max_num_reqs
+        sizes = [size for size in sizes if not grid or min(size, most) <= grid // size]
+    longest = min(filter(None, map(longest_as_decode, builders)), default=None)
+    if longest is not None:
+        # More tokens need a longer request.
+        sizes = [size for size in sizes if size <= longest * most]
+    held = {size: min(size, most, grid // size if grid else most) for size in sizes}
+    delta_rules = [builder for builder in builders if is_delta_rule(builder)]
+    if delta_rules:
+        # It needs parts of vLLM that 0.31 has not.
+        from vllm_hwplugin.spec_decode.v2.delta_rule import most_requests
+
+        held = {size: min(reqs, most_requests(size, runner.decode_query_len)) for size, reqs in held.items()}
+    keeps_pieces = runner.supports_mm_inputs or bool(delta_rules) or longest is not None
+    many: dict[int, int] = {}
+    if runner.max_num_reqs > most and not (keeps_pieces or grid):
+        bound = min(most_tokens, launch_tokens(runner.vllm_config))
+        rows = min(runner.max_num_reqs, MOST_REQS)
+        many = {size: min(size, rows) for size in (*SIZES_OF_MANY, most_tokens) if most < size <= bound}
+    return _Plan(most, held, many, longest, grid, delta_rules, keeps_pieces)
+
+
+def _attach(runner: Any, plan: _Plan, shares_first_pass: bool) -> None:
+    """Have vLLM's dispatch, and builders of gated delta rules, know the graphs."""
+    dispatch = MixedDispatch.of(runner) or MixedDispatch(runner)
+    if not plan.delta_rules:
+        dispatch.attach(shares_first_pass, None, plan.longest is not None)
+        return
+    from vllm_hwplugin.spec_decode.v2 import delta_rule
+
+    dispatch.attach(shares_first_pass, delta_rule.MOST_PROMPTS, plan.longest is not None)
+    for builder in plan.delta_rules:
+        delta_rule.attach(builder, max(plan.held), max(plan.held.values()), dispatch.replays)
 
 
 def _offer(manager: Any, graphs: Sequence[Any], spare: int = 0) -> None:
