@@ -46,6 +46,7 @@ TESTS: Final = (
     "test_shapes.py::test_v2[MLA]",
     "test_shapes.py::test_v1[hybrid]",
     "test_v1_graphs.py::test_more_graphs_change_nothing[eagle3-FULL_AND_PIECEWISE-True]",
+    "test_v1_graphs.py::test_graphs_serve_256_concurrent_requests",
     "test_v1_graphs.py::test_nor_do_full_graphs_of_mixed_batches[eagle3]",
     "test_mixed_graphs.py",
     "test_sampled_tokens.py",

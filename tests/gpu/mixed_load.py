@@ -131,3 +131,26 @@ def compare(made: Load, folder: Path, runner: str, graphs: Collection[str]) -> R
     assert set(graphs) <= set(found.used)
     assert expected.accepted()[1] > 0
     return expected
+
+
+def serve_256(folder: Path, runner: str, graphs: Collection[str], **more: Any) -> Run:
+    """Have 256 requests decode at the same time, with vLLM's own capture sizes and one long context among short ones.
+
+    A padded batch may round its logits otherwise, so a few texts may part at a tie.
+
+    Returns:
+        The run with `graphs`.
+    """
+    made = {**options("eagle3", "FULL_AND_PIECEWISE"), "max_model_len": 2048, "max_num_batched_tokens": 4096, **more}
+    del made["num_gpu_blocks_override"], made["compilation_config"]["cudagraph_capture_sizes"]
+    load = Load({**made, "max_num_seqs": 256}, loads.crowd(256))
+    runs = run_each(load, folder, runner, {"off": {}, "on": dict.fromkeys(graphs, "on")}, graphs)
+    expected, found = runs["off"], runs["on"]
+    assert max(found.widths()) == 256
+    parts = [part for part in found.counted if part.endswith((" sampling", " drafting", " inputs"))]
+    assert parts
+    assert not [part for part in parts if "larger_batch" in found.counted[part]], found.counted
+    names = expected.answers.keys()
+    same = [name for name in names if expected.answers[name]["tokens"] == found.answers[name]["tokens"]]
+    assert len(same) > 0.95 * len(names)
+    return found

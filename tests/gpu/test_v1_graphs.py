@@ -11,7 +11,7 @@ import torch
 from ..musa_sim import loads
 from ..musa_sim.loads import Load
 from .engines import needs
-from .mixed_load import CASES, METHODS, compare, options, run_each
+from .mixed_load import CASES, METHODS, compare, options, run_each, serve_256
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -24,6 +24,12 @@ def test_more_graphs_change_nothing(method: str, mode: str, sleeps: bool, tmp_pa
     made = {**options(method, mode), "async_scheduling": True, "enable_sleep_mode": sleeps}
     load = [*loads.mixed(), *loads.two_alone()]
     assert compare(Load(made, load, sleeps), tmp_path, "V1", GRAPHS).preempted
+
+
+def test_graphs_serve_256_concurrent_requests(tmp_path: Path) -> None:
+    features = [*GRAPHS, "draft-full-graph", "draft-loop-graph"]
+    drafting = serve_256(tmp_path, "V1", features, async_scheduling=True).counted["v1-draft-phase drafting"]
+    assert drafting["served"] > 0.9 * (sum(drafting.values()) - drafting["prompt"])
 
 
 @pytest.mark.parametrize("method", METHODS)
