@@ -120,8 +120,8 @@ def first_screen(files: Sequence[Found]) -> tuple[str, str]:
                         rows.setdefault((name, "V2" if stock == "mrv2" else "V1"), {})[at] = _Load(file, before, after)
     if not rows:
         return ("What clients of a server see was not measured.",) * 2
-    # Of more targets, those that were measured at most concurrencies.
-    shown = dict(sorted(rows.items(), key=lambda row: -len(row[1]))[:_MOST_TARGETS])
+    # Of more targets, those that were measured at most concurrencies; by name, so that a target's rows are together.
+    shown = dict(sorted(sorted(rows.items(), key=lambda row: -len(row[1]))[:_MOST_TARGETS], key=lambda row: row[0]))
     lines = [
         [
             f"{name} ({runner})",
