@@ -78,6 +78,11 @@ def no_template(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(draft_full_graph, "plan_at_capture", lambda proposer, mode, _: plan(proposer, mode, None))
 
 
+def no_size(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(draft_decision, "own_sizes", lambda _: None)
+    patch.setattr(draft_decision, "MAX_NUM_REQS", 0)
+
+
 def short_table(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(draft_decision, "rows_held", lambda table: LADDER[-1] - 1)
 
@@ -94,6 +99,7 @@ def causal_only(patch: pytest.MonkeyPatch) -> None:
     ("prepare", "blocks", "reason"),
     [
         (no_template, False, "no attention metadata for the drafter's KV-cache group"),
+        (no_size, False, "no capture size holds a whole batch of the drafter"),
         (short_table, False, "the largest graph has 4 rows, and the drafter's block table holds 3"),
         (planned_on_the_host, False, "FlexAttentionMetadataBuilder: each build makes its block mask again"),
         (causal_only, True, "non-causal attention (FlashInferMetadataBuilder"),

@@ -161,7 +161,7 @@ def _planned(proposer: Any, target_mode: CUDAGraphMode, decode_threshold: int | 
     compilation = config.compilation_config
     sizes, own = tuple(compilation.cudagraph_capture_sizes or ()), tuple(own_sizes(compilation) or ())
     # Not the target's largest sizes: a drafter's graphs have their own memory.
-    most = max(*own, MAX_NUM_REQS * (1 + spec.num_speculative_tokens))
+    most = max((*own, MAX_NUM_REQS * (1 + spec.num_speculative_tokens)))
     has_mixed = target_mode.mixed_mode() == CUDAGraphMode.FULL or full_mixed_sizes(compilation)
     keys = plan_keys(
         first_pass_of(proposer),
