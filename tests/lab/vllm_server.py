@@ -18,6 +18,7 @@ class Stand:
         version: of vLLM; None: an old server without the page.
         drafted: tokens a step; None: a server without speculation.
         plugin: outcome -> share of 100 steps that each request takes; None: no counter of the plugin.
+        cpu: seconds that the process computes for each request; None: no counter of them.
         seconds: of each answer.
         answers: whether requests get any.
     """
@@ -25,6 +26,7 @@ class Stand:
     version: str | None = "0.31.0"
     drafted: int | None = 3
     plugin: dict[str, int] | None = None
+    cpu: float | None = None
     seconds: float = 0.0
     answers: bool = True
     requests: int = 0
@@ -49,6 +51,8 @@ class Stand:
                     for at in range(self.drafted)
                 ),
             ]
+        if self.cpu is not None:
+            lines += ["# TYPE process_cpu_seconds counter", f"process_cpu_seconds_total {7 + self.cpu * self.requests}"]
         if self.plugin is not None:
             lines.append("# TYPE vllm:hwplugin_steps counter")
             for outcome, steps in self.plugin.items():

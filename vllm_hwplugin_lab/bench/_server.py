@@ -149,7 +149,10 @@ class RunningServer(Server):
         return {}
 
     def totals(self) -> dict[str, Any]:
-        return _counts(_metrics(self.url))
+        metrics = _metrics(self.url)
+        # prometheus_client's own counter. Several API servers share their metrics, and have none.
+        cpu = {sample.name: sample.value for sample in metrics if sample.name == "process_cpu_seconds_total"}
+        return {**_counts(metrics), "cpu": cpu}
 
     def said(self) -> dict[str, Any]:
         """Return the server's state, as read over HTTP.

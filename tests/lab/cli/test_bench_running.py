@@ -66,7 +66,7 @@ def run(monkeypatch):
     ("stand", "said"),
     [
         (
-            Stand(plugin={"served": 75, "prompt": 25}),
+            Stand(plugin={"served": 75, "prompt": 25}, cpu=0.005),
             {
                 "vllm": "0.31.0",
                 "prefix_caching": False,
@@ -94,6 +94,7 @@ def test_results_hold_what_was_sent_and_what_the_server_says(run, tmp_path, stan
     assert found["settings"].items() >= settings.items()
     assert found["client"].keys() >= {"vllm", "vllm-hwplugin"}
     load = entry["loads"]["4 at once, temperature 0"]
+    assert load["cpu"].get("server") == (None if stand.cpu is None else pytest.approx(0.5))
     assert (load["requests"], load["drafts"], load["gpu_busy"]) == (24, 24 if said["drafted"] else 0, 0.5)
     shown = page.read_text()
     assert ["on, served 75%" in text for text in (result.output, shown)] == [said["plugin"] is not None] * 2
