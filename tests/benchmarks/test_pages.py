@@ -72,6 +72,16 @@ def test_readme_has_the_newest_vllm_on_a_machine_with_one_load(tree):
     assert readme_rows(tree) == before
 
 
+def test_the_first_figure_is_of_the_model_runner_that_vllm_chooses(tree):
+    def faster(results):
+        for load in results["cases"][0]["sides"]["patched"]["loads"].values():
+            load["tokens_per_second"]["best"] *= 10
+
+    before = pages(tree)["README.md"].partition("the tokens/s of unpatched vLLM")[0]
+    change(tree / SERVED.replace("8b", "0.6b-v1"), faster)
+    assert pages(tree)["README.md"].partition("the tokens/s of unpatched vLLM")[0] == before
+
+
 def test_readme_has_the_newest_start_of_each_engine(tree):
     """Of the newest vLLM, whatever an older file of the same engine says."""
 
