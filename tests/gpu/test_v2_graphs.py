@@ -50,7 +50,8 @@ def test_more_graphs_change_nothing(method: str, mode: str, sleeps: bool, tmp_pa
 
 
 def test_graphs_serve_256_concurrent_requests(tmp_path: Path) -> None:
-    found = serve_256(tmp_path, "V2", graphs("eagle3"))
+    paths = ("v2-tail-graph sampling", "v2-tail-graph drafting", "v2-step-inputs inputs")
+    found = serve_256(tmp_path, "V2", graphs("eagle3"), paths)
     assert found.counted["v2-tail-graph sampling"]["served"] > 0.9 * len(found.steps)
 
 
