@@ -133,7 +133,7 @@ def first_screen(files: Sequence[Found]) -> tuple[str, str]:
     entries = [(*row, at, load) for row, loads in shown.items() for at, load in loads.items()]
     # A figure to lead with is of V2, vLLM's default, and of rounds in which requests did not queue in the API server.
     several = [entry for entry in entries if entry[3].before["rounds"] > 1 and not entry[3].is_full]
-    sure = [entry for entry in several if entry[1] == "V2"] or entries
+    sure = [entry for entry in several if entry[1] == "V2"] or several or entries
     name, _, requests, best = max(sure, key=lambda entry: entry[3].speedup)
     gpus = _COUNTED[_gpus(best.file.results["settings"])]
     headline = (

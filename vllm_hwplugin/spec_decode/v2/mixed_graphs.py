@@ -180,7 +180,7 @@ def _planned(runner: Any, most: int, most_tokens: int) -> _Plan:
 
 
 def _attach(runner: Any, plan: _Plan, shares_first_pass: bool) -> None:
-    """Have vLLM's dispatch, and builders of gated delta rules, know the graphs."""
+    """Tell vLLM's dispatch, and builders of delta rules, of the graphs."""
     dispatch = MixedDispatch.of(runner) or MixedDispatch(runner)
     if not plan.delta_rules:
         dispatch.attach(shares_first_pass, None, plan.longest is not None)
