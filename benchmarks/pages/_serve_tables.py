@@ -249,6 +249,8 @@ def features(files: Sequence[Found], variable: str) -> str:
         )
         for case in file.results["cases"]:
             target = f"{_target(settings)}, {_drafter(file, case)}{f', `{more}`' if more else ''}"
+            if length := settings["acceptance_length"]:
+                target += f", {length} tokens per step"
             loads = [_Load(file, *both) for both in _pairs(case, _without(case), "mrv2-patched")]
             for load in sorted(loads, key=lambda load: load.before["concurrency"] or math.inf):
                 ratios = (load.speedup, load.ratio("itl_ms"), load.ratio("ttft_ms"), load.ratio("ttft_ms", "p99"))
