@@ -64,7 +64,7 @@ class Found:
         host, commit = self.results["host"], self.results["commit"]
         settings = self.results["settings"]
         idle = ", other engines idle" if settings.get("others_idle") else ""
-        seqs = (settings.get("vllm_arguments") or {}).get("max_num_seqs")
+        seqs = self._arguments.get("max_num_seqs")
         return (
             f"{host['name']}, driver {host['driver']}, torch {host['torch']}, vLLM {host['vllm']}, vllm-hwplugin "
             f"{self.results['plugin']} at `{commit}`, {self.day}{self.asked}"
@@ -84,13 +84,16 @@ class Found:
 
         Without `max_num_seqs`: if it is not named, it is the largest number of requests.
         """
-        arguments = self.results["settings"].get("vllm_arguments") or {}
         named = {
             inner: content
-            for name, value in arguments.items()
+            for name, value in self._arguments.items()
             for inner, content in (value if isinstance(value, dict) else {name: value}).items()
         }
         return "".join(f", {name}={value}" for name, value in named.items() if name != "max_num_seqs")
+
+    @property
+    def _arguments(self) -> Mapping[str, Any]:
+        return self.results["settings"].get("vllm_arguments") or {}
 
 
 def read_all(folder: Path, kind: str) -> list[Found]:

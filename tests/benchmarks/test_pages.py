@@ -82,6 +82,15 @@ def test_the_first_figure_is_of_the_model_runner_that_vllm_chooses(tree):
     assert pages(tree)["README.md"].partition("the tokens/s of unpatched vLLM")[0] == before
 
 
+def test_a_feature_row_has_the_acceptance_that_was_set(tree):
+    """Otherwise rows with few and with many accepted drafts look alike."""
+    name, words = "docs/draft-schedule.md", "2.7 tokens per step"
+    assert words not in pages(tree)[name]
+    file = tree / SERVED.replace("8b", "8b-draft-schedule-accepted")
+    change(file, lambda results: results["settings"].update(acceptance_length=2.7))
+    assert words in pages(tree)[name]
+
+
 def test_readme_has_the_newest_start_of_each_engine(tree):
     """Of the newest vLLM, whatever an older file of the same engine says."""
 
