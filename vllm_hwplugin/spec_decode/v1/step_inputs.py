@@ -2,11 +2,13 @@
 """Make a V1 decode step's inputs from the inputs of the step before, by one CUDA graph.
 
 V1 makes each batch again: two dozen copies to the device, as many kernels, index arrays by the token, attention
-metadata. While the same requests are decoded, each with all its drafts, nearly all of that comes out as in the step
-before. The rest follows on the device from what was sampled and drafted there: how many tokens are computed, token ids,
-positions, lengths and slots. A graph makes these; block tables are copied when a request has new blocks.
+metadata. Where requests are decoded, each with all its drafts, the index arrays depend on how many they are. The rest
+follows on the device from what was sampled and drafted there: how many tokens are computed, token ids, positions,
+lengths and slots. A graph makes these, from the rows that the requests had in the step before; block tables are copied
+when a request has new blocks, or another row. Attention metadata is kept while the requests stay the same.
 
-The first step with other requests takes vLLM's own way. Later steps build on what it leaves on the host and the device.
+The first step with a number of requests takes vLLM's own way, as does each step with a new request. Later steps build
+on what they leave on the host and the device.
 """
 
 from __future__ import annotations
@@ -75,10 +77,10 @@ class _Metadata:
 
 @dataclasses.dataclass
 class _Kept:
-    """What vLLM has made for a decode batch; a step with the same requests gets it again.
+    """What vLLM has made for a decode batch; a step with as many requests gets `starts` and `inputs` again.
 
     Attributes:
-        req_ids: in the order of the batch.
+        req_ids: in the order of the batch. A step with these gets all of it again.
         starts: of each request in the batch, [max_num_reqs + 1]: the host's `query_start_loc`.
         inputs: the result of `_prepare_inputs`; its draft token ids are where the graph writes them.
         slots: the arguments and the result of `_get_slot_mappings`.
@@ -107,7 +109,11 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
 
     def forget(self) -> None:
         super().forget()
+        # By the number of requests; and of the step before, if that was a decode batch.
+        self._made: dict[int, _Kept] = {}
         self._kept: _Kept | None = None
+        # Whether the buffers on the host and the device are the step before's; and each row is where it was there.
+        self._follows, self._in_place = False, True
         # The graph that has prepared this step, or None if vLLM has; and the host's bound of the longest sequence then.
         self._step: _Recorded | None = None
         self._max_seq_len = 0
@@ -161,8 +167,10 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         if runner.use_async_spec_decode:
             # The step before leaves its results elsewhere each time.
             self._counts = torch.zeros(most, dtype=torch.int32, device=device)
-            self._sampled = torch.zeros(most, dtype=torch.int32, device=device)
-            self._drafts = torch.zeros(most, query_len - 1, dtype=torch.int32, device=device)
+            self._tokens = torch.zeros(most, query_len, dtype=torch.int32, device=device)
+            # Each request's row in the step before; and its computed tokens if it verified no drafts there, else -1.
+            self._rows = runner._make_buffer(2, most, dtype=torch.int32)
+            self._stage(np.arange(most), -1)
         else:
             # How many tokens of each request are computed, then the token ids.
             self._from_host = runner._make_buffer(most * (1 + query_len), dtype=torch.int32)
@@ -203,11 +211,13 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         computed = runner.num_computed_tokens[:num_reqs]
         token_ids = runner.input_ids.gpu[:num_tokens].view(num_reqs, query_len)
         if runner.use_async_spec_decode:
-            counts = self._counts[:num_reqs]
-            computed.add_(counts)
-            runner.num_accepted_tokens.gpu[:num_reqs].copy_(counts)
-            token_ids[:, 0].copy_(self._sampled[:num_reqs])
-            token_ids[:, 1:].copy_(self._drafts[:num_reqs])
+            rows, known = self._rows.gpu[:, :num_reqs]
+            # A request without drafts has one token.
+            counts = runner.num_accepted_tokens.gpu[:num_reqs]
+            torch.index_select(self._counts, 0, rows, out=counts)
+            torch.index_select(self._tokens, 0, rows, out=token_ids)
+            verified = runner.num_computed_tokens.index_select(0, rows).add_(counts)
+            torch.where(known < 0, verified, known, out=computed)
         else:
             from_host = self._from_host.gpu
             computed.copy_(from_host[:num_reqs])
@@ -246,7 +256,7 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         `_dummy_run` overwrites the last step's batch with its own. A rank of data parallelism runs it while its
         requests are paused, and these go on unchanged.
         """
-        self._kept = None
+        self._kept, self._follows = None, False
 
     def update_states(self, scheduled: Any) -> Any:
         if not scheduled.total_num_scheduled_tokens:
@@ -261,12 +271,16 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         if self._step_counts.missed(step):
             self._step = None
             made: tuple[Any, ...] = self._owner._prepare_inputs(scheduled, num_scheduled_tokens)
-            self._kept = self._keep(made) if mixed is None else None
+            self._kept, self._follows = self._keep(made) if mixed is None else None, True
             return made
         self._step, batch = step
+        changed = batch is not self._kept
         self._owner.query_start_loc.np[:] = batch.starts
-        if any(blocks is not None for blocks in scheduled.scheduled_cached_reqs.new_block_ids):
+        if changed or any(blocks is not None for blocks in scheduled.scheduled_cached_reqs.new_block_ids):
             self._owner.input_batch.block_table.commit_block_table(len(num_scheduled_tokens))
+        if changed:
+            self._kept = batch
+            self._change(len(num_scheduled_tokens))
         self._hand_over(len(num_scheduled_tokens))
         self._step.graph.replay()
         return batch.inputs
@@ -328,32 +342,38 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         draft_ids = self._draft_ids[: num_reqs * (self._query_len - 1)]
         spec_decode = dataclasses.replace(metadata, draft_token_ids=draft_ids)
         starts = runner.query_start_loc.np.copy()
-        return _Kept(list(runner.input_batch.req_ids), starts, (logits_indices, spec_decode, *others))
+        latest = _Kept(list(runner.input_batch.req_ids), starts, (logits_indices, spec_decode, *others))
+        self._made[num_reqs] = latest
+        return latest
 
     def _step_for(self, scheduled: Any) -> tuple[_Recorded, _Kept] | Reason:
         """Return this batch's graph and the step before, or a reason."""
         runner, batch = self._owner, self._owner.input_batch
-        if self.captured is None or self._kept is None:
+        if self.captured is None or not self._follows:
             return Reason.STEP_BEFORE
-        if (
-            batch.req_ids != self._kept.req_ids
-            or scheduled.scheduled_new_reqs
-            or scheduled.scheduled_cached_reqs.resumed_req_ids
-        ):
+        num_reqs, latest = len(batch.req_ids), self._kept
+        if latest is None or batch.req_ids != latest.req_ids:
+            made = self._made.get(num_reqs)
+            if made is None or (not runner.use_async_spec_decode and runner.model_config.is_hybrid):
+                # The host has the numbers of accepted tokens, and moves them with the rows.
+                return Reason.REQUESTS_CHANGED
+            latest = _Kept(list(batch.req_ids), made.starts, made.inputs)
+        if scheduled.scheduled_new_reqs or scheduled.scheduled_cached_reqs.resumed_req_ids:
             return Reason.REQUESTS_CHANGED
-        num_reqs = len(batch.req_ids)
-        if runner.use_async_spec_decode and not self._has_drafted(num_reqs):
+        if runner.use_async_spec_decode and not self._has_drafted():
             return Reason.STEP_BEFORE
         lengths = runner.optimistic_seq_lens_cpu.numpy()[:num_reqs]
         np.add(batch.num_computed_tokens_cpu[:num_reqs], self._query_len, out=lengths)
         self._max_seq_len = int(lengths.max())
         known = [runner.requests[req_id].num_tokens for req_id in batch.req_ids]
-        if (lengths < known).any():
+        if (lengths < known).any() or has_prompt(batch, num_reqs):
             # vLLM throws away what is sampled for such a request.
             return Reason.PROMPT
-        return self.captured[num_reqs], self._kept
+        if runner.use_async_spec_decode and not self._find_rows(num_reqs):
+            return Reason.REQUESTS_CHANGED
+        return self.captured[num_reqs], latest
 
-    def _has_drafted(self, num_reqs: int) -> bool:
+    def _has_drafted(self) -> bool:
         """Whether the last step left, row by row, what the graph needs."""
         runner, batch = self._owner, self._owner.input_batch
         counts, sampled = runner.valid_sampled_token_count_gpu, batch.prev_sampled_token_ids
@@ -362,21 +382,53 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
             counts is not None
             and sampled is not None
             and isinstance(drafts, torch.Tensor)
-            and counts.shape == (num_reqs,)
-            and sampled.shape == (num_reqs, 1)
-            and drafts.shape == (num_reqs, self._query_len - 1)
-            and batch.prev_req_id_to_index == batch.req_id_to_index
-            # It is 0 for a request that was not in the batch, or had no drafts.
-            and bool((runner.prev_num_draft_tokens.np[:num_reqs] == self._query_len - 1).all())
+            and counts.shape[0] <= len(self._counts)
+            and sampled.shape == (counts.shape[0], 1)
+            and drafts.shape == (counts.shape[0], self._query_len - 1)
         )
+
+    def _find_rows(self, num_reqs: int) -> bool:
+        """Stage the requests' rows in the step before, if all had one."""
+        runner, batch = self._owner, self._owner.input_batch
+        drafted = runner.prev_num_draft_tokens.np
+        if batch.prev_req_id_to_index == batch.req_id_to_index and drafted[:num_reqs].all():
+            if not self._in_place:
+                self._stage(np.arange(len(self._counts)), -1)
+            return True
+        runner._compute_prev_positions(num_reqs)
+        rows = runner.prev_positions.np[:num_reqs]
+        if (rows < 0).any():
+            return False
+        self._stage(rows, np.where(drafted[rows] > 0, -1, batch.num_computed_tokens_cpu[:num_reqs]))
+        self._in_place = False
+        return True
+
+    def _stage(self, rows: np.ndarray, known: Any) -> None:
+        staged = self._rows.np
+        staged[0, : len(rows)], staged[1, : len(rows)] = rows, known
+        self._rows.copy_to_gpu()
+        self._in_place = True
+
+    def _change(self, num_reqs: int) -> None:
+        """Write what `_prepare_inputs` does for other requests."""
+        runner, drafts = self._owner, self._owner.num_decode_draft_tokens
+        runner.query_start_loc.copy_to_gpu()
+        runner.optimistic_seq_lens_cpu[num_reqs:].fill_(0)
+        runner.discard_request_mask.np[:num_reqs] = False
+        runner.discard_request_mask.gpu[:num_reqs].fill_(False)
+        runner.num_accepted_tokens.gpu[num_reqs:].fill_(1)
+        drafts.np[:num_reqs], drafts.np[num_reqs:] = self._query_len - 1, -1
+        drafts.copy_to_gpu()
 
     def _hand_over(self, num_reqs: int) -> None:
         """Copy the last step's results to where the graph reads them."""
         runner, batch = self._owner, self._owner.input_batch
         if runner.use_async_spec_decode:
-            self._counts[:num_reqs].copy_(runner.valid_sampled_token_count_gpu)
-            self._sampled[:num_reqs].copy_(batch.prev_sampled_token_ids[:, 0])
-            self._drafts[:num_reqs].copy_(runner._draft_token_ids)
+            counts = runner.valid_sampled_token_count_gpu
+            tokens = self._tokens[: len(counts)]
+            self._counts[: len(counts)].copy_(counts)
+            tokens[:, 0].copy_(batch.prev_sampled_token_ids[:, 0])
+            tokens[:, 1:].copy_(runner._draft_token_ids)
             return
         query_len = self._query_len
         computed, count = batch.num_computed_tokens_cpu[:num_reqs], num_reqs * (1 + query_len)
