@@ -63,12 +63,19 @@ def full_block_table(table: torch.Tensor, num_reqs: int) -> torch.Tensor:
 
 
 class PassBuffers:
-    """`query_start_loc` and `seq_lens` of one kind of pass; `query_len` is None if the pass is not uniform."""
+    """The buffers of one kind of pass; `query_len` is None if the pass is not uniform.
+
+    Attributes:
+        query_start_loc: int32 [max_reqs + 1].
+        seq_lens: int32 [max_reqs].
+        inert: bool [max_reqs], the rows past the real batch, as `write_even_starts` has them.
+    """
 
     def __init__(self, max_reqs: int, query_len: int | None, device: torch.device):
         self.query_len = query_len
         self.query_start_loc = torch.zeros(max_reqs + 1, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device)
+        self.inert = torch.zeros(max_reqs, dtype=torch.bool, device=device)
         steps = torch.arange(max_reqs + 1, dtype=torch.int32) * (query_len or 1)
         self._steps_cpu = steps
         self._steps = steps.to(device)
@@ -93,12 +100,14 @@ class PassBuffers:
             self.seq_lens[batch:num_reqs].zero_()
 
     def write_even_starts(self, batch: int, num_reqs: int) -> None:
-        """Write row starts of `batch` requests of `query_len` tokens, padded to `num_reqs`."""
+        """Write row starts of `batch` requests of `query_len` tokens; make rows up to `num_reqs` inert."""
         # They depend only on the two counts, and a decode batch keeps its size for many steps.
         if self._written == (batch, num_reqs):
             return
         starts = self.query_start_loc[: num_reqs + 1]
         torch.clamp(self._steps[: num_reqs + 1], max=batch * (self.query_len or 1), out=starts)
+        self.inert[:batch].fill_(False)
+        self.inert[batch:num_reqs].fill_(True)
         self._written = (batch, num_reqs)
 
     def view(self, metadata: Any, shape: GraphShape, slot_mapping: torch.Tensor) -> Any:

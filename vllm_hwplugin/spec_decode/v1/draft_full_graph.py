@@ -255,10 +255,9 @@ class DraftGraphs(Graphs[PassGraphs]):
         if field in self._passed_over:
             return
         self._passed_over.add(field)
-        self._note(f"{self._decision}; a batch with '{field}', which has no fixed address, runs as in unpatched vLLM")
-        logger.info(
-            "%s: a batch with '%s', which has no fixed address, runs as in unpatched vLLM", DRAFT_FULL_GRAPH, field
-        )
+        text = f"a batch with '{field}', which has no fixed address, runs as in unpatched vLLM"
+        self._note(f"{self._decision}; {text}")
+        logger.info("%s: %s", DRAFT_FULL_GRAPH, text)
 
 
 def _describe(keys: DraftKeys) -> str:

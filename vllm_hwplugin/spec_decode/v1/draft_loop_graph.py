@@ -44,11 +44,9 @@ class ChainGraphs:
         self.ladder, self.num_tokens = ladder, proposer.speculative_config.num_speculative_tokens
         self._proposer, self._passes = proposer, passes
         self._metadata: dict[int, dict[str, Any]] = {}
-        self._inert_from: tuple[int, int] | None = None
         max_reqs, device = proposer.vllm_config.scheduler_config.max_num_seqs, proposer.device
         self._drafts = torch.zeros((max_reqs, self.num_tokens), dtype=torch.int64, device=device)
         self._sample_hidden = torch.zeros((max_reqs, proposer.hidden_size), dtype=proposer.dtype, device=device)
-        self._inert = torch.zeros(max_reqs, dtype=torch.bool, device=device)
         chain = partial(self._chain, sample=proposer._greedy_sample)
         self._graphs = full_graphs(chain, proposer.vllm_config, passes.graph_pool)
 
@@ -60,14 +58,9 @@ class ChainGraphs:
     def record(self, num_reqs: int, template: Any) -> None:
         """Capture the chain of `num_reqs` requests; inert rows write no KV cache."""
         self._metadata[num_reqs] = self._passes.dummy_metadata(_shape(num_reqs), template)
-        self._mark_inert(0, num_reqs)
+        self.buffers.write_even_starts(0, num_reqs)
         for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
             self._launch(num_reqs, mode)
-
-    def prepare(self, batch: int, num_reqs: int) -> None:
-        """Make the chain's first `batch` requests real, and the rest inert."""
-        self.buffers.write_even_starts(batch, num_reqs)
-        self._mark_inert(batch, num_reqs)
 
     def replay(
         self, num_reqs: int, sample_hidden_states: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor
@@ -113,12 +106,6 @@ class ChainGraphs:
         with self._passes.forward_context(self._metadata[num_reqs], _shape(num_reqs), CUDAGraphMode.FULL):
             return self._chain(num_reqs, sample)
 
-    def _mark_inert(self, batch: int, num_reqs: int) -> None:
-        if self._inert_from != (batch, num_reqs):
-            self._inert[:batch].fill_(False)
-            self._inert[batch:num_reqs].fill_(True)
-            self._inert_from = (batch, num_reqs)
-
     def _launch(self, num_reqs: int, mode: CUDAGraphMode) -> None:
         with self._passes.forward_context(self._metadata[num_reqs], _shape(num_reqs), mode):
             self._graphs(num_reqs=num_reqs)
@@ -128,8 +115,8 @@ class ChainGraphs:
         # It is captured, so every tensor here is persistent or the graph's own.
         proposer = self._proposer
         slots = proposer._slot_mapping_buffer[:num_reqs]
-        seq_lens = self.buffers.seq_lens[:num_reqs]
-        block_table, inert = self._passes.buffers.block_table(num_reqs), self._inert[:num_reqs]
+        seq_lens, inert = self.buffers.seq_lens[:num_reqs], self.buffers.inert[:num_reqs]
+        block_table = self._passes.buffers.block_table(num_reqs)
         inputs = self._passes.inputs(num_reqs)
         positions, hidden = inputs["positions"], proposer.hidden_states[:num_reqs]
         tokens = sample(self._sample_hidden[:num_reqs])
@@ -215,11 +202,10 @@ class DraftLoop(Graphs[ChainGraphs]):
         if self._step_counts.missed(graph):
             return None
         chain, num_reqs = graph
-        seq_lens = chain.buffers.seq_lens
         chain.buffers.write_seq_lens(metadata.seq_lens, num_reqs)
         if num_rejected_tokens is not None:
-            seq_lens[: metadata.num_reqs].sub_(num_rejected_tokens)
-        chain.prepare(metadata.num_reqs, num_reqs)
+            chain.buffers.seq_lens[: metadata.num_reqs].sub_(num_rejected_tokens)
+        chain.buffers.write_even_starts(metadata.num_reqs, num_reqs)
         return chain.replay(num_reqs, sample_hidden_states, positions, hidden_states)
 
     def _chain_for(self, metadata: Any, sampling_metadata: Any) -> tuple[ChainGraphs, int] | Reason:

@@ -67,7 +67,6 @@ class _Plan:
     """
 
     recorder: PhaseRecorder
-    buffers: PhaseBuffers
     shapes: Mapping[int, GraphShape]
     weights: Parameters
     left: str
@@ -148,7 +147,6 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
         drafting = tuple(Drafting)[: 2 if drawn else 1]
         self._plan = _Plan(
             PhaseRecorder(runner, passes, buffers, sampling, drafting, filters),
-            buffers,
             {shape.num_tokens: shape for shape in shapes},
             Parameters(places=around_graphs(runner.model)),
             left,
@@ -227,7 +225,7 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
         runner, step = self._owner, self._step
         if isinstance(step, Reason) or isinstance(step.kind, Reason):
             return runner._sample(logits, spec_decode_metadata)
-        buffers, kind = step.plan.buffers, step.kind
+        buffers, kind = step.plan.recorder.buffers, step.kind
         count = runner.input_batch.num_reqs
         # Other streams still copy the results of the step before to the host.
         _wait_for(runner.async_output_copy_stream)
@@ -255,7 +253,7 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
             step = self._against(step.graphs, scheduler_output, states, metadata) or step
         if self._drafting.missed(step):
             return runner.propose_draft_token_ids(*arguments)
-        buffers, count = step.plan.buffers, metadata.num_reqs
+        buffers, count = step.plan.recorder.buffers, metadata.num_reqs
         if isinstance(step.kind, Reason):
             _wait_for(runner.async_output_copy_stream)
             _wait_for(runner.valid_sampled_token_count_copy_stream)

@@ -129,8 +129,6 @@ class PhaseBuffers:
         self._draft_probs = rows(query_len - 1, 0, dtype=torch.float32)
         self.none_discarded = rows(dtype=torch.bool)
         self.start_loc = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device) * query_len
-        self._dead = torch.ones(max_num_reqs, dtype=torch.bool, device=device)
-        self._alive = (0, max_num_reqs)
         requests = torch.arange(1, max_num_reqs + 1, dtype=torch.int32, device=device)
         every = torch.arange(max_num_reqs * query_len, dtype=torch.int32, device=device)
         target, bonus = every.view(-1, query_len).split((query_len - 1, 1), dim=1)
@@ -142,21 +140,6 @@ class PhaseBuffers:
         if like is not None and not self._draft_probs.shape[-1]:
             self._draft_probs = like.new_zeros(*self.drafts.shape, like.shape[-1])
         return self._draft_probs[:num_reqs]
-
-    def hold(self, count: int, num_reqs: int) -> None:
-        """Make a graph's first `count` of `num_reqs` requests real, the rest padding."""
-        if self._alive != (count, num_reqs):
-            self._dead[:count].fill_(False)
-            self._dead[count:num_reqs].fill_(True)
-            self._alive = (count, num_reqs)
-
-    def dead(self, num_reqs: int) -> torch.Tensor:
-        """Return which requests of a graph are padding, bool [num_reqs]."""
-        return self._dead[:num_reqs]
-
-    def dead_tokens(self, num_reqs: int) -> torch.Tensor:
-        """Return which tokens are padding, bool [num_reqs * query_len], a new tensor."""
-        return self._dead[:num_reqs, None].expand(-1, self.query_len).reshape(-1).clone()
 
     def spec_decode_metadata(self, shape: GraphShape, token_ids: torch.Tensor) -> SpecDecodeMetadata:
         """Return vLLM's metadata of a batch that fills `shape`.
@@ -217,17 +200,16 @@ class PhaseRecorder:
         self._runner = runner
         self._proposer = runner.drafter
         self._passes = passes
-        self._buffers = buffers
+        self.buffers = buffers
         # None: no one-token steps follow the drafter's first pass.
         steps = buffers.query_len > 2 and not runner.drafter.parallel_drafting
         self._chain = runner.drafter.draft_loop.captured if steps else None
 
     def hold(self, count: int, shape: GraphShape) -> None:
         """Make the first `count` requests of `shape` real, the rest padding."""
-        self._buffers.hold(count, shape.num_reqs)
         self._passes.buffers.of(shape).write_even_starts(count, shape.num_reqs)
         if self._chain is not None:
-            self._chain.prepare(count, shape.num_reqs)
+            self._chain.buffers.write_even_starts(count, shape.num_reqs)
 
     def record(self, shape: GraphShape, states: Sequence[torch.Tensor], template: Any) -> PhaseGraphs:
         """Capture the graphs of `shape`, in a stream of vLLM's `graph_capture`.
@@ -238,7 +220,7 @@ class PhaseRecorder:
             states: the target's hidden states, [num_tokens, hidden], then several layers' if the drafter reads them.
             template: the `CommonAttentionMetadata` that the runner built for it, of the drafter's KV-cache group.
         """
-        buffers, num_reqs = self._buffers, shape.num_reqs
+        buffers, num_reqs = self.buffers, shape.num_reqs
         batch = self._batch(shape, template)
         metadata = self._passes.dummy_metadata(shape, template)
         self.hold(0, shape)
@@ -265,7 +247,7 @@ class PhaseRecorder:
 
     def _batch(self, shape: GraphShape, template: Any) -> Any:
         """Return a decode batch's metadata that fills `shape`, over the runner's tensors."""
-        num_reqs, starts = shape.num_reqs, self._buffers.start_loc[: shape.num_reqs + 1]
+        num_reqs, starts = shape.num_reqs, self.buffers.start_loc[: shape.num_reqs + 1]
         like = self._passes.buffers.of(shape)
         return dataclasses.replace(
             # Host code that asks for the longest sequence must get what holds for any.
@@ -279,7 +261,7 @@ class PhaseRecorder:
 
     def noise_of(self, kind: Sampling) -> Noise:
         """Return what the sampling graphs of this kind read."""
-        return self._buffers.greedy_noise if kind is Sampling.GREEDY else self._buffers.noise
+        return self.buffers.greedy_noise if kind is Sampling.GREEDY else self.buffers.noise
 
     # -- what is recorded ---------------------------------------------------------------------------------------------
 
@@ -289,14 +271,14 @@ class PhaseRecorder:
 
     def _sample(self, shape: GraphShape, states: Sequence[torch.Tensor], batch: Any, kind: Sampling) -> None:
         logits = self._runner.model.compute_logits(states[0][: shape.num_tokens])
-        batch_size = max(1, TOKENS_AT_ONCE // self._buffers.query_len)
+        batch_size = max(1, TOKENS_AT_ONCE // self.buffers.query_len)
         for first in range(0, shape.num_reqs, batch_size):
             self._verify(slice(first, min(first + batch_size, shape.num_reqs)), logits, kind)
         self._count(shape, batch)
 
     def _verify(self, requests: slice, logits: torch.Tensor, kind: Sampling) -> None:
         """Sample for some requests of a batch's `logits`, [batch * query_len, vocabulary]."""
-        runner, buffers, query_len = self._runner, self._buffers, self._buffers.query_len
+        runner, buffers, query_len = self._runner, self.buffers, self.buffers.query_len
         shape = uniform_shape(query_len, requests.stop - requests.start)
         tokens = slice(requests.start * query_len, requests.stop * query_len)
         greedy = kind is Sampling.GREEDY
@@ -319,12 +301,12 @@ class PhaseRecorder:
 
     def _count(self, shape: GraphShape, batch: Any) -> None:
         """Compute what the drafter must know of the sampled tokens."""
-        runner, proposer, buffers, num_reqs = self._runner, self._proposer, self._buffers, shape.num_reqs
+        runner, proposer, buffers, num_reqs = self._runner, self._proposer, self.buffers, shape.num_reqs
         next_token_ids, num_valid = proposer.prepare_next_token_ids_padded(
             buffers.sampled_token_ids[:num_reqs], runner.requests, runner.input_batch, buffers.none_discarded[:num_reqs]
         )
         # Without a token a padded request's draft would follow the last token of the request before it.
-        num_valid.masked_fill_(buffers.dead(num_reqs), 1)
+        num_valid.masked_fill_(self._passes.buffers.of(shape).inert[:num_reqs], 1)
         metadata = buffers.spec_decode_metadata(shape, runner.input_ids.gpu[: shape.num_tokens])
         _, sample_indices, num_rejected = proposer.prepare_inputs_padded(batch, metadata, num_valid)
         for result, buffer in (
@@ -344,19 +326,19 @@ class PhaseRecorder:
         indices, last_hidden, hidden = self._first_pass(shape, states, batch, metadata)
         if self._chain is None:
             drafts: torch.Tensor = sample(last_hidden[indices])
-            return drafts.view(num_reqs, self._buffers.query_len - 1)
+            return drafts.view(num_reqs, self.buffers.query_len - 1)
         return self._chain.draft(
             num_reqs,
             last_hidden[indices],
             proposer.positions[indices],
             hidden[indices],
-            batch.seq_lens - self._buffers.num_rejected[:num_reqs],
+            batch.seq_lens - self.buffers.num_rejected[:num_reqs],
             sample,
         )
 
     def _drawing(self, shape: GraphShape) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a function that draws drafts and keeps their distribution."""
-        buffers, num_reqs = self._buffers, shape.num_reqs
+        buffers, num_reqs = self.buffers, shape.num_reqs
         buffers.draft_noise.begin(num_reqs)
         drafted = 0
 
@@ -380,18 +362,18 @@ class PhaseRecorder:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the first pass; return sample indices, last and next hidden states."""
         # In vLLM's order of operations.
-        proposer, buffers = self._proposer, self._buffers
-        num_reqs, num_tokens = shape.num_reqs, shape.num_tokens
+        proposer, num_reqs, num_tokens = self._proposer, shape.num_reqs, shape.num_tokens
         indices, batch = self._inputs(shape, states, batch)
-        dead, dead_tokens = buffers.dead(num_reqs), buffers.dead_tokens(num_reqs)
-        seq_lens = self._passes.buffers.of(shape).seq_lens[:num_reqs]
+        buffers = self._passes.buffers.of(shape)
+        inert, seq_lens = buffers.inert[:num_reqs], buffers.seq_lens[:num_reqs]
+        inert_tokens = inert[:, None].expand(-1, self.buffers.query_len).flatten()
         seq_lens.copy_(batch.seq_lens)
-        seq_lens.masked_fill_(dead, 0)
+        seq_lens.masked_fill_(inert, 0)
         # Copies the slots into the buffer that the draft layers read, if they are not in it.
         proposer._get_slot_mapping(num_tokens, batch.slot_mapping)
-        proposer._slot_mapping_buffer[:num_tokens].masked_fill_(dead_tokens, PADDING_SLOT_ID)
+        proposer._slot_mapping_buffer[:num_tokens].masked_fill_(inert_tokens, PADDING_SLOT_ID)
         if proposer.method in MASK_METHODS:
-            proposer._context_slot_mapping_buffer[:num_tokens].masked_fill_(dead_tokens, PADDING_SLOT_ID)
+            proposer._context_slot_mapping_buffer[:num_tokens].masked_fill_(inert_tokens, PADDING_SLOT_ID)
             proposer.draft_context.precompute(num_tokens)
         with self._passes.forward_context(metadata, shape, CUDAGraphMode.FULL):
             output = proposer.model(**self._passes.inputs(num_tokens))
@@ -400,7 +382,7 @@ class PhaseRecorder:
 
     def _inputs(self, shape: GraphShape, states: Sequence[torch.Tensor], batch: Any) -> tuple[torch.Tensor, Any]:
         """Fill the drafter's buffers; return sample indices and `CommonAttentionMetadata`."""
-        proposer, runner, buffers = self._proposer, self._runner, self._buffers
+        proposer, runner, buffers = self._proposer, self._runner, self.buffers
         num_reqs, num_tokens = shape.num_reqs, shape.num_tokens
         target_states = _side_by_side(states, num_tokens)
         if proposer.method in COMBINING_METHODS:
