@@ -58,5 +58,4 @@ def _resolved_prefill(runner: Any) -> str:
         return ""
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import _resolve_gdn_prefill_backend
 
-    backend: str = _resolve_gdn_prefill_backend(runner.vllm_config)[1]
-    return backend
+    return str(_resolve_gdn_prefill_backend(runner.vllm_config)[1])

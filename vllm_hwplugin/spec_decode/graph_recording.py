@@ -43,7 +43,6 @@ _TRITON_CACHE: Final = "TRITON_CACHE_DIR"
 #: The user's folder; vLLM names a folder later, while it compiles.
 _OF_USER: Final = os.environ.get(_TRITON_CACHE)
 
-
 #: The method of vLLM's `CustomAllreduce` by which ranks exchange addresses of captured inputs.
 _EXCHANGE: Final = "register_graph_buffers"
 #: Whether a `torch.cuda.CUDAGraph` whose `capture_end` failed releases its pool when it is destroyed. If it does, a
@@ -68,8 +67,7 @@ def reserved_memory() -> int:
     """
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
-    reserved: int = torch.accelerator.memory_reserved()
-    return reserved
+    return int(torch.accelerator.memory_reserved())
 
 
 def shared_scratch() -> list[torch.Tensor]:

@@ -104,7 +104,6 @@ class Part(Flag):
 #: The parts that an engine without a drafter can have.
 WITHOUT_DRAFTS: Final = Part.V2_SAMPLING | Part.V2_INPUTS | Part.V2_METADATA | Part.V2_MIXED
 
-
 #: What each feature captures, part by part. A feature without any of its parts is unused.
 PARTS: Final[Mapping[str, Mapping[str, Part]]] = {
     features.DRAFT_FULL_GRAPH: {"passes": Part.V1_PASSES},

@@ -142,7 +142,7 @@ class EngineFacts:
 
     def reason(self, term: Term) -> Unused:
         """Return a term's reason against a feature, and whether it holds."""
-        text, values, method = TERMS[term.name], term.values, self._method
+        text, values, method, drafter = TERMS[term.name], term.values, self._method, self._drafter
         match term.name:
             case "speculation":
                 return NO_SPECULATION._replace(holds=self._spec is None)
@@ -161,15 +161,15 @@ class EngineFacts:
                 methods, wants = _KINDS[values[0]]
                 return self._other_drafter(text, method not in methods, wants)
             case "model-drafts":
-                return self._other_drafter(text, partial(self._lacks, "draft_graphs"), "drafters that run a model")
+                wants = "drafters that run a model"
+                return self._other_drafter(text, lambda: not hasattr(drafter, "draft_graphs"), wants)
             case "stepwise-drafts":
-                return self._other_drafter(
-                    text, partial(self._lacks, "fused_drafts"), "drafters that draft step by step"
-                )
+                wants = "drafters that draft step by step"
+                return self._other_drafter(text, lambda: not hasattr(drafter, "fused_drafts"), wants)
             case "decode-graphs":
                 return _no_graphs(self._config)
             case "obstacles":
-                return Unused("{}", lambda: drafter_obstacle(self._drafter, self._mode, together=False))
+                return Unused("{}", lambda: drafter_obstacle(drafter, self._mode, together=False))
             case "capture-sizes":
                 return Unused(text, capture_sizes.why_left(self._config.compilation_config))
             case "draft-counts":
@@ -199,9 +199,6 @@ class EngineFacts:
             return self._drafter is None
         pipeline = self._config.parallel_config.pipeline_parallel_size > 1
         return pipeline and not getattr(self._worker.model_runner, "is_last_pp_rank", True)
-
-    def _lacks(self, graphs: str) -> bool:
-        return not hasattr(self._drafter, graphs)
 
     def _loaded_otherwise(self, *modules: str) -> bool:
         return type(getattr(self._drafter, "model", None)).__module__.rpartition(".")[2] not in modules

@@ -125,8 +125,7 @@ def rows_held(table: torch.Tensor) -> int:
     """Return how many rows `table`'s storage holds; int32 [batch, blocks]."""
     available = table.untyped_storage().nbytes() // table.element_size() - table.storage_offset()
     width = (table.shape[1] - 1) * table.stride(1) + 1
-    rows: int = (available - width) // table.stride(0) + 1
-    return rows
+    return int((available - width) // table.stride(0)) + 1
 
 
 def drafter_obstacle(proposer: Any, target_mode: CUDAGraphMode, *, together: bool = True) -> str | None:

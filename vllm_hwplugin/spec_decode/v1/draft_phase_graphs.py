@@ -325,8 +325,7 @@ class PhaseRecorder:
         sample = proposer._greedy_sample if kind is Drafting.BEST else self._drawing(shape)
         indices, last_hidden, hidden = self._first_pass(shape, states, batch, metadata)
         if self._chain is None:
-            drafts: torch.Tensor = sample(last_hidden[indices])
-            return drafts.view(num_reqs, self.buffers.query_len - 1)
+            return sample(last_hidden[indices]).view(num_reqs, self.buffers.query_len - 1)
         return self._chain.draft(
             num_reqs,
             last_hidden[indices],
@@ -384,7 +383,8 @@ class PhaseRecorder:
         """Fill the drafter's buffers; return sample indices and `CommonAttentionMetadata`."""
         proposer, runner, buffers = self._proposer, self._runner, self.buffers
         num_reqs, num_tokens = shape.num_reqs, shape.num_tokens
-        target_states = _side_by_side(states, num_tokens)
+        hidden, *aux = (layer[:num_tokens] for layer in states)
+        target_states = torch.cat(aux, dim=-1) if aux else hidden
         if proposer.method in COMBINING_METHODS:
             target_states = proposer.model.combine_hidden_states(target_states)
         count, indices, batch = proposer.set_inputs_first_pass(
@@ -400,9 +400,3 @@ class PhaseRecorder:
         if proposer.method in MASK_METHODS:
             proposer.hidden_states[:num_tokens].copy_(target_states)
         return indices, batch
-
-
-def _side_by_side(states: Sequence[torch.Tensor], num_tokens: int) -> torch.Tensor:
-    """Return the target states that a drafter reads, [num_tokens, hidden * layers]."""
-    hidden, *aux = (layer[:num_tokens] for layer in states)
-    return torch.cat(aux, dim=-1) if aux else hidden

@@ -74,8 +74,7 @@ def _determine(runner: Any, determine: Callable[..., Any], **asked: Any) -> Any:
 def _is_uniform(runner: Any, longest: int, asked: Mapping[str, Any]) -> bool:
     """Whether vLLM takes the batch for a decode batch."""
     counts, forced = (asked["num_tokens"], asked["num_reqs"]), asked.get("force_uniform_decode")
-    uniform: bool = runner._is_uniform_decode(longest, runner.uniform_decode_query_len, *counts, forced)
-    return uniform
+    return bool(runner._is_uniform_decode(longest, runner.uniform_decode_query_len, *counts, forced))
 
 
 def _build_for_graph(runner: Any, build: Callable[..., tuple[Any, Any]], **asked: Any) -> tuple[Any, Any]:

@@ -121,8 +121,7 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
     @property
     def _query_len(self) -> int:
         """Tokens of a request in a decode batch: 1 + num_speculative_tokens."""
-        query_len: int = self._owner.uniform_decode_query_len
-        return query_len
+        return int(self._owner.uniform_decode_query_len)
 
     # -- a start ------------------------------------------------------------------------------------------------------
 

@@ -220,10 +220,7 @@ class FixedBuilder:
         if aligned is not None:
             return aligned
         mode = self._builder.vllm_config.cache_config.mamba_cache_mode
-        table: torch.Tensor = mamba_get_block_table_tensor(
-            batch.block_table_tensor, batch.seq_lens, self._builder.kv_cache_spec, mode
-        )
-        return table
+        return mamba_get_block_table_tensor(batch.block_table_tensor, batch.seq_lens, self._builder.kv_cache_spec, mode)
 
     def _states(self, block_table: torch.Tensor, metadata: FixedMetadata) -> dict[str, torch.Tensor]:
         """Return the fields that name blocks of states, filled from `block_table`."""

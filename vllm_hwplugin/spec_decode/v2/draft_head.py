@@ -395,7 +395,4 @@ class DraftHead:
 
 def _copy_of(source: Any) -> torch.nn.Module:
     """Return vLLM's FP8 copy of a head; up to 0.32 the plugin's."""
-    if quantized_lm_head_copy is None:
-        return Fp8Head(source, None)
-    copy: torch.nn.Module = quantized_lm_head_copy(source, "fp8")
-    return copy
+    return Fp8Head(source, None) if quantized_lm_head_copy is None else quantized_lm_head_copy(source, "fp8")

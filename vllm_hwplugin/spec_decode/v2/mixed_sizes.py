@@ -145,8 +145,7 @@ def _sample(manager: Any, create_forward_fn: Callable[..., Any]) -> None:
 
 def _free_memory() -> int:
     torch.accelerator.synchronize()
-    free: int = torch.accelerator.get_memory_info()[0]
-    return free
+    return int(torch.accelerator.get_memory_info()[0])
 
 
 def left_out(manager: Any) -> int:

@@ -381,8 +381,7 @@ def rows_at_a_time(vocab_size: int) -> int:
 
 def idx_dtype(runner: Any) -> torch.dtype:
     """Return the dtype of `InputBatch.idx_mapping` in this vLLM version."""
-    dtype: torch.dtype = InputBatch.make_dummy(1, 1, runner.input_buffers).idx_mapping.dtype
-    return dtype
+    return InputBatch.make_dummy(1, 1, runner.input_buffers).idx_mapping.dtype
 
 
 def splits_top_p() -> bool:
