@@ -19,12 +19,9 @@ A captured kernel reads the tensors that its metadata named at capture. A build'
   `AttentionCGSupport.ALWAYS` does not imply that: from 0.31 on FLASHINFER_MLA declares it for any mix of 1 to 1 + k
   tokens, and its capture of a longer request raises.
 
-From 0.28 on a builder may declare that vLLM's own update refreshes its one-token metadata on the device. For sparse MLA
-and its indexer a graph of draft steps contains that update and metadata built earlier (`updated_in_place`). They
-declare it in 0.32 and 0.33, where they were read.
-
-For passes and chains each class was read in vLLM 0.20.2, 0.26.0 and 0.32.0, for the other uses in the last release of
-each minor version from 0.20 to 0.33. A class that is not listed, or that overrides what was read, gets no graph.
+For passes and chains each class was read in vLLM 0.20.2, 0.26.0 and 0.32.0, for updates in 0.32 and 0.33, for the other
+uses in the last release of each minor version from 0.20 to 0.33. A class that is not listed, or that overrides what was
+read, gets no graph.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ class Builder:
             `flash_versions`).
         short_prompts: not measured on a GPU, so V2 graphs have it only with VLLM_HWPLUGIN_MORE_GRAPHS=mla-prompts.
         updated: one-token metadata that vLLM's own update refreshes on the device, if the builder declares it
-            (`supports_draft_decode_metadata_update`).
+            (`supports_draft_decode_metadata_update`, from 0.28 on). A graph of draft steps contains that update.
         asked_for: V2 graphs have it only with VLLM_HWPLUGIN_MORE_GRAPHS=trtllm.
         why: why nothing more is allowed.
     """
@@ -208,8 +205,7 @@ def why_not_in_graph(
 def updated_in_place(speculator: Any) -> bool:
     """Whether only vLLM's own update can make draft metadata in a graph.
 
-    A graph then cannot build the metadata. vLLM updates all builders or none, between the steps of a drafter that makes
-    one token after the other.
+    vLLM updates all builders or none, between the steps of a drafter that makes one token after the other.
     """
     builders = list(builders_of(getattr(speculator, "attn_groups", ())))
     entries = [_of(builder, causal=True) for builder in builders]
@@ -239,10 +235,10 @@ def longest_as_decode(builder: Any) -> int:
 def flash_versions(group: Any, compilation_config: Any) -> frozenset[int]:
     """Return the FlashAttention versions of an `AttentionGroup`'s layers, or nothing.
 
-    Nothing: the builder is not the one of vLLM's FLASH_ATTN. That builder declares `UNIFORM_BATCH` for version 2, and
-    up to 0.32 for version 4. vLLM's comment names the only obstacle: with a longest query of one token, version 2 packs
-    the heads of a group into rows and drops the causal mask. A graph that is captured for more tokens per request reads
-    all lengths on the device, and takes any batch.
+    Nothing: the builder is not vLLM's FLASH_ATTN's, which declares `UNIFORM_BATCH` for version 2, and up to 0.32 for
+    version 4. vLLM's comment names the only obstacle: with a longest query of one token, version 2 packs the heads of a
+    group into rows and drops the causal mask. A graph that is captured for more tokens per request reads all lengths on
+    the device, and takes any batch.
     """
     if not is_flash_attn(type(builder_of(group))):
         return frozenset()

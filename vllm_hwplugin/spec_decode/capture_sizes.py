@@ -2,12 +2,9 @@
 """Choose the capture sizes of an engine that the plugin makes graphs for, unless the user lists them.
 
 A decode batch has a FULL graph if its token count is a multiple of 1 + k, up to the largest size. vLLM's list counts
-tokens and ends at 512: 128 requests with three drafts, 32 with fifteen. Larger decode batches run without any graph.
-This module adds multiples of 1 + k tokens, up to `LARGEST`, and larger ones for batches with prompts. The sizes follow
-from the configuration, so each start has the same.
-
-If the user names only the largest size (`max_cudagraph_capture_size`), only whole blocks up to it are added: vLLM's
-list ends at a multiple of 8 or 16 tokens, and the fullest decode batches have no graph.
+tokens and ends at 512. This module adds multiples of 1 + k tokens, up to `LARGEST`, and larger ones for batches with
+prompts. If the user names only the largest size (`max_cudagraph_capture_size`), only whole blocks up to it are added.
+The sizes follow from the configuration, so each start has the same (docs/drafter-graphs.md).
 
 vLLM calls a platform twice in `VllmConfig.__post_init__`: before it fills in defaults, and when everything is decided.
 The first call leaves the user's setting on the configuration object, and the second takes it away. Workers read plain

@@ -5,7 +5,7 @@ A captured kernel reads the addresses that it was captured with. vLLM's eager dr
 tensors (`query_start_loc`, `seq_lens`, a slot mapping made from the new positions), and shares some of them with the
 target. So a drafter in FULL graphs gets its own buffers: one set for each kind of pass, written in place before each
 replay. Rows past the real batch are inert: no query tokens, sequence length 0, and slots of `PADDING_SLOT_ID`, as vLLM
-pads the target's own FULL graphs. Host code before and after the graph therefore sees only the real batch.
+pads the target's own FULL graphs.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def unmanaged_field(metadata: Any) -> str | None:
 def full_block_table(table: torch.Tensor, num_reqs: int) -> torch.Tensor:
     """Return `table` with `num_reqs` rows, out of its storage.
 
-    `table`, int32 [batch, blocks], is the runner's persistent table sliced to the batch. The rows past the batch hold
-    stale block ids, which no kernel reads at sequence length 0.
+    `table`, int32 [batch, blocks], is the runner's persistent table sliced to the batch. No kernel reads the stale
+    block ids of the rows past the batch at sequence length 0.
 
     Raises:
         RuntimeError: the storage behind `table` ends before that many rows.
@@ -100,7 +100,7 @@ class PassBuffers:
             self.seq_lens[batch:num_reqs].zero_()
 
     def write_even_starts(self, batch: int, num_reqs: int) -> None:
-        """Write row starts of `batch` requests of `query_len` tokens; make rows up to `num_reqs` inert."""
+        """Write `batch` requests' row starts; make rows up to `num_reqs` inert."""
         # They depend only on the two counts, and a decode batch keeps its size for many steps.
         if self._written == (batch, num_reqs):
             return
@@ -140,10 +140,9 @@ class PassBuffers:
         return dataclasses.replace(metadata, **changes)
 
     def batch_for_capture(self, template: Any, shape: GraphShape, max_seq_len: int, *, causal: bool = True) -> Any:
-        """Return a dummy batch that fills `shape`, for `write` and `view`.
+        """Return a dummy batch that fills `shape`.
 
-        It has the type of `template`, which gives what only the runner knows (the block table); its rows may be of any
-        number.
+        It has the type and the block table of `template`, whose rows may be of any number.
         """
         lengths = torch.full((shape.num_reqs,), shape.num_tokens // shape.num_reqs, dtype=torch.int32)
         lengths[-1] += shape.num_tokens % shape.num_reqs

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """FULL CUDA graphs for the drafters of vLLM's V1 model runner.
 
-No released vLLM captures a V1 drafter's whole forward: `SpecDecodeBaseProposer` dispatches PIECEWISE at best, and under
-`cudagraph_mode=FULL` its graphs do not exist at all. The idea is from vLLM PR 34880. There are three parts: what to
-capture (`draft_decision`), the tensors that graphs read (`draft_buffers`) and the graphs (`pass_graphs`). This module
-ties them to a proposer: its `propose` asks `DraftGraphs` before vLLM's own dispatcher.
-
-Padding stays within the graph. The PR pads the batch in the runner, the input batch and two kernels. Here the host
-code keeps the real batch, and only the captured forward sees padded rows.
+There are three parts: what to capture (`draft_decision`), the tensors that graphs read (`draft_buffers`) and the graphs
+(`pass_graphs`). This module ties them to a proposer: its `propose` asks `DraftGraphs` before vLLM's own dispatcher. The
+idea is from vLLM PR 34880, which pads the batch in the runner, the input batch and two kernels. Here the host code
+keeps the real batch, and only the captured forward sees padded rows (docs/drafter-graphs.md).
 """
 
 from __future__ import annotations

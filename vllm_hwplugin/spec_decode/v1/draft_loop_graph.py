@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capture the drafter's whole chain of one-token steps in one CUDA graph.
 
-`draft_full_graph` makes each pass one launch, but between passes the host still samples, advances positions and
-sequence lengths, builds metadata and copies inputs: some ten launches per step. All of that can be captured if the
-draft attention backend's metadata holds only views of buffers that the chain itself advances. One launch then takes the
-first pass's hidden states to all k draft tokens.
-
-It applies to greedy drafting, which is vLLM's default. Batches that it does not cover (sampled drafts, another number
-of draft tokens than the configured one) take the path of `draft_full_graph`.
+Between the passes of `draft_full_graph` the host samples, advances positions and sequence lengths, builds metadata and
+copies inputs: some ten launches per step. All of that can be captured if the draft attention backend's metadata holds
+only views of buffers that the chain itself advances. One launch then takes the first pass's hidden states to all k
+draft tokens. Sampled drafts, and another number of draft tokens than the configured one, take the path of
+`draft_full_graph`.
 """
 
 from __future__ import annotations

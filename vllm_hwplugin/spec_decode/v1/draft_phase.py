@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capture sampling and drafting of a decode step of the V1 runner in two CUDA graphs.
 
-With `draft-full-graph` and `draft-loop-graph` the drafter's passes are graphs, and the host still launches dozens of
-kernels and copies one by one between the target and the last draft token: logits, rejection, next tokens, counts,
-inputs of the first pass, metadata, inputs of the chain. Here all of that is also captured, from vLLM's own functions,
-for each shape in which the target decodes in a FULL graph. A step then replays *sampling* and *drafting*
-(`draft_phase_graphs`).
-
-*Sampling* is for requests that ask the sampler only for a temperature and a seed, and for top-k or top-p if the model's
-default sampling parameters do. If vLLM samples, only *drafting* is replayed, after a third graph, *counting*. A batch
-that is not covered takes vLLM's own way, step by step. Only one thing is kept between steps: which requests the buffers
-hold.
+What the host launches between the target and the last draft token is captured, from vLLM's own functions, for each
+shape in which the target decodes in a FULL graph (docs/drafter-graphs.md). A step then replays *sampling* and
+*drafting* (`draft_phase_graphs`). If vLLM samples, only *drafting* is replayed, after a third graph, *counting*.
+Only one thing is kept between steps: which requests the buffers hold.
 """
 
 from __future__ import annotations

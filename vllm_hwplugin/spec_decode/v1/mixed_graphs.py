@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Add FULL CUDA graphs for batches of any shape to vLLM's graphs for decode batches (Model Runner V1).
 
-vLLM launches a step with a prompt, or with unequal draft counts, piece by piece, and attention of each layer from the
-host. For a small model the launches take longer than the GPU's work. With `cudagraph_mode` FULL vLLM captures such
-batches whole, but then it has no graphs for decode batches, and the plugin's sampling and drafting need them. Here
-vLLM's dispatcher has both kinds. It prefers FULL graphs. Capture, padding and replay are vLLM's; `mixed_sizes` has the
-order of captures and what a failure costs.
+With `cudagraph_mode` FULL vLLM captures a batch with a prompt, or with unequal draft counts, whole, but then it has no
+graphs for decode batches, and the plugin's sampling and drafting need them. Here vLLM's dispatcher has both kinds. It
+prefers FULL graphs. Capture, padding and replay are vLLM's; `mixed_sizes` has the order of captures and what a failure
+costs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft without logits of the target's vocabulary, by vLLM's local argmax (Model Runner V2).
 
-A drafter with its own vocabulary scatters its logits into a tensor as wide as the target's vocabulary, and takes its
-argmax. With tensor parallelism each rank gathers the logits of all ranks. vLLM's `get_top_tokens` takes the argmax of a
-rank's own logits, exchanges one value and one token per rank, and maps the token. vLLM calls it only if
-`use_local_argmax_reduction` is set. This module sets it if both ways draft the same tokens.
+vLLM's `get_top_tokens` takes the argmax of a rank's own logits, exchanges one value and one token per rank, and maps
+the token. vLLM calls it only if `use_local_argmax_reduction` is set. This module sets it if both ways draft the same
+tokens ("Draft vocabularies" in docs/model-runner-v2.md).
 
 Of equal logits both ways take the first, so the mapping must keep the order of tokens. Graphs read the mapping at each
 replay. A later weight update may bring a mapping in another order. Then drafts can differ only among equal logits, and

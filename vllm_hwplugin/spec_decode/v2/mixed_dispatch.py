@@ -3,8 +3,8 @@
 
 vLLM's `CudaGraphManager.dispatch` decides by counts. These rules are added:
 
-- A step that computes a part of an image, a video or audio replays none. A replay runs no Python, and models do more
-  with an image than embed it: Qwen3-VL keeps features for later layers in a buffer, and clears it after the forward.
+- A step that computes a part of an image, a video or audio replays none: a replay runs no Python, and Qwen3-VL keeps
+  features for later layers in a buffer, and clears it after the forward.
 - A draft's first pass replays one only if the target does. It reads the target's attention metadata, and FlashAttention
   3's schedule is laid out for a mixed batch's graph only if the target replays it.
 - With `delta_rule` a step with more prompts than its metadata holds replays none. Nor does a step of prompts only with

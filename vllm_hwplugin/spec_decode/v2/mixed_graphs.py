@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Add FULL CUDA graphs for batches of any shape to vLLM's graphs for decode batches (Model Runner V2).
 
-vLLM launches a step with a prompt, or with unequal draft counts, piece by piece, and kernel by kernel above the largest
-PIECEWISE graph. For a small model the launches take longer than the GPU's work. With `cudagraph_mode` FULL vLLM
-captures such batches whole, but then it has no graphs for decode batches, and the plugin's sampling and drafting need
-them. This module gives vLLM's graph managers both kinds. Capture, padding and replay are vLLM's.
+With `cudagraph_mode` FULL vLLM captures a batch with a prompt, or with unequal draft counts, whole, but then it has no
+graphs for decode batches, and the plugin's sampling and drafting need them. This module gives vLLM's graph managers
+both kinds. Capture, padding and replay are vLLM's.
 """
 
 from __future__ import annotations
@@ -91,10 +90,8 @@ class _Plan:
 def add_mixed_graphs(runner: Any) -> None:
     """Have target and drafter also capture FULL graphs for any batch.
 
-    vLLM then prefers these graphs to PIECEWISE graphs and to none. The largest has the largest capture size, which the
-    user may have set. A drafter whose first pass runs on the target's batch has its own graphs; any other drafter
-    reads such a batch as with `cudagraph_mode` FULL. An engine without a drafter has these graphs unless
-    VLLM_HWPLUGIN_PLAIN_DECODE=0.
+    vLLM then prefers these graphs to PIECEWISE graphs and to none. A drafter whose first pass runs on the target's
+    batch has its own graphs; any other drafter reads such a batch as with `cudagraph_mode` FULL.
 
     Raises:
         FeatureRequired: an engine with a drafter cannot have these graphs, and the feature's switch is `on`.

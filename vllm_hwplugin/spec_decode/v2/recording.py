@@ -95,8 +95,7 @@ def rungs(full_graphs: Collection[tuple[int, int | None]], *query_lens: Sequence
 
     Args:
         full_graphs: (num_reqs, uniform_token_count) of each of the target's FULL graphs.
-        query_lens: tokens of a request in a decode batch, by the batch's request count from 1; 0 for no graph. Each
-            sequence adds shapes.
+        query_lens: as `scheduled_query_lens` returns them. Each sequence adds shapes.
     """
     shapes = set()
     for count, query_len in chain(*(enumerate(lens, 1) for lens in query_lens)):
@@ -124,9 +123,8 @@ def decode_shapes(runner: Any) -> list[GraphShape]:
 def row_shapes(runner: Any) -> list[GraphShape]:
     """Return shapes by rows of logits, largest first.
 
-    A graph holds any batch of as many rows. With adaptive verification the host knows a batch's rows and not a
-    request's. vLLM samples such a batch in one piece, and so does a graph. A batch may verify no draft: then each
-    request has a row, and vLLM has another sampler.
+    With adaptive verification the host knows a batch's rows and not a request's. vLLM samples such a batch in one
+    piece, and so does a graph. A batch may verify no draft: then each request has a row, and vLLM has another sampler.
     """
     most_reqs = min(runner.max_num_reqs, MAX_NUM_REQS)
     at_a_time = rows_at_a_time(runner.sampler.sampling_states.vocab_size)
@@ -143,8 +141,7 @@ def row_shapes(runner: Any) -> list[GraphShape]:
 def mixed_shapes(runner: Any) -> list[GraphShape]:
     """Return the shapes of mixed batches, in descending order of tokens.
 
-    The target has FULL graphs of them, and so has a first pass on its batch. Planned graphs count, also before their
-    capture.
+    The target has FULL graphs of them, planned or captured, and so has a first pass on its batch.
     """
     # In a step with a prompt a draft that takes images gets embeddings from the host. Ranks of data parallelism agree
     # on tokens, and a graph of later passes would have other tokens on each.
@@ -241,9 +238,8 @@ def metadata_of_steps(speculator: Any) -> Iterator[list[Any]]:
 
     Yields a list of the metadata that the graph writes to. The graph's owner must keep it.
     """
-    # The builders of such a drafter may work on the host, and a graph cannot. vLLM can update their metadata in place
-    # (`builders.updated_in_place`), and does so before each step; up to 0.31 not before the first step, for which it
-    # builds the metadata.
+    # For builders that work on the host (`builders.updated_in_place`). vLLM updates their metadata before each step; up
+    # to 0.31 it builds the metadata for the first step.
     name = _build_of(speculator)
     build, made = getattr(speculator, name), list[Any]()
 
@@ -300,8 +296,8 @@ def block_pass(speculator: Any, propose: Callable[[], object]) -> Callable[[], N
     return run
 
 
-# The patched `propose` calls these after it has prepared the pass for every request of the graph: `mask_extended` after
-# `prepare_prefill_inputs`, `mask_block` after `prepare_dflash_inputs`. Without a capture they do nothing.
+# The patched `propose` calls these after it has prepared the pass for every request of the graph. Without a capture
+# they do nothing.
 
 
 def mask_decode(speculator: Any) -> None:

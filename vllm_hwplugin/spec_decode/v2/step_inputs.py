@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prepare the inputs of a decode step in one CUDA graph (Model Runner V2).
 
-Before the target's graph vLLM prepares each step's batch again: copies to the device, five kernels, and attention
-metadata. If `TailGraphs` covers a step, its requests have equal draft counts, and their state on the device determines
-the inputs. One graph computes positions, lengths, token ids, block tables, slots and the device part of the metadata.
-The host adds only lengths that no kernel reads. If the requests differ from the previous step's, `TailGraphs` first
-copies their rows to the device.
+If `TailGraphs` covers a step, its requests have equal draft counts, and their state on the device determines the
+inputs. One graph of vLLM's own functions computes positions, lengths, token ids, block tables, slots and the device
+part of the attention metadata. The host adds only lengths that no kernel reads. If the requests differ from the
+previous step's, `TailGraphs` first copies their rows to the device.
 
 A multimodal model has no images or the like after a prompt, so the graph computes embeddings of the token ids and
 positions of several dimensions. If a builder makes metadata on the host, as for recurrent layers, or another component
 takes the metadata, the graph leaves the metadata out: vLLM builds it in each step from the graph's inputs.
-
-The graph captures vLLM's own functions.
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@
 
 V2 allocates most of a batch's small tensors again in each step, and its sampling parameters move between two host
 buffers. A decode batch with equal token counts needs only its requests' rows in the runner's state: the rest follows
-from the number of requests. The buffers here hold the rows, and are written when the requests differ from the previous
-step's. For any other batch they are written in each step, together with the positions of its logits; with adaptive
-verification only the device has these.
-
-A batch may have fewer requests than the graph. The surplus requests, *padding*, take a row that no request has, so
-nothing reads their results. `Padding` has the tensors that keep padding out of the KV cache.
+from the number of requests. So the buffers are written when the requests differ from the previous step's. For any other
+batch they are written in each step, together with the positions of its logits; with adaptive verification only the
+device has these. Surplus requests of a graph, *padding*, take a row that no request has, so nothing reads their
+results, and `Padding` keeps them out of the KV cache.
 """
 
 from __future__ import annotations
@@ -157,7 +155,6 @@ class TailBuffers:
 
     def idx_mapping(self, num_reqs: int) -> torch.Tensor:
         """Return each request's row in the runner's state, [num_reqs]."""
-        # Padding has a row that no request has.
         return self._packed.device["rows"][:num_reqs]
 
     def idx_mapping_alive(self, num_reqs: int) -> torch.Tensor:

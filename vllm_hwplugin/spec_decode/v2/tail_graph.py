@@ -1,27 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sample and draft in two CUDA graphs per decode step (Model Runner V2).
 
-After the target's graph vLLM launches dozens of kernels, copies and graphs one by one: logits, rejection, the requests'
-new state, and each part of the draft. For a small model the launches take longer than the GPU's work. Here a graph
-captures vLLM's own methods for each shape, and a step replays two graphs instead of calling the methods. There are two
-because vLLM starts to copy the sampled tokens to the host between them, and drafting should not delay that. Also, only
-sampling has variants.
+A graph captures vLLM's own methods for each shape, and a step replays two graphs instead of calling the methods. There
+are two because vLLM starts to copy the sampled tokens to the host between them, and drafting should not delay that.
+Also, only sampling has variants. docs/model-runner-v2.md says which steps they serve.
 
 Sampling starts from rows of hidden states, whichever requests they belong to. So the same graphs sample for a batch
 with a prompt or with unequal draft counts: its rows are put where a decode batch has them. With adaptive verification,
-where only the device knows which rows are whose, sampling has graphs by rows. Drafting processes all tokens. So it has
-graphs by tokens for such batches, if the target and the draft's first pass have them.
+where only the device knows which rows are whose, sampling has graphs by rows. Drafting starts from the sampled tokens,
+and processes all tokens. So a graph drafts also if vLLM samples, and mixed batches have drafting graphs by tokens, if
+the target and the draft's first pass have them.
 
-Drafting starts from the sampled tokens. So if a request needs more of the sampler than a graph has, vLLM samples, and
-the graph drafts.
-
-With vLLM's schedule of draft counts there are graphs for each count and its batch sizes. They cover steps that verify
-as many drafts as they make. When the count changes, vLLM drafts.
-
-An engine without a drafter has the sampling graphs unless VLLM_HWPLUGIN_PLAIN_DECODE=0. Its batches have no drafts, and
-the graphs capture vLLM's sampler for such batches.
-
-vLLM samples and drafts for any other batch. Between steps only the requests in the buffers are kept.
+Between steps only the requests in the buffers are kept.
 """
 
 from __future__ import annotations
