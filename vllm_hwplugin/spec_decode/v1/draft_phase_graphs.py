@@ -98,7 +98,6 @@ class PhaseBuffers:
         sample_indices: int32 [max_num_reqs], the token of the batch that the first draft follows.
         num_rejected: int32 [max_num_reqs].
         drafts: int64 [max_num_reqs, query_len - 1].
-        start_loc: int32 [max_num_reqs + 1], `query_start_loc` of a batch without padding.
         temperature: float32 [max_num_reqs].
         top_k: int32 [max_num_reqs].
         top_p: float32 [max_num_reqs].
@@ -128,7 +127,6 @@ class PhaseBuffers:
         self.draft_noise = Noise(max_num_reqs)
         self._draft_probs = rows(query_len - 1, 0, dtype=torch.float32)
         self.none_discarded = rows(dtype=torch.bool)
-        self.start_loc = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device) * query_len
         requests = torch.arange(1, max_num_reqs + 1, dtype=torch.int32, device=device)
         every = torch.arange(max_num_reqs * query_len, dtype=torch.int32, device=device)
         target, bonus = every.view(-1, query_len).split((query_len - 1, 1), dim=1)
@@ -247,16 +245,13 @@ class PhaseRecorder:
 
     def _batch(self, shape: GraphShape, template: Any) -> Any:
         """Return a decode batch's metadata that fills `shape`, over the runner's tensors."""
-        num_reqs, starts = shape.num_reqs, self.buffers.start_loc[: shape.num_reqs + 1]
-        like = self._passes.buffers.of(shape)
+        buffers = self._passes.buffers
         return dataclasses.replace(
             # Host code that asks for the longest sequence must get what holds for any.
-            like.batch_for_capture(template, shape, self._proposer.max_model_len),
-            query_start_loc=starts,
-            query_start_loc_cpu=starts.cpu(),
-            seq_lens=template.seq_lens[:num_reqs],
+            buffers.of(shape).batch_for_capture(template, shape, self._proposer.max_model_len),
+            seq_lens=template.seq_lens[: shape.num_reqs],
             slot_mapping=template.slot_mapping[: shape.num_tokens],
-            block_table_tensor=self._passes.buffers.block_table(num_reqs),
+            block_table_tensor=buffers.block_table(shape.num_reqs),
         )
 
     def noise_of(self, kind: Sampling) -> Noise:
@@ -309,13 +304,10 @@ class PhaseRecorder:
         num_valid.masked_fill_(self._passes.buffers.of(shape).inert[:num_reqs], 1)
         metadata = buffers.spec_decode_metadata(shape, runner.input_ids.gpu[: shape.num_tokens])
         _, sample_indices, num_rejected = proposer.prepare_inputs_padded(batch, metadata, num_valid)
-        for result, buffer in (
-            (next_token_ids, buffers.next_token_ids),
-            (num_valid, buffers.num_valid),
-            (sample_indices, buffers.sample_indices),
-            (num_rejected, buffers.num_rejected),
-        ):
-            buffer[:num_reqs].copy_(result)
+        buffers.next_token_ids[:num_reqs].copy_(next_token_ids)
+        buffers.num_valid[:num_reqs].copy_(num_valid)
+        buffers.sample_indices[:num_reqs].copy_(sample_indices)
+        buffers.num_rejected[:num_reqs].copy_(num_rejected)
 
     def _draft(
         self, shape: GraphShape, states: Sequence[torch.Tensor], batch: Any, metadata: dict[str, Any], kind: Drafting
