@@ -32,16 +32,13 @@ def draft_config(target: VllmConfig) -> VllmConfig:
     attention = copy.copy(target.attention_config)
     named = attention.backend
     if named is None:
-        run_records.note(DFLASH_DRAFT_BACKEND, "target and draft select their attention backends separately")
+        decision = "target and draft select their attention backends separately"
     elif named.get_class().supports_non_causal():
-        run_records.note(
-            DFLASH_DRAFT_BACKEND, f"the draft has the target's {named.name}, which declares non-causal attention"
-        )
+        decision = f"the draft has the target's {named.name}, which declares non-causal attention"
     else:
         attention.backend = None
-        run_records.note(
-            DFLASH_DRAFT_BACKEND, f"the draft selects its own backend: {named.name} is the target's and only causal"
-        )
+        decision = f"the draft selects its own backend: {named.name} is the target's and only causal"
+    run_records.note(DFLASH_DRAFT_BACKEND, decision)
     # The name that vLLM declares from 0.21.0 on; a plain attribute here.
     attention.use_non_causal = True
     draft = copy.copy(target)

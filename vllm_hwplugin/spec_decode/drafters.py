@@ -66,15 +66,7 @@ DRAFTERS: Final = (
     Drafter("LiLiCorr", "dflash", "", ("LiLiCorrSpeculator",), v1=_V2_ONLY, since="0.31", combines=True, masks=True),
     Drafter("XPress", "dflash", "", ("XPressSpeculator",), v1=_V2_ONLY, since="0.33", combines=True, masks=True),
     Drafter(
-        "DSpark",
-        "dspark",
-        "",
-        ("DSparkSpeculator",),
-        v1=_V2_ONLY,
-        since="0.25",
-        combines=True,
-        masks=True,
-        tried=True,
+        "DSpark", "dspark", "", ("DSparkSpeculator",), v1=_V2_ONLY, since="0.25", combines=True, masks=True, tried=True
     ),
     Drafter("n-gram", "ngram", "NgramProposer", _NGRAM, v1=_NO_MODEL, since="0.32", cached=False),
     Drafter("n-gram", "ngram_gpu", "NgramProposerGPU", _NGRAM, v1=_NO_MODEL, since="0.32", cached=False),

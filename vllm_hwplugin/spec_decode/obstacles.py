@@ -661,9 +661,7 @@ OBSTACLES: Final = (
         _has("model_config.rswa_window"),
     ),
     Obstacle(
-        "layers share keys in fast prefills",
-        _METADATA | _V1_MIXED,
-        attrgetter("cache_config.kv_sharing_fast_prefill"),
+        "layers share keys in fast prefills", _METADATA | _V1_MIXED, attrgetter("cache_config.kv_sharing_fast_prefill")
     ),
     Obstacle("slots are copied to the host in each step", _METADATA, _has("routed_experts_initialized")),
 )

@@ -68,11 +68,7 @@ class SamplerParts(Enum):
     def example(self) -> dict[str, float]:
         """Return arguments of `SamplingParams` that need exactly these parts."""
         scaled, top_k, top_p = self.value
-        return (
-            {"temperature": 0.5 if scaled else 0.0}
-            | ({"top_k": 2} if top_k else {})
-            | ({"top_p": 0.5} if top_p else {})
-        )
+        return {"temperature": 0.5 if scaled else 0.0, "top_k": 2 if top_k else 0, "top_p": 0.5 if top_p else 1.0}
 
 
 def scheduled_query_lens(runner: Any) -> list[int]:
@@ -162,10 +158,7 @@ def mixed_shapes(runner: Any) -> list[GraphShape]:
 
 
 def draft_ranks(runner: Any, left: Container[Part]) -> Beyond:
-    """Return the ranks that must have the same drafting graphs.
-
-    `left` are the parts that no graph has.
-    """
+    """Return the ranks that must have the same drafting graphs."""
     shared = Part.V2_DRAFTING not in left and shares_experts(runner)
     return Beyond.DATA_PARALLEL if shared else Beyond.NONE
 

@@ -134,10 +134,7 @@ class Captured:
 
     def watched(self, runner: Any) -> Captured:
         """Watch the weights of the modules captured so far, and of heads."""
-        models = {
-            Part.V2_SAMPLING: runner.model,
-            Part.V2_DRAFTING: getattr(runner.speculator, "model", None),
-        }
+        models = {Part.V2_SAMPLING: runner.model, Part.V2_DRAFTING: getattr(runner.speculator, "model", None)}
         places: list[tuple[Any, str]] = [*self.touched.places(*models.values())]
         for part in models.keys() - self.left.keys():
             places += around_graphs(models[part])
@@ -195,7 +192,6 @@ class TailRecorder:
     """Captures the sampling and drafting graphs of one `GPUModelRunner`.
 
     Args:
-        runner: the runner.
         vllm: has vLLM's own `sample` and `postprocess_sampled`.
         left: the parts that no graph can have, and why.
         shapes: the graphs' shapes, largest first.
