@@ -15,10 +15,7 @@ def is_delta_rule(builder: Any) -> bool:
 
 
 def why_no_delta_rule(runner: Any) -> str:
-    """Return why layers with a gated delta rule have no mixed graphs.
-
-    Empty if they have them, or there are no such layers.
-    """
+    """Return why gated delta rules have no mixed graphs, or ""."""
     groups = [group for groups in runner.attn_groups for group in groups if is_delta_rule(builder_of(group))]
     layers = runner.compilation_config.static_forward_context
     kinds = {type(layers.get(name)).__name__ for group in groups for name in group.layer_names}

@@ -44,11 +44,8 @@ class _Problem(NamedTuple):
 def check(vllm_config: Any) -> None:
     """Refuse a DFlash config that cannot work; warn if it works badly.
 
-    Any other config passes. vLLM makes a config several times; each warning is logged once in a process, and noted in
-    the run record.
-
-    Args:
-        vllm_config: vLLM's `VllmConfig`, of the target or of the draft.
+    vLLM makes a config, of the target or of the draft, several times; each warning is logged once in a process, and
+    noted in the run record.
 
     Raises:
         DFlashConfigError: the draft's layers or width do not fit the target, or the user named an attention backend for

@@ -73,7 +73,6 @@ class DraftPolicy:
         """Learn from a step, and return its bucket's next k.
 
         Args:
-            num_reqs: requests of the step.
             k: drafts that each request verified.
             seconds: time of the step; None if it cannot be compared, for example because a prompt ran in it.
             accepted: drafts accepted in the step, by position.

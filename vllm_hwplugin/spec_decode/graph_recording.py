@@ -134,15 +134,11 @@ _G = TypeVar("_G", bound="Graphs[Any]")
 
 
 class Graphs(Generic[_C]):
-    """The graphs of a feature, which are captured, forgotten and given up together.
+    """The graphs of a feature for a runner or a drafter, which are captured, forgotten and given up together.
 
     Companions are graphs of other features that build on these. They are captured after them, and go with them.
 
-    Args:
-        owner: the runner or the drafter.
-
     Attributes:
-        feature: the feature's id.
         effect: what happens without the graphs, as for `report_unused`.
         needed: why companions have no graphs without these, with `{reason}`.
         failed: whether the last capture failed.

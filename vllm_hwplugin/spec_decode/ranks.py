@@ -32,10 +32,7 @@ def all_ranks(agreed: bool, beyond: Beyond = Beyond.NONE) -> bool:
 
 
 def same_on_stages(value: int) -> bool:
-    """Whether all stages of a pipeline have this value.
-
-    The stages wait for each other.
-    """
+    """Whether all stages, which wait for each other, have this value."""
     if not model_parallel_is_initialized():
         return True
     least, most = (_over(get_pp_group(), value, getattr(torch.distributed.ReduceOp, op)) for op in ("MIN", "MAX"))

@@ -97,9 +97,7 @@ class DraftGraphs(Graphs[PassGraphs]):
         self._note("no drafter graph before the target's are captured")
 
     def capture(self, template: Any, *, profiling: bool = False) -> None:
-        """Decide, then capture every planned shape, largest first.
-
-        Later calls return immediately. If the capture fails, the drafter runs as in unpatched vLLM.
+        """Decide, then capture every planned shape; later calls return immediately.
 
         Raises:
             FeatureRequired: nothing can be captured, and a switch is `on`.

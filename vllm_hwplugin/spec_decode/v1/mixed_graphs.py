@@ -60,10 +60,7 @@ def plan_mixed_graphs(runner: Any) -> None:
 
 
 def _determine(runner: Any, determine: Callable[..., Any], **asked: Any) -> Any:
-    """Do `_determine_batch_execution_and_padding`; a mixed batch finds its graph.
-
-    A batch of more requests than a graph holds finds none.
-    """
+    """Do `_determine_batch_execution_and_padding`; a mixed batch finds its graph."""
     if _is_uniform(runner, asked["max_num_scheduled_tokens"], asked) or asked["num_reqs"] > MAX_NUM_REQS:
         return determine(**asked)
     with sized_for_few(runner):

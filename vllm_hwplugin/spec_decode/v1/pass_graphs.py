@@ -47,11 +47,8 @@ class PassGraphs:
         return len(self._graphs.concrete_cudagraph_entries)
 
     def capture(self, shape: GraphShape, template: Any) -> None:
-        """Capture the pass over a batch of `shape`.
-
-        It runs once without a graph first: kernels that compile or tune themselves at their first call must not do so
-        while a graph is being captured.
-        """
+        """Run the pass over a batch of `shape`, then capture it."""
+        # Kernels must not compile or tune themselves during a capture.
         for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
             # Metadata for each run: the first kernel that reads FlashMLA's plans into it, and a captured kernel must.
             with self.forward_context(self.dummy_metadata(shape, template), shape, mode):

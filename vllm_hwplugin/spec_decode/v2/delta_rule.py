@@ -56,11 +56,9 @@ class FixedMetadata(GDNAttentionMetadata):  # type: ignore[misc]
 
 
 def most_requests(num_tokens: int, decode_tokens: int) -> int:
-    """Return how many requests a graph holds.
+    """Return how many requests a graph of `num_tokens` tokens holds.
 
-    Args:
-        num_tokens: of the graph.
-        decode_tokens: of a request that decodes with all drafts.
+    `decode_tokens` are the tokens of a request that decodes with all drafts.
     """
     # For a row of padding the recurrent kernel launches a block per head and 32 columns of its state (192 for
     # Qwen3.6-27B), and the convolution's a block per 256 channels. Each exits when it has read the row's length or
@@ -69,10 +67,9 @@ def most_requests(num_tokens: int, decode_tokens: int) -> int:
 
 
 def attach(builder: Any, num_tokens: int, num_reqs: int, replays: Callable[[], bool]) -> None:
-    """Have a builder make fixed metadata for mixed batches' graphs.
+    """Have a `GDNAttentionMetadataBuilder` make fixed metadata for mixed batches' graphs.
 
     Args:
-        builder: vLLM's `GDNAttentionMetadataBuilder`.
         num_tokens: of the largest graph.
         num_reqs: of the largest graph.
         replays: whether the target replays such a graph in this step.

@@ -226,10 +226,7 @@ class Ring:
         self.inside += int((self.slot_of[sampled] >= 0).sum())
 
     def take(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Give tokens without a row the oldest rows; return both.
-
-        At most one ring's worth.
-        """
+        """Give tokens without a row the oldest rows; return both."""
         size = len(self.token_of) - self.fixed
         tokens = self._known(tokens)
         new = np.unique(tokens[self.slot_of[tokens] < 0])[:size]

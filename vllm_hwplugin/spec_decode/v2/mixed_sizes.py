@@ -81,8 +81,7 @@ def _seldom_replayed(manager: Any, dropped: Collection[Any]) -> dict[Any, Any]:
     and usually more tokens than vLLM's largest size; more than `MOST_REQS` requests do not count. So if the sizes are
     the plugin's, a graph up to vLLM's largest size stays only if a batch would otherwise be padded by more than a
     fifth. Without drafts these stay, because such a batch may have as few tokens as requests. All stay if a batch with
-    an image or a long request replays no FULL graph.
-    `dropped` are graphs already removed.
+    an image or a long request replays no FULL graph. `dropped` are graphs already removed.
     """
     if vars(manager.compilation_config).get(KEEPS_PIECES):
         return {}

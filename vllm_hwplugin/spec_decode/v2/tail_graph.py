@@ -79,7 +79,6 @@ class TailGraphs(Graphs[Captured]):
     chooses the step's graphs.
 
     Args:
-        runner: the runner.
         vllm: has vLLM's own `sample` and `postprocess_sampled`. None: the runner, if nothing overrides them.
     """
 
@@ -278,10 +277,7 @@ class TailGraphs(Graphs[Captured]):
     def _graphs_for(
         self, hidden_states: torch.Tensor, batch: Any, grammar: bool
     ) -> tuple[Served | Reason, Served | Reason]:
-        """Put the batch into the buffers, and return its two graphs.
-
-        They sample and draft. Either may be the reason why vLLM does that part.
-        """
+        """Put the batch into the buffers; return what samples and drafts."""
         captured = self.captured
         if captured is None:
             return Reason.NOT_CAPTURED, Reason.NOT_CAPTURED
