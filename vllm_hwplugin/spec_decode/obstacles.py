@@ -69,7 +69,6 @@ _AT_LAYERS: Final = ("wait_for_layer_load", "save_kv_layer")
 _ANSWER: Final = "requires_piecewise_for_cudagraph"
 #: What Python makes of a method without statements. A decorated method has its decorator's instructions, which call it.
 _NOTHING: Final = frozenset(("RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"))
-#: The variables of PyTorch's allocator.
 _ALLOCATOR: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 #: V2's samplers of batches without drafts.
 _SAMPLERS: Final = ("Sampler", "GPUWatermarkSampler")
@@ -247,12 +246,10 @@ def _pads_drafts(runner: Any) -> bool:
     """Whether vLLM drafts for all requests that a mixed graph holds."""
     if not _coupled_draft(runner):
         return False
-    # Up to 0.32 ranks agree on the number of requests in the graph. 0.29 has the module.
-    try:
-        from vllm.v1.worker.gpu.dp_utils import DPSyncState
-    except ImportError:
-        return True
-    return not hasattr(DPSyncState, "skip_drafts")
+    from vllm.v1.worker.gpu import dp_utils
+
+    # Up to 0.32 ranks agree on the number of requests in the graph, up to 0.28 without this class.
+    return not hasattr(getattr(dp_utils, "DPSyncState", None), "skip_drafts")
 
 
 def shares_experts(runner: Any) -> bool:
