@@ -36,7 +36,6 @@ LARGEST_MIXED: Final = 4096
 LARGEST_MIXED_SMALL: Final = 8192
 # Sizes per octave of request counts. Padding adds less than its inverse to a batch.
 _RUNGS_PER_OCTAVE: Final = 8
-#: The note on decode batches without a FULL graph.
 UNSERVED: Final = "decode batches without a FULL graph"
 #: The largest size that the user named without a list, or None; not set if a list is named.
 _LIMIT: Final = "_hwplugin_largest_named"

@@ -129,7 +129,6 @@ class DraftPolicy:
 
     def _try(self, bucket: _Bucket) -> None:
         others = [k for k in reversed(self.counts) if k != bucket.k]
-        # The k that was measured least is next; so every k has its turn.
         bucket.trial = min(others, key=lambda k: bucket.count.get(k, 0))
         bucket.tried = [0, 0]
         self.trials += 1

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewrite vLLM's list of draft counts by number of requests, from the steps that the engine measures.
 
-Which counts have graphs follows from the configuration, so each start captures the same graphs. The k of a step follows
-the load. The k decides which drafts are made; verification, and so the distribution of texts, stays the same.
-
-A platform names the counts in `num_speculative_tokens_per_batch_size`, for which vLLM captures graphs. The scheduler's
-patched `update_from_output` measures steps, and changes the list from which the scheduler reads each step's k. Workers
-read a plain attribute of the `CompilationConfig`: pickled, but not part of vLLM's hash. No torch is imported here.
+A platform names the counts in `num_speculative_tokens_per_batch_size`, for which vLLM captures graphs: the same at each
+start. The scheduler's patched `update_from_output` measures steps, and changes the list from which the scheduler reads
+each step's k. Workers read a plain attribute of the `CompilationConfig`: pickled, but not part of vLLM's hash. No torch
+is imported here. docs/draft-schedule.md says what depends on k.
 """
 
 from __future__ import annotations

@@ -50,7 +50,6 @@ def with_room(engine_core: Any, get_kv_cache_configs: Callable[..., Any]) -> Cal
             # With elastic expert parallelism a rank may join later.
             leaves = False
         elif dp_group is not None:
-            # Whether any rank's memory is short.
             leaves = parallel.has_unfinished_dp(dp_group, leaves)
         if leaves:
             freed = engine_core.model_executor.collective_rpc(leave_graphs)

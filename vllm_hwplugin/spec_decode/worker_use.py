@@ -47,7 +47,6 @@ def _examine(worker: Any, entry: RunRecord) -> Findings:
     counts = drafts_here or _decodes_plainly(worker)
     drafts = "no speculation" if spec is None else f"{spec.method} k={spec.num_speculative_tokens}"
     return Findings(
-        # Everything that decides.
         described=f"worker {worker.rank} ({current_platform.device_type}, Model Runner "
         f"{'V2' if worker.use_v2_model_runner else 'V1'}, {drafts}, {config.compilation_config.cudagraph_mode.name} "
         "graphs)",

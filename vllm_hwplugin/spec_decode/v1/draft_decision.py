@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide what is captured for a drafter of the V1 runner, or why nothing.
 
-A drafter runs two kinds of pass. The first reads every scheduled token of every request: 1 + k of them in a decode
-batch, more if the drafter appends its own slots. The later passes read one token per request. vLLM pads both with one
-table, made of the target's capture sizes, so a single request's one-token pass is padded to 1 + k. Here each query
-length has its own table, counted in requests.
-
-A DFlash drafter reads only the last given token. Keys and values of the others are put into its cache beforehand. Its
-queries are that token and k masks, in every batch, and each sees the whole block.
+A drafter's first pass reads every scheduled token of every request: 1 + k of them in a decode batch, more if the
+drafter appends its own slots. The later passes read one token per request. vLLM pads both with one table, made of the
+target's capture sizes, so a single request's one-token pass is padded to 1 + k. Here each query length has its own
+table, counted in requests. The queries of a DFlash drafter are the last given token and k masks, in every batch, and
+each sees the whole block (docs/drafter-graphs.md).
 """
 
 from __future__ import annotations

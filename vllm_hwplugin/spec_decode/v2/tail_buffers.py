@@ -103,7 +103,6 @@ class TailBuffers:
         self._chunk_rows = chunk_rows
         device, num_tokens = runner.device, max_num_reqs * query_len
         states = runner.sampler.sampling_states
-        # By their names in the buffers.
         self._moving = {
             "temperature": states.temperature,
             "top_k": states.top_k,
