@@ -222,8 +222,7 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
         buffers, kind = step.plan.recorder.buffers, step.kind
         count = runner.input_batch.num_reqs
         # Other streams still copy the results of the step before to the host.
-        _wait_for(runner.async_output_copy_stream)
-        _wait_for(runner.valid_sampled_token_count_copy_stream)
+        _wait_for(runner.async_output_copy_stream, runner.valid_sampled_token_count_copy_stream)
         metadata = runner.input_batch.sampling_metadata
         if kind is not Sampling.GREEDY:
             self._take_parameters(buffers, metadata, count)
@@ -249,14 +248,12 @@ class DraftPhase(Graphs[dict[int, PhaseGraphs]]):
             return runner.propose_draft_token_ids(*arguments)
         buffers, count = step.plan.recorder.buffers, metadata.num_reqs
         if isinstance(step.kind, Reason):
-            _wait_for(runner.async_output_copy_stream)
-            _wait_for(runner.valid_sampled_token_count_copy_stream)
+            _wait_for(runner.async_output_copy_stream, runner.valid_sampled_token_count_copy_stream)
             buffers.sampled_token_ids[:count].copy_(sampled_token_ids)
             step.graphs.counting.replay()
         runner._copy_valid_sampled_token_count(buffers.next_token_ids[:count], buffers.num_valid[:count])
         _wait_for(runner.draft_token_ids_copy_stream)
-        draws = getattr(runner.drafter, "_enable_probabilistic_draft_probs", False)
-        if not draws or sampling_metadata.all_greedy:
+        if Drafting.DRAWN not in step.graphs.drafting or sampling_metadata.all_greedy:
             step.graphs.drafting[Drafting.BEST].replay()
             return buffers.drafts[:count]
         self._take_parameters(buffers, sampling_metadata, count)
@@ -367,7 +364,8 @@ def _are_drafts(runner: Any, scheduler_output: Any) -> bool:
     return bool(before) and all(req_id in before for req_id in runner.input_batch.req_ids)
 
 
-def _wait_for(stream: Any) -> None:
+def _wait_for(*streams: Any) -> None:
     """Make the next launch wait for copies of what it overwrites."""
-    if stream is not None:
-        torch.cuda.current_stream().wait_stream(stream)
+    for stream in streams:
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
