@@ -216,14 +216,11 @@ def _does_nothing(method: Any) -> bool:
 def _has(*names: str) -> Callable[[Any], bool]:
     """Return a check for attributes that not every version or engine has."""
 
-    def has_any(runner: Any) -> bool:
-        for name in names:
-            owner, _, name = name.rpartition(".")
-            if getattr(attrgetter(owner)(runner) if owner else runner, name, None):
-                return True
-        return False
+    def has(runner: Any, name: str) -> bool:
+        owner, _, attribute = name.rpartition(".")
+        return bool(getattr(attrgetter(owner)(runner) if owner else runner, attribute, None))
 
-    return has_any
+    return lambda runner: any(has(runner, name) for name in names)
 
 
 def _ranks(*kinds: str) -> Callable[[Any], bool]:
