@@ -67,10 +67,9 @@ def capture_sizes(
     """Return the sizes of an engine with a drafter, in tokens, ascending.
 
     vLLM's sizes from a block on become whole blocks, as on the V1 runner: Model Runner V2 of 0.25 to 0.28 looks for a
-    decode batch's FULL graph only at the next size, and a size that is not a whole block has none. The fullest decode
-    batch has its own size, up to `LARGEST`. Above vLLM's largest size there are eight sizes per octave, up to the
-    fullest decode batch, or up to `mixed`. The fullest decode batch then has its own size up to `mixed`, because a
-    DFlash drafter of the V1 runner has buffers for no larger one.
+    decode batch's FULL graph only at the next size, and a size that is not a whole block has none. Above vLLM's largest
+    size there are eight sizes per octave, up to the fullest decode batch, or up to `mixed`. The fullest decode batch
+    has its own size, up to `LARGEST` or `mixed`, because V1's DFlash drafter has buffers for no larger one.
 
     Args:
         block: tokens of a request in a decode batch.

@@ -65,10 +65,7 @@ def full_block_table(table: torch.Tensor, num_reqs: int) -> torch.Tensor:
 class PassBuffers:
     """The buffers of one kind of pass; `query_len` is None if the pass is not uniform.
 
-    Attributes:
-        query_start_loc: int32 [max_reqs + 1].
-        seq_lens: int32 [max_reqs].
-        inert: bool [max_reqs], the rows past the real batch, as `write_even_starts` has them.
+    `inert`, bool [max_reqs], are the rows past the batch that `write_even_starts` has written.
     """
 
     def __init__(self, max_reqs: int, query_len: int | None, device: torch.device):
