@@ -180,10 +180,8 @@ def _aux_layers(config: Any) -> Iterator[tuple[str, Sequence[int], int]]:
     """Yield the lists that some version reads, in vLLM's order.
 
     With the list come its key in config.json and the highest id that a target of n layers has, minus n: -1 if ids
-    count layers from 0, 0 if id i is the residual stream after i layers.
-
-    vLLM up to 0.21 takes `target_layer_ids` as they are and later versions add 1. The checkpoints mean the output of
-    layer i, so they never name the n-th.
+    count layers from 0, 0 if id i is the residual stream after i layers. vLLM up to 0.21 takes `target_layer_ids` as
+    they are and later versions add 1. The checkpoints mean the output of layer i, so they never name the n-th.
     """
     own, eagle = _mapping(config, "dflash_config"), _mapping(config, "eagle_config")
     for where, value, last in (

@@ -166,11 +166,10 @@ def draft_ranks(runner: Any, left: Container[Part]) -> Beyond:
 def later_tokens(runner: Any, num_reqs: int, query_len: int) -> int:
     """Return the tokens of a draft's passes after the first, or 0.
 
-    0: they do not follow from the target's graph of a decode batch, or vLLM drafts without graphs.
-
-    Ranks that share a draft's experts must run passes of the same tokens, in a graph of the plugin or not. vLLM pads
-    these passes by the most requests of any rank. All ranks decode if the target's graph is a decode batch's, so the
-    graph bounds that number.
+    0: they do not follow from the target's graph of a decode batch, or vLLM drafts without graphs. Ranks that share a
+    draft's experts must run passes of the same tokens, in a graph of the plugin or not. vLLM pads these passes by the
+    most requests of any rank. All ranks decode if the target's graph is a decode batch's, so the graph bounds that
+    number.
     """
     if not shares_experts(runner):
         return num_reqs

@@ -79,10 +79,7 @@ class _Step:
 
 
 class StepInputs(Graphs[_Captured]):
-    """The input graphs of one `GPUModelRunner`, which holds them as `step_inputs`.
-
-    The runner's `TailGraphs` capture these graphs after their own.
-    """
+    """The input graphs of one `GPUModelRunner`'s `step_inputs`; its `TailGraphs` capture them."""
 
     feature, effect = V2_STEP_INPUTS, "vLLM prepares every step"
 
