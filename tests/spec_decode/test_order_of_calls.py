@@ -133,6 +133,36 @@ def test_nor_does_it_where_batches_with_prompts_have_graphs(
     assert runner.draft_phase._drafting.outcomes()["served"] > walks
 
 
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
+def test_a_prompt_that_is_aborted_in_its_middle_leaves_no_mark(vllm_here: Any, asynchronous: bool) -> None:
+    """Its row, whose tokens vLLM throws away, goes to a request that decodes."""
+    with both(vllm_here, asynchronous=asynchronous) as sides:
+        inputs = sides.both[1].runner.step_inputs._step_counts
+        for number in range(2):
+            sides.add(prompt=[1, number], max_tokens=30, temperature=0.0)
+        for _ in range(4):
+            sides.step()
+        # A batch of one request, whose inputs vLLM must have made once.
+        sides.abort(0)
+        sides.step()
+        sides.add(prompt=[1, 3], max_tokens=30, temperature=0.0)
+        for _ in range(4):
+            sides.step()
+        # The long prompt takes the row of the first.
+        sides.abort(0)
+        sides.add(prompt=list(range(12)) * 3, max_tokens=2, temperature=0.0)
+        sides.step()
+        mask = sides.both[1].runner.discard_request_mask
+        assert mask.np[:2].tolist() == mask.gpu[:2].tolist() == [True, False]
+        sides.abort(1)
+        before = inputs.outcomes()["served"]
+        sides.step()
+        assert inputs.outcomes()["served"] == before + 1
+        assert not mask.np[0]
+        assert not mask.gpu[0]
+        sides.finish()
+
+
 def test_a_step_is_left_to_vllm_where_one_thing_is_not_as_before(vllm_here: Any) -> None:
     """Each by itself, between steps that graphs prepare."""
     answers: list[Any] = []
@@ -148,6 +178,7 @@ def test_a_step_is_left_to_vllm_where_one_thing_is_not_as_before(vllm_here: Any)
                 (scheduled.scheduled_cached_reqs, "resumed_req_ids", {"one"}),
                 # vLLM throws away what is sampled for it.
                 (request, "num_tokens", 1000),
+                (runner.input_batch, "prev_req_id_to_index", {}),
                 (runner, "valid_sampled_token_count_gpu", None),
                 (runner, "_draft_token_ids", [[1, 2]]),
             ):
@@ -158,7 +189,7 @@ def test_a_step_is_left_to_vllm_where_one_thing_is_not_as_before(vllm_here: Any)
         runner.step_inputs._step_for = asked
         sides.add(prompt=[1, 2], max_tokens=9, temperature=0.0)
         sides.finish()
-    expected = [Reason.REQUESTS_CHANGED, Reason.REQUESTS_CHANGED, Reason.PROMPT, *2 * [Reason.STEP_BEFORE]]
+    expected = [*2 * [Reason.REQUESTS_CHANGED], Reason.PROMPT, Reason.REQUESTS_CHANGED, *2 * [Reason.STEP_BEFORE]]
     served = [answer for answer in answers if answer != ()]
     assert served
     assert served == expected * (len(served) // len(expected))

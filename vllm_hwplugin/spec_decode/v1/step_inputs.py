@@ -165,8 +165,8 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         self._draft_ids = torch.zeros(most * (query_len - 1), dtype=torch.int32, device=device)
         if runner.use_async_spec_decode:
             # The step before leaves its results elsewhere each time.
-            self._counts = torch.zeros(most, dtype=torch.int32, device=device)
-            self._tokens = torch.zeros(most, query_len, dtype=torch.int32, device=device)
+            self._counts = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=device)
+            self._tokens = torch.zeros(runner.max_num_reqs, query_len, dtype=torch.int32, device=device)
             # Each request's row in the step before; and its computed tokens if it verified no drafts there, else -1.
             self._rows = runner._make_buffer(2, most, dtype=torch.int32)
             self._stage(np.arange(most), -1)
@@ -381,7 +381,6 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
             counts is not None
             and sampled is not None
             and isinstance(drafts, torch.Tensor)
-            and counts.shape[0] <= len(self._counts)
             and sampled.shape == (counts.shape[0], 1)
             and drafts.shape == (counts.shape[0], self._query_len - 1)
         )
@@ -392,7 +391,7 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         drafted = runner.prev_num_draft_tokens.np
         if batch.prev_req_id_to_index == batch.req_id_to_index and drafted[:num_reqs].all():
             if not self._in_place:
-                self._stage(np.arange(len(self._counts)), -1)
+                self._stage(np.arange(self._rows.np.shape[1]), -1)
             return True
         runner._compute_prev_positions(num_reqs)
         rows = runner.prev_positions.np[:num_reqs]
@@ -410,14 +409,13 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
 
     def _change(self, num_reqs: int) -> None:
         """Write what `_prepare_inputs` does for other requests."""
-        runner, drafts = self._owner, self._owner.num_decode_draft_tokens
+        runner, drafts = self._owner, self._owner.num_decode_draft_tokens.np
         runner.query_start_loc.copy_to_gpu()
         runner.optimistic_seq_lens_cpu[num_reqs:].fill_(0)
         runner.discard_request_mask.np[:num_reqs] = False
         runner.discard_request_mask.gpu[:num_reqs].fill_(False)
         runner.num_accepted_tokens.gpu[num_reqs:].fill_(1)
-        drafts.np[:num_reqs], drafts.np[num_reqs:] = self._query_len - 1, -1
-        drafts.copy_to_gpu()
+        drafts[:num_reqs], drafts[num_reqs:] = self._query_len - 1, -1
 
     def _hand_over(self, num_reqs: int) -> None:
         """Copy the last step's results to where the graph reads them."""
