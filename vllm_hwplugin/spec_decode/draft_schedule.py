@@ -82,7 +82,8 @@ def draft_counts(spec: Any, max_num_seqs: int) -> tuple[int, ...]:
     """
     k, schedule = spec.num_speculative_tokens, getattr(spec, _SETTING)
     if schedule:
-        return tuple(sorted({min(count, k) for *_, count in schedule}, reverse=True))
+        # vLLM captures no graphs of a count that only larger batches have.
+        return tuple(sorted({min(count, k) for first, _, count in schedule if first <= max_num_seqs}, reverse=True))
     return tuple(sorted({k, (k + 1) // 2, 1}, reverse=True))[:max_num_seqs]
 
 
@@ -143,10 +144,14 @@ class DraftSchedule:
     """Measures a scheduler's steps and writes its `dynamic_sd_lookup`."""
 
     def __init__(self, counts: Sequence[int], lookup: list[int]):
+        most = len(lookup) - 1
+        for count in range(1, most):
+            # A bucket learns as one: a user's ranges may end within it.
+            lookup[count] = lookup[min(bucket_of(count), most)]
         self.policy, self._lookup = DraftPolicy(counts, list(lookup)), lookup
         self._most, self._last, self._noted = counts[0], 0.0, 0.0
         # At the end of the engine, or of the process; a `multiprocessing` process skips atexit handlers.
-        multiprocessing.util.Finalize(self, _report, (self.policy, len(lookup) - 1), exitpriority=1)
+        multiprocessing.util.Finalize(self, _report, (self.policy, most), exitpriority=1)
 
     def observe(self, scheduled: Any, output: Any) -> None:
         """Learn from a step, and write the next steps' k.
