@@ -274,6 +274,10 @@ def added_words(runner: Runner) -> None:
     )
 
 
+def few_words(runner: Runner) -> None:
+    runner.model["lm_head"].shard_indices = VocabParallelEmbeddingShardIndices(0, 63, 63, 63, 0, 63, 63, 63)
+
+
 class Gemma4Speculator(SimpleNamespace):
     pass
 
@@ -309,6 +313,7 @@ WITH_ROWS = {
     "drafts are sampled": change("speculative_config.draft_sample_method", "probabilistic"),
     "acceptance is estimated": change("speculator.enable_adaptive_verification", True),
     "drafts have a watermark": change("speculator.draft_watermarker", object()),
+    "fewer than 64 words": few_words,
     "SimpleNamespace drafts in another way": change("vllm_config.parallel_config.tensor_parallel_size", 2),
 }
 

@@ -131,6 +131,8 @@ def obstacle(runner: Any, form: str) -> str | None:
         return "an update of the draft's weights would not find the head"
     if form != "rows":
         return None
+    if head.shard_indices.num_org_elements < 64:
+        return "a rank has fewer than 64 words; use copy"
     reason = whole_logits_needed(speculator) or (other_logits(speculator) if ranks > 1 else None)
     return reason and f"{reason}; use copy"
 
