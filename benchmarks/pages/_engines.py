@@ -50,7 +50,10 @@ _MERGED = (
     "a request in each response, so one server keeps up with more requests, with and without the plugin."
 )
 _CHUNK = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
-_ON_GPU = "On a GPU, one API server with vLLM's 128 in place of 65536, then loads that one and three servers got:"
+_ON_GPU = (
+    "On a GPU, one API server with vLLM's 128 in place of 65536, then loads that one and three servers got, on "
+    "different machines, whose CPUs differ: compare the two sides."
+)
 _WHY = (
     "vLLM launches a drafter without graphs kernel by kernel; meanwhile the GPU waits. The plugin's graphs replace "
     "most launches. If the GPU is busy nearly all of a step, there is nothing to gain, and less than its idle share if "

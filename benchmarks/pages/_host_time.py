@@ -78,8 +78,7 @@ _PARTS = (
             "*._determine_batch_execution_and_padding",
             "dispatch_cg_and_sync_dp",
         ),
-        "`v1-step-inputs` while the same requests are decoded, `v2-step-inputs` in each step that decodes only: "
-        "one graph",
+        "`v1-step-inputs` and `v2-step-inputs` in steps that decode only: one graph",
     ),
     Part("launching the target", ("*._model_forward", "*CudaGraphManager.run_fullgraph"), "nothing"),
     Part(
