@@ -84,7 +84,7 @@ def test_nothing_differs_whatever_happens_to_requests(vllm_here: Any, how: dict[
 def test_nor_does_it_where_only_a_drafters_passes_have_graphs(
     vllm_here: Any, choices: dict[str, str], how: dict[str, Any]
 ) -> None:
-    if "blocks" in how and Versions("<0.23").covers(vllm_here.version):
+    if "blocks" in how and Versions("<0.24").covers(vllm_here.version):
         pytest.skip("TRITON_ATTN, with which the engines here run, has no non-causal metadata")
     with both(vllm_here, choices, **how) as sides:
         walks = walk(sides, KINDS, examples=6)
@@ -106,7 +106,7 @@ def test_nor_does_it_where_only_a_drafters_passes_have_graphs(
 def test_nor_does_it_where_batches_with_prompts_have_graphs(
     vllm_here: Any, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "blocks" in how and Versions("<0.23").covers(vllm_here.version):
+    if "blocks" in how and Versions("<0.24").covers(vllm_here.version):
         pytest.skip("TRITON_ATTN, with which the engines here run, has no non-causal metadata")
     # The graphs here have 6 and 12 tokens, as graphs of decode batches do.
     monkeypatch.setattr(mixed_graphs, "_SMALLEST", 1)
