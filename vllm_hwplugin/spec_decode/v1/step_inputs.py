@@ -77,18 +77,16 @@ class _Metadata:
 
 @dataclasses.dataclass
 class _Kept:
-    """What vLLM has made for a decode batch; a step with as many requests gets `starts` and `inputs` again.
+    """What vLLM has made for a decode batch; a step with the same requests gets it again.
 
     Attributes:
-        req_ids: in the order of the batch. A step with these gets all of it again.
-        starts: of each request in the batch, [max_num_reqs + 1]: the host's `query_start_loc`.
+        req_ids: in the order of the batch.
         inputs: the result of `_prepare_inputs`; its draft token ids are where the graph writes them.
         slots: the arguments and the result of `_get_slot_mappings`.
         metadata: the result of `_build_attention_metadata`, if the graph makes its changing parts.
     """
 
     req_ids: list[str]
-    starts: np.ndarray
     inputs: tuple[Any, ...]
     slots: tuple[dict[str, Any], Any] | None = None
     metadata: _Metadata | None = None
@@ -109,8 +107,9 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
 
     def forget(self) -> None:
         super().forget()
-        # By the number of requests; and of the step before, if that was a decode batch.
-        self._made: dict[int, _Kept] = {}
+        # `_Kept.inputs` by the number of requests, on which they depend.
+        self._inputs: dict[int, tuple[Any, ...]] = {}
+        # Of the step before, if that was a decode batch.
         self._kept: _Kept | None = None
         # Whether the buffers on the host and the device are the step before's; and each row is where it was there.
         self._follows, self._in_place = False, True
@@ -162,6 +161,7 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         runner, query_len, device = self._owner, self._query_len, self._owner.device
         most: int = min(MAX_NUM_REQS, runner.max_num_reqs, runner.max_num_tokens // query_len)
         self._offsets = torch.arange(query_len, dtype=torch.int64, device=device)
+        self._starts: np.ndarray = np.arange(runner.query_start_loc.np.size, dtype=np.int32) * query_len
         self._draft_ids = torch.zeros(most * (query_len - 1), dtype=torch.int32, device=device)
         if runner.use_async_spec_decode:
             # The step before leaves its results elsewhere each time.
@@ -176,10 +176,9 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         return most
 
     def _record(self, num_reqs: int, with_metadata: bool, pool: Any) -> _Recorded:
-        runner, query_len = self._owner, self._query_len
+        runner = self._owner
         # Fill the buffers as vLLM would for such a batch: capturing also runs the kernels once.
-        starts = runner.query_start_loc
-        starts.np[:] = np.minimum(np.arange(starts.np.size), num_reqs) * query_len
+        self._write_starts(num_reqs)
         runner.num_computed_tokens.zero_()
         # What depends on the length of sequences on the host must hold for the longest.
         runner.optimistic_seq_lens_cpu[:num_reqs].fill_(runner.max_model_len)
@@ -272,17 +271,16 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
             made: tuple[Any, ...] = self._owner._prepare_inputs(scheduled, num_scheduled_tokens)
             self._kept, self._follows = self._keep(made) if mixed is None else None, True
             return made
-        self._step, batch = step
-        changed = batch is not self._kept
-        self._owner.query_start_loc.np[:] = batch.starts
+        count, changed = len(num_scheduled_tokens), step[1] is not self._kept
+        self._step, self._kept = step
+        self._write_starts(count)
         if changed or any(blocks is not None for blocks in scheduled.scheduled_cached_reqs.new_block_ids):
-            self._owner.input_batch.block_table.commit_block_table(len(num_scheduled_tokens))
+            self._owner.input_batch.block_table.commit_block_table(count)
         if changed:
-            self._kept = batch
-            self._change(len(num_scheduled_tokens))
-        self._hand_over(len(num_scheduled_tokens))
+            self._change(count)
+        self._hand_over(count)
         self._step.graph.replay()
-        return batch.inputs
+        return self._kept.inputs
 
     def get_slot_mappings(self, **asked: Any) -> Any:
         """Do `_get_slot_mappings`; the tensors are right once inputs are prepared."""
@@ -340,25 +338,23 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
             return None
         draft_ids = self._draft_ids[: num_reqs * (self._query_len - 1)]
         spec_decode = dataclasses.replace(metadata, draft_token_ids=draft_ids)
-        starts = runner.query_start_loc.np.copy()
-        latest = _Kept(list(runner.input_batch.req_ids), starts, (logits_indices, spec_decode, *others))
-        self._made[num_reqs] = latest
-        return latest
+        inputs = self._inputs[num_reqs] = (logits_indices, spec_decode, *others)
+        return _Kept(list(runner.input_batch.req_ids), inputs)
 
     def _step_for(self, scheduled: Any) -> tuple[_Recorded, _Kept] | Reason:
         """Return this batch's graph and the step before, or a reason."""
         runner, batch = self._owner, self._owner.input_batch
         if self.captured is None or not self._follows:
             return Reason.STEP_BEFORE
-        num_reqs, latest = len(batch.req_ids), self._kept
-        if latest is None or batch.req_ids != latest.req_ids:
-            made = self._made.get(num_reqs)
-            if made is None or (not runner.use_async_spec_decode and runner.model_config.is_hybrid):
-                # The host has the numbers of accepted tokens, and moves them with the rows.
-                return Reason.REQUESTS_CHANGED
-            latest = _Kept(list(batch.req_ids), made.starts, made.inputs)
         if scheduled.scheduled_new_reqs or scheduled.scheduled_cached_reqs.resumed_req_ids:
             return Reason.REQUESTS_CHANGED
+        num_reqs, latest = len(batch.req_ids), self._kept
+        if latest is None or batch.req_ids != latest.req_ids:
+            inputs = self._inputs.get(num_reqs)
+            if inputs is None or (not runner.use_async_spec_decode and runner.model_config.is_hybrid):
+                # The host has the numbers of accepted tokens, and moves them with the rows.
+                return Reason.REQUESTS_CHANGED
+            latest = _Kept(list(batch.req_ids), inputs)
         if runner.use_async_spec_decode and not self._has_drafted():
             return Reason.STEP_BEFORE
         lengths = runner.optimistic_seq_lens_cpu.numpy()[:num_reqs]
@@ -392,6 +388,7 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         if batch.prev_req_id_to_index == batch.req_id_to_index and drafted[:num_reqs].all():
             if not self._in_place:
                 self._stage(np.arange(self._rows.np.shape[1]), -1)
+                self._in_place = True
             return True
         runner._compute_prev_positions(num_reqs)
         rows = runner.prev_positions.np[:num_reqs]
@@ -405,7 +402,11 @@ class StepInputs(Graphs[dict[int, _Recorded]]):
         staged = self._rows.np
         staged[0, : len(rows)], staged[1, : len(rows)] = rows, known
         self._rows.copy_to_gpu()
-        self._in_place = True
+
+    def _write_starts(self, num_reqs: int) -> None:
+        """Write a decode batch's row starts on the host."""
+        # In each step: a drafter may have overwritten them.
+        np.minimum(self._starts, num_reqs * self._query_len, out=self._owner.query_start_loc.np)
 
     def _change(self, num_reqs: int) -> None:
         """Write what `_prepare_inputs` does for other requests."""
